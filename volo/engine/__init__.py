@@ -1,0 +1,1 @@
+"""Everything between the command line and the model: arguments, optimisation, checkpoints, the training loop."""
