@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""`python generate_label.py`: the program itself is volo/programs/generate_label.py."""
+"""`python generate_label.py`: the program is volo/programs/generate_label.py."""
 
 import sys
 
-from volo.programs.generate_label import main
+from volo.cli import generate_label
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(generate_label())

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""`python train.py`: the program itself is volo/programs/train.py."""
+"""`python train.py`: the program is volo/programs/train.py."""
 
 import sys
 
-from volo.programs.train import main
+from volo.cli import train
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train())

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""`python validate.py`: the program itself is volo/programs/validate.py."""
+"""`python validate.py`: the program is volo/programs/validate.py."""
 
 import sys
 
-from volo.programs.validate import main
+from volo.cli import validate
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(validate())

@@ -1,0 +1,29 @@
+# make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
+# make lint   ruff and mypy                                                  make clean  remove .venv and the demo's output
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TEST_ARGS ?=
+
+.PHONY: demo test lint clean
+
+# One stamp per set of extras: installing again is skipped until pyproject.toml changes.
+$(VENV)/.installed-%: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "python3 -m venv failed: install it with 'apt-get install python3-venv'" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.installed-demo
+	PYTHON=$(BIN)/python $(BIN)/python demo/digits.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) demo_output

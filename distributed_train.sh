@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Train on N processes of this machine (one per GPU; on a machine without GPUs, N processes on the CPU):
+#
+#     ./distributed_train.sh N DATA --model volo_d1 [flags of train.py]
+#
+# Environment: PYTHON (default: python3), OMP_NUM_THREADS (default: (cores - 1) / N on a machine without GPUs, else cores / N),
+# DRY_RUN=1 prints the command instead of running it.
+set -euo pipefail
+
+case "${1:-}" in
+  "" | *[!0-9]* | 0) echo "usage: $0 N DATA [flags of train.py]   (N: number of processes, one per GPU)" >&2; exit 2 ;;
+esac
+processes=$1
+shift
+
+cores=$(getconf _NPROCESSORS_ONLN)
+# One core stays free on a CPU-only machine: data loading runs beside the ranks, and oversubscribed cores are many times slower.
+[ -e /proc/driver/nvidia ] || cores=$((cores - 1))
+threads=$((cores / processes))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+command=("${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$here/train.py" "$@")
+if [ -n "${DRY_RUN:-}" ]; then
+  echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]@Q}"
+  exit 0
+fi
+exec "${command[@]}"

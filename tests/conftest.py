@@ -1,0 +1,55 @@
+"""Shared fixtures: small real image folders and token-label trees, made from a fixed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+torch.set_num_threads(1)
+
+COLOURS = {"blue": (40, 60, 200), "green": (50, 180, 60), "grey": (128, 128, 128), "red": (210, 50, 40)}
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path) -> Callable[..., Path]:
+    """Return `make(train=16, validation=8, size=(40, 36), classes=4)` -> dataset root with one colour per class."""
+
+    def make(train: int = 16, validation: int = 8, size: tuple[int, int] = (40, 36), classes: int = 4) -> Path:
+        root = tmp_path / "data"
+        generator = np.random.default_rng(0)
+        names = list(COLOURS)[:classes]
+        for split, count in (("train", train), ("validation", validation)):
+            for number in range(count):
+                name = names[number % classes]
+                folder = root / split / name
+                folder.mkdir(parents=True, exist_ok=True)
+                noise = generator.integers(-30, 31, (size[1], size[0], 3))
+                pixels = np.clip(np.array(COLOURS[name]) + noise, 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{name}{number}.jpg", quality=92)
+        return root
+
+    return make
+
+
+@pytest.fixture
+def make_labels(tmp_path: Path) -> Callable[..., Path]:
+    """Return `make(dataset, grid=(6, 6), k=3, classes=4)` -> published label tree whose top class is the folder's."""
+
+    def make(dataset: Path, grid: tuple[int, int] = (6, 6), k: int = 3, classes: int = 4) -> Path:
+        root = tmp_path / "labels"
+        folders = sorted(p for p in (dataset / "train").iterdir() if p.is_dir())
+        for number, folder in enumerate(folders):
+            (root / folder.name).mkdir(parents=True, exist_ok=True)
+            ids = torch.tensor([(number + step) % classes for step in range(k)]).half()
+            values = torch.tensor([8.0 - 3.0 * step for step in range(k)]).half()
+            entry = torch.stack([values, ids])[:, :, None, None].expand(2, k, *grid).contiguous()
+            for image in folder.iterdir():
+                torch.save(entry, root / folder.name / f"{image.stem}.pt")
+        return root
+
+    return make

@@ -1,0 +1,47 @@
+"""Who am I: ranks from torchrun, from srun, from neither."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlt.errors import UserError
+from volo.engine.distributed import choose_device, from_primary, primary_first, ranks_from_environment, sum_over_ranks
+
+
+def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:
+    env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert ranks_from_environment(env, local_rank_flag=3) == (5, 1, 8)
+
+
+def test_an_srun_step_gives_ranks() -> None:
+    env = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+    assert ranks_from_environment(env) == (3, 1, 4)
+
+
+def test_one_process_in_a_batch_script_is_alone() -> None:
+    assert ranks_from_environment({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}) == (0, 0, 1)
+
+
+def test_the_old_flag_is_the_fallback() -> None:
+    assert ranks_from_environment({}, local_rank_flag=3) == (0, 3, 1)
+
+
+def test_device_names_are_checked() -> None:
+    assert choose_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(UserError, match="--device warp9"):
+        choose_device("warp9", 0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--device cuda"):
+            choose_device("cuda", 0)
+
+
+def test_collectives_alone_change_nothing() -> None:
+    value = torch.tensor([1.0, 2.0])
+    assert torch.equal(sum_over_ranks(value), value)
+    assert from_primary("x") == "x"
+    with primary_first():
+        ran = True
+    assert ran
+    with pytest.raises(UserError, match="bad"), primary_first():
+        raise UserError("bad")

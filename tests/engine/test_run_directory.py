@@ -1,0 +1,71 @@
+"""Where a run writes, and that nothing saved is overwritten."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tlt.errors import UserError
+from volo.engine.run_directory import RunDirectory, choose_directory, read_summary
+
+
+def _args(root: Path, **changes: object) -> Namespace:
+    return Namespace(**{"output": str(root), "experiment": "", "resume": "", "model": "volo_d1", "lr": 0.1, **changes})
+
+
+def test_a_run_gets_its_own_directory(tmp_path: Path) -> None:
+    assert choose_directory(_args(tmp_path), (224, 224)).name.endswith("-volo_d1-224")
+    assert choose_directory(_args(tmp_path, experiment="mine"), (224, 224)) == tmp_path / "mine"
+
+
+def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "last.pth.tar").touch()
+    with pytest.raises(UserError, match="--resume auto"):
+        choose_directory(_args(tmp_path, experiment="mine"), (224, 224))
+    assert choose_directory(_args(tmp_path, experiment="mine", resume="auto"), (224, 224)) == tmp_path / "mine"
+
+
+def test_resume_goes_on_in_the_directory_of_the_run(tmp_path: Path) -> None:
+    for name in ("20260101-000000-volo_d1-224", "20260102-000000-volo_d1-224", "20260103-000000-volo_d2-224"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "args.yaml").touch()
+    auto = choose_directory(_args(tmp_path, resume="auto"), (224, 224))
+    assert auto.name == "20260102-000000-volo_d1-224"
+    named = tmp_path / "20260101-000000-volo_d1-224" / "last.pth.tar"
+    assert choose_directory(_args(tmp_path, resume=str(named)), (224, 224)) == named.parent
+
+
+def test_records(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.record_start(_args(tmp_path, scale=(0.1, 1.0)), 2, "cpu")
+    directory.record_start(_args(tmp_path), 1, "cpu")
+    assert yaml.safe_load((directory.path / "args.yaml").read_text())["model"] == "volo_d1"
+    assert [start["world_size"] for start in json.loads((directory.path / "run.json").read_text())] == [2, 1]
+
+
+def test_fault_12_summary_has_one_row_per_epoch_after_a_resume(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for epoch, top1 in ((0, 10.0), (1, 20.0), (2, 30.0), (1, 21.0)):
+        directory.summary({"epoch": epoch, "eval_top1": top1, "train_loss": 1.0})
+    rows = read_summary(tmp_path / "summary.csv")
+    assert [(r["epoch"], r["eval_top1"]) for r in rows] == [("0", "10.0"), ("1", "21.0")]
+
+
+def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the curve needs matplotlib (extra: plot)")
+    directory = RunDirectory(tmp_path)
+    for epoch in range(3):
+        directory.summary({"epoch": epoch, "train_loss": 2.0 - epoch, "eval_top1": 30.0 * epoch})
+    file = directory.draw_curve()
+    assert file is not None and file.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="--output"):
+        RunDirectory(tmp_path / "file" / "run")

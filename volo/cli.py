@@ -1,0 +1,23 @@
+"""Entry points of the programs: arguments are parsed before torch is imported, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from volo.engine import args
+from volo.engine.console import run_program
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """`python train.py`, `volo-train`: train a model (`volo.programs.train`)."""
+    return run_program(args.parse_train, "volo.programs.train", argv)
+
+
+def validate(argv: Sequence[str] | None = None) -> int:
+    """`python validate.py`, `volo-validate`: evaluate checkpoints (`volo.programs.validate`)."""
+    return run_program(args.parse_validate, "volo.programs.validate", argv)
+
+
+def generate_label(argv: Sequence[str] | None = None) -> int:
+    """`python generate_label.py`, `volo-generate-label`: make token labels (`volo.programs.generate_label`)."""
+    return run_program(args.parse_generate_label, "volo.programs.generate_label", argv)

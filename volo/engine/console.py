@@ -1,0 +1,39 @@
+"""How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
+
+Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
+losses; 130 interrupted from the keyboard; 1 a defect in the program, with its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+
+from tlt.errors import UserError
+
+
+def run_program(
+    parse: Callable[[Sequence[str] | None], Namespace],
+    module: str,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse `argv` (default: the command line), then import `module` and return the exit code of its `run(args)`."""
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    try:
+        args = parse(argv)
+        return importlib.import_module(module).run(args)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"{_rank_prefix()}error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _rank_prefix() -> str:
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    return f"[rank {os.environ.get('RANK', '0')}] " if world_size > 1 else ""

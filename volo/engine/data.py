@@ -1,0 +1,158 @@
+"""From arguments to data: which images, which labels, which augmentation, which loader."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
+from tlt.data.decode import Backend, create_backend
+from tlt.data.device_stage import DeviceStage, EvalStage
+from tlt.data.folder import ImageFolder, compare_classes, find_split, scan_folder
+from tlt.data.index_stream import IndexStream
+from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.plan import AugmentConfig
+from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.store import PublishedTree
+from volo.engine.distributed import World
+
+# Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
+SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Training and validation images with one class list."""
+
+    train: ImageFolder
+    validation: ImageFolder
+    warnings: list[str] = field(default_factory=list)
+
+
+def open_folders(args: Namespace, world_size: int) -> Folders:
+    """Find the images of both splits.
+
+    Raises:
+        UserError: A split is missing or empty, or the splits' classes differ.
+    """
+    if args.data_backend == "synthetic":
+        classes = args.num_classes or 1000
+        batch = args.batch_size * args.grad_accum_steps * world_size
+        train = synthetic_folder(SYNTHETIC_UPDATES * batch, classes)
+        return Folders(train, synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes))
+    train = scan_folder(find_split(args.data_dir, args.train_split))
+    validation = scan_folder(find_split(args.data_dir, args.val_split), class_names=train.class_names)
+    compare_classes(train, validation)
+    return Folders(train, validation, train.warnings + validation.warnings)
+
+
+def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple[LabelReader | None, list[str]]:
+    """Find the token labels of the training images. Returns (labels or None, warnings).
+
+    Raises:
+        UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
+    """
+    if not args.token_label_data:
+        return None, []
+    if args.data_backend == "synthetic":
+        return SyntheticLabels(folder), [
+            f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
+        ]
+    tree = PublishedTree(
+        args.token_label_data,
+        folder.paths,
+        area=args.token_label_area,
+        num_classes=num_classes,
+        bad_label=args.bad_label,
+        class_names=folder.class_names,
+    )
+    return tree, tree.warnings
+
+
+def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:
+    """The training augmentation that the flags describe."""
+    return AugmentConfig(
+        size=settings["input_size"][1:],
+        scale=tuple(args.scale),
+        ratio=tuple(args.ratio),
+        hflip=args.hflip,
+        vflip=args.vflip,
+        auto_augment=None if args.aa in ("", "none") else args.aa,
+        color_jitter=args.color_jitter,
+        interpolation=args.train_interpolation or "random",
+        reprob=args.reprob,
+        remode=args.remode,
+        recount=args.recount,
+        mean=tuple(settings["mean"]),
+        no_aug=args.no_aug,
+    )
+
+
+def train_loader(
+    args: Namespace, folder: ImageFolder, labels: LabelReader | None, settings: Mapping[str, Any], world: World
+) -> TrainLoader:
+    """The training batches of this rank.
+
+    Raises:
+        UserError: Fewer images than one global batch.
+    """
+    config = augment_config(args, settings)
+    stream = IndexStream(
+        len(folder),
+        args.batch_size * args.grad_accum_steps * world.size,
+        args.seed,
+        world.size,
+        world.rank,
+        args.grad_accum_steps,
+        args.drop_last,
+    )
+    return TrainLoader(
+        TrainDataset(folder, config, args.seed, labels, _backend(args)),
+        stream,
+        DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
+        **_loader_options(args, folder, world),
+        persistent_workers=args.use_multi_epochs_loader,
+    )
+
+
+def validation_loader(
+    args: Namespace, folder: ImageFolder, batch_size: int, settings: Mapping[str, Any], world: World
+) -> EvalLoader:
+    """The validation batches of this rank."""
+    dataset = EvalDataset(
+        folder,
+        settings["input_size"][1:],
+        settings["crop_pct"],
+        settings["crop_mode"],
+        settings["interpolation"],
+        fill=[min(255, round(255 * value)) for value in settings["mean"]],
+        backend=_backend(args),
+    )
+    return EvalLoader(
+        dataset,
+        batch_size,
+        EvalStage(settings["mean"], settings["std"]).to(world.device),
+        **_loader_options(args, folder, world),
+        persistent_workers=getattr(args, "use_multi_epochs_loader", False),
+        world_size=world.size,
+        rank=world.rank,
+    )
+
+
+def _backend(args: Namespace) -> Backend:
+    return (
+        SyntheticBackend() if args.data_backend == "synthetic" else create_backend(args.data_backend, args.max_pixels)
+    )
+
+
+def _loader_options(args: Namespace, folder: ImageFolder, world: World) -> dict[str, Any]:
+    return {
+        "device": world.device,
+        "workers": args.workers,
+        "pin_memory": args.pin_mem,
+        "prefetch": not args.no_prefetcher,
+        "timeout": float(args.loader_timeout),
+        "skips": SkipCounter(len(folder), args.max_bad_images),
+    }

@@ -1,0 +1,138 @@
+"""Processes: who am I, who else is there, and the few collectives that the programs need.
+
+Rank and world size come from the environment that torchrun or `srun` sets; the `--local_rank` flag of old launchers is
+only a fallback. NCCL joins GPUs, gloo joins CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tlt.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_primary(self) -> bool:
+        """True on the one process of the whole run that prints and writes."""
+        return self.rank == 0
+
+
+def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> tuple[int, int, int]:
+    """Return (rank, local rank, world size) from torchrun's variables, else from an `srun` step, else (0, flag, 1)."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return int(env["RANK"]), int(env.get("LOCAL_RANK", local_rank_flag)), int(env["WORLD_SIZE"])
+    # SLURM_NTASKS is also set in a batch script that starts a single process; the step's count is set by srun alone.
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    return 0, int(env.get("LOCAL_RANK", local_rank_flag)), 1
+
+
+def choose_device(requested: str | None, local_rank: int) -> torch.device:
+    """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
+
+    Raises:
+        UserError: A GPU is asked for that this machine doesn't have.
+    """
+    name = requested or "auto"
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        if device.index is None or device.index >= count:
+            raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
+        torch.cuda.set_device(device)
+    return device
+
+
+def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0) -> World:
+    """Join the other processes, if there are any.
+
+    Raises:
+        UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens.
+    """
+    rank, local_rank, size = ranks_from_environment(os.environ, local_rank)
+    world = World(rank, local_rank, size, choose_device(device, local_rank))
+    if size > 1:
+        _set_rendezvous_address()
+        dist.init_process_group(
+            "nccl" if world.device.type == "cuda" else "gloo",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    return world
+
+
+def _set_rendezvous_address() -> None:
+    if "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", "29500")
+        return
+    if int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) > 1:
+        raise UserError("MASTER_ADDR is not set: export the first node's address before srun, or start with torchrun")
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # Jobs that share a node must not share a port.
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+def shut_down() -> None:
+    """Leave the process group; safe to call when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `values` over all ranks (the same tensor on every rank)."""
+    if dist.is_initialized():
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def from_primary(value: T) -> T:
+    """Return rank 0's `value` on every rank; it must pickle."""
+    if not dist.is_initialized():
+        return value
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def primary_first() -> Iterator[None]:
+    """Run the block on rank 0 while the others wait, then on the others; a UserError of rank 0 is raised everywhere."""
+    primary = not dist.is_initialized() or dist.get_rank() == 0
+    failure: str | None = None
+    if primary:
+        try:
+            yield
+        except UserError as error:
+            failure = str(error)
+    failure = from_primary(failure)
+    if failure is not None:
+        raise UserError(failure)
+    if not primary:
+        yield

@@ -1,0 +1,172 @@
+"""From arguments to a model: built by timm, then switched as the flags say."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from argparse import Namespace
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.layers import convert_sync_batchnorm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tlt.errors import UserError
+from tlt.models.token_labeling import TokenLabelModel
+from volo.engine.distributed import World
+
+# TensorFlow's BatchNorm: --bn-tf
+_TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
+
+
+def image_size_of(args: Namespace) -> tuple[int, int] | None:
+    """Return (H, W) as asked for by `--input-size` or `--img-size`, None if neither is given."""
+    if args.input_size is not None:
+        return args.input_size[1], args.input_size[2]
+    if args.img_size is None:
+        return None
+    return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
+
+
+def build_model(args: Namespace, **overrides: Any) -> nn.Module:
+    """Build `args.model` on the CPU.
+
+    Args:
+        overrides: Keyword arguments of the model that win over the flags (a checkpoint's own, say).
+
+    Raises:
+        UserError: Unknown model name (the nearest ones are shown), or an argument the model doesn't know.
+    """
+    name = args.model
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(
+            f"--model {name}: timm knows no such model" + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
+    kwargs = _model_kwargs(args) | overrides
+    try:
+        return timm.create_model(name, **kwargs)
+    except TypeError as error:
+        raise UserError(f"--model {name} cannot be built with {kwargs}: {error}") from error
+
+
+def _model_kwargs(args: Namespace) -> dict[str, Any]:
+    """The flags that concern the model's constructor; None means the model's own default."""
+    kwargs: dict[str, Any] = {
+        "pretrained": getattr(args, "pretrained", False),
+        "num_classes": args.num_classes,
+        "in_chans": args.input_size[0] if args.input_size else None,
+        "global_pool": args.gp,
+        "drop_rate": getattr(args, "drop", None) or None,
+        "drop_path_rate": getattr(args, "drop_path", None),
+        "outlooker_drop_path": getattr(args, "outlooker_drop_path", False) or None,
+    }
+    if image_size_of(args) is not None and _takes_image_size(args.model):
+        kwargs["img_size"] = image_size_of(args)
+    kwargs |= getattr(args, "model_kwargs", None) or {}
+    return {k: v for k, v in kwargs.items() if v is not None}
+
+
+def _takes_image_size(name: str) -> bool:
+    """Whether the model is built for one size: ours, and timm's vision transformers."""
+    if is_ours(name):
+        return True
+    config = timm.get_pretrained_cfg(name)
+    return config is not None and bool(config.fixed_input_size)
+
+
+def is_ours(name: str) -> bool:
+    """Whether the registered model `name` is one of this project's."""
+    return timm.model_entrypoint(name).__module__.split(".")[0] in ("volo", "tlt")
+
+
+def eval_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Resolve input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
+
+    Flags win, then what a checkpoint recorded (so that training and validation agree), then the model's own.
+    """
+    known = {"crop_pct", "mean", "std", "interpolation", "crop_mode"}
+    asked = {k: v for k, v in vars(args).items() if v not in (None, "")}
+    settings = {k: v for k, v in (recorded or {}).items() if k in known and v not in (None, "")}
+    size = image_size_of(args) or getattr(model, "img_size", None)
+    if size is not None:
+        asked["input_size"] = (getattr(model, "in_chans", 3), *size)
+    asked.pop("img_size", None)
+    return resolve_data_config(settings | asked, model=model, use_test_size=False)
+
+
+def prepare_model(model: nn.Module, args: Namespace, world: World) -> nn.Module:
+    """Apply BatchNorm flags, gradient checkpointing, memory format and SyncBN, and move the model to its device."""
+    set_batchnorm(model, args)
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    if args.sync_bn and world.size > 1:
+        if world.device.type != "cuda":
+            raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
+        model = convert_sync_batchnorm(model)
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
+    return model.to(device=world.device, memory_format=memory_format)
+
+
+def set_batchnorm(model: nn.Module, args: Namespace) -> None:
+    """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`."""
+    values = dict(_TF_BATCHNORM) if args.bn_tf else {}
+    values |= {k: v for k, v in (("momentum", args.bn_momentum), ("eps", args.bn_eps)) if v is not None}
+    if not values:
+        return
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        raise UserError(f"--model {args.model} has no BatchNorm layer: remove --bn-tf, --bn-momentum, --bn-eps")
+    for layer in layers:
+        for name, value in values.items():
+            setattr(layer, name, value)
+
+
+def wrap_model(model: nn.Module, args: Namespace, world: World) -> nn.Module:
+    """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say."""
+    if world.size > 1:
+        # Running statistics are shared once an epoch (--dist-bn), not before every step. Newer torch has renamed the switch.
+        known = inspect.signature(DistributedDataParallel).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        model = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            # Without a class loss the class head and its attention take part in nothing.
+            find_unused_parameters=args.token_label and args.cls_weight == 0,
+            gradient_as_bucket_view=True,
+            **{sync: False},
+        )
+    if args.torchcompile:
+        model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
+    return model
+
+
+def init_heads(model: nn.Module, scale: float | None, bias: float | None) -> None:
+    """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
+    heads = [model.get_classifier()] + ([model.aux_head] if isinstance(model, TokenLabelModel) else [])
+    for head in heads:
+        if not isinstance(head, nn.Linear):
+            raise UserError("--head-init-scale and --head-init-bias need a linear head")
+        with torch.no_grad():
+            if scale is not None:
+                head.weight.mul_(scale)
+                head.bias.mul_(scale)
+            if bias is not None:
+                head.bias.fill_(bias)
+
+
+def model_config(model: nn.Module, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
+    """What a checkpoint records so that others build and evaluate the model as it was trained."""
+    return {
+        "name": args.model,
+        "kwargs": ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
+        "num_classes": model.num_classes,
+        "img_size": list(settings["input_size"][1:]),
+        "in_chans": settings["input_size"][0],
+        "dense_head": getattr(model, "dense_head", None),
+        **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
+        "class_names": class_names,
+    }

@@ -1,0 +1,178 @@
+"""From a batch to a loss: with token labels, or with plain class labels.
+
+Both objectives are called as `objective(model, batch, step)` and return `LossTerms(total, cls, dense)`, means over the
+batch. `step` is the key of everything random in the step, so that a resumed run draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tlt import mixtoken
+from tlt.data.counter import key
+from tlt.data.loader import Batch
+from tlt.data.mix import Mixup
+from tlt.errors import UserError
+from tlt.loss import LossTerms, token_label_loss
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.targets import make_targets
+
+# Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
+_TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """Names one forward pass of the run: every random number drawn in it is a function of these four."""
+
+    seed: int
+    update: int
+    micro_batch: int
+    rank: int
+
+    def seed_torch(self) -> None:
+        """Key dropout and stochastic depth: torch's generators restart at this step's own seed."""
+        torch.manual_seed(int(self._key(_TORCH_STREAM)) >> 1)  # 63 bits
+
+    def generator(self, stream: int) -> np.random.Generator:
+        """A generator for one use of this step."""
+        return np.random.Generator(np.random.Philox(key=int(self._key(stream))))
+
+    def _key(self, stream: int) -> np.uint64:
+        return key(self.seed, stream, self.update, self.micro_batch, self.rank)
+
+
+Objective = Callable[[nn.Module, Batch, StepKey], LossTerms]
+
+
+@dataclass(frozen=True)
+class TokenLabelObjective:
+    """Class loss plus dense loss on token labels, with MixToken.
+
+    Args:
+        grid: Token rows and columns of the model at the training resolution.
+        num_classes: Outputs of both heads.
+        token_label_size: None: one label per token; 1: one label per crop, no dense loss (ReLabel mode).
+        dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
+        mix_token: Draw one MixToken box per batch.
+    """
+
+    grid: tuple[int, int]
+    num_classes: int
+    token_label_size: int | None = None
+    smoothing: float = 0.1
+    cls_weight: float = 1.0
+    dense_weight: float = 0.5
+    ground_truth: bool = False
+    gt_weight_agree: float = 0.5
+    gt_weight_disagree: float = 0.1
+    dense: bool = True
+    mix_token: bool = True
+
+    def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
+        box = self._box(step, batch.images.device) if self.mix_token else None
+        if self.dense:
+            cls_logits, token_logits = model(batch.images, dense=True, mix_box=box)
+        else:
+            cls_logits, token_logits = model(batch.images, mix_box=box), None
+        targets = make_targets(
+            batch.labels,
+            batch.affine,
+            batch.visible,
+            batch.classes,
+            self.grid,
+            self.num_classes,
+            self.smoothing,
+            self.token_label_size,
+        )
+        return token_label_loss(
+            cls_logits,
+            token_logits,
+            targets,
+            box,
+            cls_weight=self.cls_weight,
+            dense_weight=self.dense_weight,
+            ground_truth=self.ground_truth,
+            gt_weight_agree=self.gt_weight_agree,
+            gt_weight_disagree=self.gt_weight_disagree,
+        )
+
+    def _box(self, step: StepKey, device: torch.device) -> Tensor:
+        box = torch.tensor(mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), self.grid), dtype=torch.int32)
+        # From pinned memory the copy doesn't hold up the host.
+        return box.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else box
+
+
+@dataclass(frozen=True)
+class ClassObjective:
+    """Cross-entropy on the image's class, for any timm model.
+
+    Args:
+        mix: Mixup or CutMix, which also smooths the targets; None for neither.
+    """
+
+    smoothing: float = 0.1
+    mix: Mixup | None = None
+
+    def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
+        if self.mix is None:
+            loss = F.cross_entropy(model(batch.images).float(), batch.classes, label_smoothing=self.smoothing)
+        else:
+            images, targets = self.mix(batch.images, batch.classes, step.generator(_MIXUP_STREAM))
+            loss = F.cross_entropy(model(images).float(), targets)
+        return LossTerms(loss, loss, torch.zeros_like(loss))
+
+
+def make_objective(args: Namespace, model: nn.Module, image_size: tuple[int, int]) -> Objective:
+    """Choose the objective from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
+
+    Raises:
+        UserError: `--token-label` for a model without a dense head, or a label size that doesn't fit its tokens.
+    """
+    if not args.token_label:
+        return ClassObjective(args.smoothing, _mixup(args, model.num_classes))
+    if not isinstance(model, TokenLabelModel):
+        raise UserError(f"--model {args.model} has no dense head for --token-label: use a VOLO or LV-ViT model")
+    grid = model.token_grid(image_size)
+    if args.token_label_size not in (None, 1) and grid != (args.token_label_size, args.token_label_size):
+        raise UserError(
+            f"--token-label-size {args.token_label_size} doesn't fit: {args.model} has {grid[0]} x {grid[1]} tokens at "
+            f"{image_size[0]} x {image_size[1]} px; leave the flag out"
+        )
+    if not args.dense_weight:
+        model.set_dense_head(False)
+    return TokenLabelObjective(
+        grid,
+        model.num_classes,
+        args.token_label_size,
+        args.smoothing,
+        args.cls_weight,
+        args.dense_weight,
+        args.ground_truth,
+        args.gt_weight_agree,
+        args.gt_weight_disagree,
+        dense=model.dense_head and args.token_label_size != 1,
+        mix_token=not args.no_mix_token,
+    )
+
+
+def _mixup(args: Namespace, num_classes: int) -> Mixup | None:
+    if not (args.mixup or args.cutmix or args.cutmix_minmax):
+        return None
+    return Mixup(
+        args.mixup,
+        args.cutmix,
+        args.cutmix_minmax,
+        args.mixup_prob,
+        args.mixup_switch_prob,
+        args.mixup_mode,
+        args.smoothing,
+        num_classes,
+    )

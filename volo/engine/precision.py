@@ -1,0 +1,142 @@
+"""Mixed precision and the guarded optimizer step.
+
+On CUDA `--amp` means float16 autocast with loss scaling (bfloat16 without, on request); on the CPU it means bfloat16,
+because float16 there is about 50 times slower. A step whose gradients are not finite changes no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from timm.utils.agc import adaptive_clip_grad
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class NonFiniteError(UserError):
+    """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
+
+    exit_code = 3
+
+
+def resolve_amp_dtype(amp: bool, requested: str | None, device: torch.device) -> torch.dtype | None:
+    """Return the autocast dtype, or None for float32.
+
+    Raises:
+        UserError: float16 is asked for on a CPU.
+    """
+    if not amp:
+        return None
+    if device.type == "cpu" and requested == "float16":
+        raise UserError("--amp-dtype float16 is about 50 times slower than float32 on a CPU; use --amp-dtype bfloat16")
+    return DTYPES[requested or ("float16" if device.type == "cuda" else "bfloat16")]
+
+
+def total_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients, a scalar tensor; not finite if any element isn't."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+class Precision:
+    """Autocast, loss scaling, clipping, and the step that skips non-finite gradients.
+
+    Args:
+        device: Where the model trains.
+        amp_dtype: Autocast dtype, None for float32.
+        clip_grad: Clipping threshold, None for none.
+        clip_mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
+        max_nonfinite: `check()` raises after more than this many skipped steps in a row.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        amp_dtype: torch.dtype | None = None,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        max_nonfinite: int = 10,
+    ) -> None:
+        self.device, self.amp_dtype = device, amp_dtype
+        self.clip_grad, self.clip_mode = clip_grad, clip_mode
+        scaled = amp_dtype is torch.float16 and device.type == "cuda"
+        self.scaler = torch.amp.GradScaler(device.type) if scaled else None
+        # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
+        self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
+        self._consecutive = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context in which the forward pass and the loss run."""
+        if self.amp_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.amp_dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of `loss`, scaled where float16 needs it."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
+        """Clip, step unless a gradient is not finite, clear the gradients.
+
+        Returns the 2-norm of the gradients before clipping, a scalar on the device. All ranks agree on whether to step,
+        because they hold the same all-reduced gradients.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        norm = total_norm(parameters)
+        broken = ~torch.isfinite(norm)
+        self._consecutive = torch.where(broken, self._consecutive + 1, 0)
+        self._skipped += broken
+        self._clip(parameters, norm)
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            _step_unless(broken, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _clip(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        if self.clip_grad is None:
+            return
+        if self.clip_mode == "norm":
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_grad, norm)
+        elif self.clip_mode == "value":
+            nn.utils.clip_grad_value_(parameters, self.clip_grad)
+        else:
+            adaptive_clip_grad(parameters, self.clip_grad, norm_type=2.0)
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the newest step changed nothing. Synchronises with the device."""
+        return bool(self._consecutive)
+
+    def check(self) -> int:
+        """Return how many steps were skipped so far. Synchronises with the device: call it once per log interval.
+
+        Raises:
+            NonFiniteError: More than `max_nonfinite` steps in a row were skipped.
+        """
+        consecutive, skipped = torch.stack([self._consecutive, self._skipped]).tolist()
+        if consecutive > self.max_nonfinite:
+            raise NonFiniteError(
+                f"the gradients of {consecutive} steps in a row were not finite (--max-nonfinite): weights were left "
+                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16"
+            )
+        return skipped
+
+
+def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step if `broken` is false: on the device where the optimizer is fused, else after one host synchronisation."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and broken.is_cuda:
+        optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif not bool(broken):
+        optimizer.step()

@@ -1,0 +1,290 @@
+"""Train a vision transformer, with token labels or without.
+
+    python train.py DATA --model volo_d1 --token-label --token-label-data LABELS     one process
+    ./distributed_train.sh 8 DATA --model volo_d1 ...                                one process per GPU
+
+Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.py (model) -> volo/engine/objective.py
+(loss) -> volo/engine/loop.py (step).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from timm.utils import ModelEmaV3, distribute_bn
+from torch import nn
+from torchvision.utils import save_image
+
+import volo as volo  # registers the models
+from tlt.data.folder import check_num_classes
+from tlt.data.loader import Batch, EvalLoader, TrainLoader
+from volo.engine.checkpoint import CheckpointDir, Resume, TrainState, find_resume, load_finetune, load_weights
+from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
+from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down
+from volo.engine.logger import Logger
+from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.model import build_model, eval_settings, init_heads, model_config, prepare_model, wrap_model
+from volo.engine.objective import ClassObjective, Objective, make_objective
+from volo.engine.optim import create_optimizer
+from volo.engine.precision import NonFiniteError, Precision, resolve_amp_dtype
+from volo.engine.run_directory import RunDirectory, choose_directory
+from volo.engine.schedule import LrSchedule, resolve_lr
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    world = init_world(args.device, args.local_rank)
+    try:
+        train(args, world)
+    finally:
+        shut_down()
+    return 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run consists of, built and ready for the first step."""
+
+    state: TrainState  # model, optimizer, scaler, EMA and the position in the run
+    model: nn.Module  # what the loop calls: the state's model, or its distributed or compiled wrapper
+    loader: TrainLoader
+    validation: EvalLoader
+    objective: Objective
+    precision: Precision
+    schedule: LrSchedule
+    lr_formula: str
+
+
+def train(args: Namespace, world: World) -> None:
+    """Build everything, then train, validate and save, epoch by epoch."""
+    logger = Logger(world)
+    for note in args.notes:
+        logger.line(note)
+    setup = build(args, world, logger)
+    describe(args, setup, world, logger)
+    if args.dry_run:
+        logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
+        return
+
+    state = setup.state
+    checkpoints = open_run(args, setup, world, logger)
+    settings = LoopSettings(
+        args.seed,
+        args.log_interval,
+        args.freeze_bn,
+        on_batch=image_saver(args, setup, logger),
+        on_update=recovery_saver(args, state, checkpoints, logger),
+    )
+    if args.finetune and state.update == 0:
+        logger.line(f"before fine-tuning: {evaluate(state.model, setup.validation, setup.precision, world)}")
+    for epoch in range(state.epoch, setup.schedule.total_epochs):
+        logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
+        objective = objective_of_epoch(setup.objective, args, epoch)
+        totals = train_epoch(
+            setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
+        )
+        state.epoch = epoch + 1
+        evaluations = validate_epoch(args, setup, world, logger)
+        best = save_epoch(args, setup, evaluations, checkpoints, logger)
+        logger.epoch(epoch, totals, evaluations, best)
+    logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+
+
+def build(args: Namespace, world: World, logger: Logger) -> Setup:
+    """Construct data, model, loss, optimizer and schedule, in this order."""
+    folders = open_folders(args, world.size)
+    torch.manual_seed(args.seed)  # the same initial weights on every rank
+    model = build_model(args)
+    settings = eval_settings(args, model)
+    labels, warnings = open_labels(args, folders.train, model.num_classes)
+    for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
+        logger.line(f"warning: {warning}")
+    load_start(model, args, logger)
+    objective = make_objective(args, model, settings["input_size"][1:])
+    model = prepare_model(model, args, world)
+
+    loader = train_loader(args, folders.train, labels, settings, world)
+    batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
+    validation = validation_loader(args, folders.validation, batch_size, settings, world)
+
+    amp_dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    precision = Precision(world.device, amp_dtype, args.clip_grad, args.clip_mode, args.max_nonfinite)
+    lr, formula = resolve_lr(args, loader.index_stream.global_batch)
+    state = TrainState(
+        model,
+        create_optimizer(args, model, world.device),
+        precision.scaler,
+        create_ema(model, args),
+        metadata={
+            "arch": args.model,
+            "args": vars(args),
+            "model_config": model_config(model, args, settings, folders.train.class_names),
+        },
+        updates_per_epoch=len(loader),
+    )
+    schedule = LrSchedule(args, lr, len(loader))
+    return Setup(state, wrap_model(model, args, world), loader, validation, objective, precision, schedule, formula)
+
+
+def load_start(model: nn.Module, args: Namespace, logger: Logger) -> None:
+    """Load `--initial-checkpoint` or `--finetune`, and initialise the heads as the flags say."""
+    if args.initial_checkpoint:
+        logger.line(str(load_weights(model, args.initial_checkpoint)))
+    if args.finetune:
+        logger.line(str(load_finetune(model, args.finetune)))
+    if args.head_init_scale is not None or args.head_init_bias is not None:
+        init_heads(model, args.head_init_scale, args.head_init_bias)
+
+
+def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
+    """The moving average of the weights, None without `--model-ema`."""
+    if not args.model_ema:
+        return None
+    device = "cpu" if args.model_ema_force_cpu else None
+    return ModelEmaV3(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
+
+
+def objective_of_epoch(objective: Objective, args: Namespace, epoch: int) -> Objective:
+    """The objective, without Mixup and CutMix from `--mixup-off-epoch` on."""
+    if isinstance(objective, ClassObjective) and args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
+        return ClassObjective(objective.smoothing)
+    return objective
+
+
+def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> None:
+    """Say what is about to happen, each number with its unit."""
+    stream, model = setup.loader.index_stream, setup.state.model
+    parameters = sum(p.numel() for p in model.parameters())
+    config = setup.state.metadata["model_config"]
+    height, width = config["img_size"]
+    left_out = stream.length - stream.images_per_epoch
+    logger.line(
+        f"model {args.model}: {parameters / 1e6:.2f} M parameters, {model.num_classes} classes, {height}x{width} px"
+    )
+    logger.line(
+        f"data: {stream.length} training images"
+        + (f" ({left_out} left out per epoch, other ones each time)" if left_out else "")
+        + f", {len(setup.validation.dataset)} validation images, {len(config['class_names'])} class folders"
+    )
+    logger.line(
+        f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
+        f"accumulation steps; {len(setup.loader)} updates an epoch, {setup.schedule.total_epochs} epochs"
+    )
+    dtype = setup.precision.amp_dtype
+    logger.line(
+        f"learning rate {setup.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
+        f"{str(dtype).removeprefix('torch.') + ' autocast' if dtype else 'float32'}, {torch.get_num_threads()} threads"
+    )
+
+
+def open_run(args: Namespace, setup: Setup, world: World, logger: Logger) -> CheckpointDir | None:
+    """Open the run directory, on rank 0, and go back to the checkpoint that `--resume` means, on all ranks."""
+    state = setup.state
+    path: Path = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
+    checkpoints = None
+    with primary_first():
+        if world.is_primary and logger.directory is None:
+            logger.directory = RunDirectory(path)
+            checkpoints = CheckpointDir(path, args.checkpoint_hist, args.eval_metric != "loss")
+    if args.resume:
+        for message in resume_run(args, state, path, checkpoints, world):
+            logger.line(message)
+    if args.start_epoch is not None:
+        state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
+    logger.total_updates = setup.schedule.total_updates
+    if logger.directory is not None:
+        logger.directory.record_start(args, world.size, str(world.device))
+        logger.line(f"run directory: {path}")
+    return checkpoints
+
+
+def resume_run(
+    args: Namespace, state: TrainState, directory: Path, checkpoints: CheckpointDir | None, world: World
+) -> list[str]:
+    """Load the checkpoint that `--resume` means, the same one on every rank; return what a user should know."""
+    resume = Resume(None, None, [])
+    with primary_first():
+        if world.is_primary:
+            resume = find_resume(args.resume, directory)
+    chosen = from_primary(resume.path)
+    if chosen is None:
+        return resume.messages
+    if not world.is_primary:
+        resume = find_resume(str(chosen), directory)
+    assert resume.checkpoint is not None
+    messages = resume.messages + state.load(resume.checkpoint, chosen, not args.no_resume_opt)
+    messages.append(f"resumed {chosen}: {state.epoch} epochs, {state.update} updates done")
+    from_primary(None)  # nobody is reading any more
+    return messages + (checkpoints.restore(state, chosen) if checkpoints is not None else [])
+
+
+def image_saver(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None] | None:
+    """`--save-images`: write the input of a step as a picture once per `--log-interval`, on rank 0."""
+    if not args.save_images or logger.directory is None:
+        return None
+    directory = logger.directory.path
+
+    def save(update: int, batch: Batch) -> None:
+        if update % args.log_interval == 0:
+            save_image(batch.images, directory / f"train-batch-{update}.jpg", padding=0, normalize=True)
+
+    return save
+
+
+def recovery_saver(
+    args: Namespace, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger
+) -> Callable[[], None] | None:
+    """`--recovery-interval`: save `last.pth.tar` within the epoch, on rank 0."""
+    if not args.recovery_interval or checkpoints is None:
+        return None
+
+    def save() -> None:
+        if state.update % args.recovery_interval == 0:
+            checkpoints.save_last(state)
+            logger.line(f"saved last.pth.tar after update {state.update}")
+
+    return save
+
+
+def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) -> dict[str, Evaluation]:
+    """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
+    state = setup.state
+    models = {"model": (state.model, setup.model)}
+    if state.ema is not None and not args.model_ema_force_cpu:
+        models["ema"] = (state.ema.module, state.ema.module)
+    if world.size > 1:
+        for bare, _ in models.values():
+            # Every rank has seen other images: all validate with the statistics that rank 0 saves.
+            distribute_bn(bare, world.size, reduce=args.dist_bn == "reduce")
+    if state.epoch % args.val_interval and state.epoch != setup.schedule.total_epochs:
+        return {}
+    evaluations = {}
+    for name, (_, called) in models.items():
+        evaluations[name] = evaluate(called, setup.validation, setup.precision, world)
+        logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+    return evaluations
+
+
+def save_epoch(
+    args: Namespace,
+    setup: Setup,
+    evaluations: dict[str, Evaluation],
+    checkpoints: CheckpointDir | None,
+    logger: Logger,
+) -> float | None:
+    """Save on rank 0, unless the last step was skipped for its gradients; return the best metric so far."""
+    if checkpoints is None:
+        return None
+    result = evaluations.get("ema", evaluations.get("model"))
+    try:
+        best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
+    except NonFiniteError as error:
+        logger.line(f"warning: not saved: {error}")
+        return None
+    if best is not None:
+        logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+    return best.metric if best is not None else None

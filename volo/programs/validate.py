@@ -1,0 +1,267 @@
+"""Measure the accuracy of a checkpoint, or of every checkpoint in a directory.
+
+    python validate.py DATA --checkpoint output/train/RUN/model_best.pth.tar
+
+A checkpoint of ours says which model it is and how its images were prepared; flags win over that. Every image counts
+once, for any number of processes (`torchrun --nproc-per-node N validate.py ...`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import volo as volo  # registers the models
+from tlt.data.dataset import EvalDataset
+from tlt.data.folder import ImageFolder, check_num_classes, find_split, natural_key, read_class_map, scan_folder
+from tlt.data.loader import Batch, EvalLoader
+from tlt.errors import UserError
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.weights import read_checkpoint
+from volo.engine.data import validation_loader
+from volo.engine.distributed import World, init_world, primary_first, shut_down
+from volo.engine.finetune import load_weights
+from volo.engine.loop import Evaluation, evaluate
+from volo.engine.metrics import Sums
+from volo.engine.model import build_model, eval_settings
+from volo.engine.model_config import model_config_of
+from volo.engine.precision import Precision, resolve_amp_dtype
+
+CHECKPOINT_ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    world = init_world(args.device)
+    try:
+        validate(args, world)
+    finally:
+        shut_down()
+    return 0
+
+
+def validate(args: Namespace, world: World) -> None:
+    """Evaluate every checkpoint, print a line for each and write the results file."""
+    if world.is_primary:
+        print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    rows: list[dict[str, Any]] = []
+    seen: dict[tuple[int, int], dict[str, Any]] = {}
+    for path in checkpoint_files(args.checkpoint):
+        inode = (path.stat().st_dev, path.stat().st_ino) if path else (0, 0)
+        if inode not in seen:  # the names of one epoch share one file
+            seen[inode] = evaluate_checkpoint(args, path, world)
+        rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
+        if world.is_primary:
+            print(json.dumps(rows[-1]), flush=True)
+    if args.results_file:
+        with primary_first():
+            if world.is_primary:
+                write_results(Path(args.results_file), rows, args.results_format)
+
+
+def checkpoint_files(spec: str) -> list[Path | None]:
+    """The files that `--checkpoint` means, in natural order; `[None]` stands for pretrained weights.
+
+    Raises:
+        UserError: A directory without checkpoints.
+    """
+    if not spec or not os.path.isdir(spec):
+        return [Path(spec) if spec else None]
+    files = [
+        p for p in Path(spec).iterdir() if p.is_file() and p.name.endswith(CHECKPOINT_ENDINGS) and p.name[0] != "."
+    ]
+    if not files:
+        raise UserError(f"--checkpoint {spec}: no file in it ends in {', '.join(CHECKPOINT_ENDINGS)}")
+    return list(sorted(files, key=lambda p: natural_key(p.name)))
+
+
+def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
+    """Evaluate one checkpoint; return its row of the results."""
+    checkpoint = read_checkpoint(path) if path is not None else {}
+    config = model_config_of(checkpoint, path or "") or {}
+    args = with_recorded(args, config, checkpoint, path)
+    model = build_model(args, **config.get("kwargs", {}))
+    if path is not None:
+        load_weights(model, path, args.use_ema, checkpoint)
+    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
+        model.set_dense_head(False)
+    settings = eval_settings(args, model, config)
+
+    folder = open_folder(args, config, model, world)
+    called = _to_device(model, args, world)
+    loader = validation_loader(args, folder, args.batch_size, settings, world)
+    precision = Precision(world.device, resolve_amp_dtype(args.amp, args.amp_dtype, world.device))
+    real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
+    watch = _Progress(args.log_freq, loader, world, real)
+    result = evaluate(called, loader, precision, world, watch)
+    if world.is_primary:
+        print(result, flush=True)
+    return _row(args, model, settings, result) | (real.accuracy() if real else {})
+
+
+def with_recorded(args: Namespace, config: dict[str, Any], checkpoint: dict[str, Any], path: Path | None) -> Namespace:
+    """Fill in what the flags leave open: model, class count and image size, from the checkpoint.
+
+    Raises:
+        UserError: Nobody says which model it is.
+    """
+    filled = Namespace(**vars(args))
+    filled.model = args.model or config.get("name") or checkpoint.get("arch")
+    if not filled.model:
+        raise UserError(f"{path} doesn't say which model it is: give --model")
+    filled.num_classes = args.num_classes or config.get("num_classes")
+    if args.img_size is None and args.input_size is None and "img_size" in config:
+        filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
+    return filled
+
+
+def open_folder(args: Namespace, config: dict[str, Any], model: nn.Module, world: World) -> ImageFolder:
+    """The validation images, their classes numbered as in training.
+
+    Raises:
+        UserError: A class folder that the checkpoint doesn't know, or more classes than outputs.
+    """
+    names = read_class_map(args.class_map) if args.class_map else config.get("class_names")
+    folder = scan_folder(find_split(args.data, args.split, allow_root=True), names)
+    outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
+    for warning in folder.warnings + check_num_classes(folder, outputs):
+        if world.is_primary:
+            print(f"warning: {warning}")
+    return folder
+
+
+def _to_device(model: nn.Module, args: Namespace, world: World) -> nn.Module:
+    if args.valid_labels:
+        model = ChosenClasses(model, read_numbers(args.valid_labels))
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
+    model = model.to(device=world.device, memory_format=memory_format)
+    if args.torchcompile:
+        model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
+    return model
+
+
+def _row(args: Namespace, model: nn.Module, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "ema": args.use_ema,
+        "top1": round(result.top1, 4),
+        "top5": round(result.top5, 4),
+        "loss": round(result.loss, 6),
+        "images": result.images,
+        "unreadable": result.unreadable,
+        "param_count_millions": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
+        "img_size": "x".join(map(str, settings["input_size"][1:])),
+        "crop_pct": settings["crop_pct"],
+        "interpolation": settings["interpolation"],
+        "images_per_second": round(result.images / max(result.seconds, 1e-9), 1),
+    }
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
+    """Write the rows as CSV, with a header, or as a JSON list.
+
+    Raises:
+        UserError: The file can't be written.
+    """
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            if kind == "json":
+                json.dump(rows, file, indent=1)
+                return
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"--results-file {path}: {error.strerror}") from error
+
+
+def read_numbers(path: str) -> list[int]:
+    """The class numbers in a text file, one per line (`--valid-labels`).
+
+    Raises:
+        UserError: Not such a file.
+    """
+    try:
+        return [int(line) for line in Path(path).read_text().split()]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--valid-labels {path}: a text file with one class number per line is needed ({error})"
+        ) from error
+
+
+class ChosenClasses(nn.Module):
+    """A model whose outputs are some of another's: folder i of the data is class `numbers[i]` of the model."""
+
+    def __init__(self, model: nn.Module, numbers: list[int]) -> None:
+        super().__init__()
+        if not numbers or max(numbers) >= model.num_classes or min(numbers) < 0:
+            raise UserError(f"--valid-labels: the model has classes 0..{model.num_classes - 1}, the file names others")
+        self.model = model
+        self.register_buffer("numbers", torch.tensor(numbers), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)[:, self.numbers]
+
+
+class RealLabels:
+    """Accuracy on ImageNet's reassessed labels (Beyer et al. 2020, "Are we done with ImageNet?").
+
+    `real.json` is a list: entry i holds the classes of ILSVRC2012_val_{i + 1:08d}, images without any don't count.
+    """
+
+    def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
+        try:
+            entries = json.loads(Path(path).read_text())
+            self.labels = {
+                f"ILSVRC2012_val_{i:08d}": set(map(int, labels)) for i, labels in enumerate(entries, start=1)
+            }
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"--real-labels {path}: a JSON list of class lists is needed ({error})") from error
+        self.dataset = dataset
+        self.sums = Sums(("images", "top1", "top5"), world.device)
+
+    def add(self, logits: Tensor, indices: Tensor) -> None:
+        """Count a batch. Raises UserError for an image that is not of ImageNet's validation set."""
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices.tolist()
+        for index, ranked in zip(indices.tolist(), best, strict=True):
+            name = Path(self.dataset.path(index)).stem
+            if name not in self.labels:
+                raise UserError(f"--real-labels knows no image {name}: it is for ImageNet's validation images")
+            if true := self.labels[name]:
+                self.sums.add(1, ranked[0] in true, not true.isdisjoint(ranked))
+
+    def accuracy(self) -> dict[str, float]:
+        """Percentages over all ranks."""
+        totals = self.sums.totals()
+        images = max(totals["images"], 1.0)
+        return {
+            "real_top1": round(100 * totals["top1"] / images, 4),
+            "real_top5": round(100 * totals["top5"] / images, 4),
+            "real_images": int(totals["images"]),
+        }
+
+
+class _Progress:
+    """Called with each batch's outputs: feeds `RealLabels`, and prints a line every `every` batches."""
+
+    def __init__(self, every: int, loader: EvalLoader, world: World, real: RealLabels | None) -> None:
+        self.every, self.loader, self.real = every, loader, real
+        self.shown = world.is_primary
+        self.done, self.start = 0, time.perf_counter()
+
+    def __call__(self, logits: Tensor, batch: Batch) -> None:
+        if self.real is not None:
+            self.real.add(logits, batch.indices)
+        self.done += 1
+        if self.shown and self.done % self.every == 0:
+            rate = (time.perf_counter() - self.start) / self.done
+            left = (len(self.loader) - self.done) * rate
+            print(f"[{self.done}/{len(self.loader)}] {rate:.3f} s/batch, {left:.0f} s left", flush=True)
