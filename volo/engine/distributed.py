@@ -121,6 +121,12 @@ def from_primary(value: T) -> T:
     return box[0]
 
 
+def wait_for_all() -> None:
+    """Return when every rank has got here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 @contextmanager
 def primary_first() -> Iterator[None]:
     """Run the block on rank 0 while the others wait, then on the others; a UserError of rank 0 is raised everywhere."""

@@ -128,7 +128,7 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
 def wrap_model(model: nn.Module, args: Namespace, world: World) -> nn.Module:
     """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say."""
     if world.size > 1:
-        # Running statistics are shared once an epoch (--dist-bn), not before every step. Newer torch has renamed the switch.
+        # Running statistics are shared once an epoch (--dist-bn), not before every step. Newer torch renamed the switch.
         known = inspect.signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         model = DistributedDataParallel(

@@ -169,6 +169,10 @@ def _write(file: Path, text: str) -> None:
 
 
 def _version(name: str) -> str:
+    """The version that runs, with the build that torch adds to it (+cu130); of the metadata where not imported."""
+    module = sys.modules.get(name)
+    if module is not None and hasattr(module, "__version__"):
+        return str(module.__version__)
     try:
         return version(name)
     except PackageNotFoundError:

@@ -24,7 +24,7 @@ from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
 from volo.engine.checkpoint import CheckpointDir, Resume, TrainState, find_resume, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
-from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down
+from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import build_model, eval_settings, init_heads, model_config, prepare_model, wrap_model
@@ -65,13 +65,15 @@ def train(args: Namespace, world: World) -> None:
     for note in args.notes:
         logger.line(note)
     setup = build(args, world, logger)
+    state = setup.state
+    directory = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
+    resumed = resume_run(args, setup, directory, world, logger)
     describe(args, setup, world, logger)
     if args.dry_run:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    state = setup.state
-    checkpoints = open_run(args, setup, world, logger)
+    checkpoints = open_run(args, setup, directory, resumed, world, logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
@@ -181,45 +183,44 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
     )
 
 
-def open_run(args: Namespace, setup: Setup, world: World, logger: Logger) -> CheckpointDir | None:
-    """Open the run directory, on rank 0, and go back to the checkpoint that `--resume` means, on all ranks."""
-    state = setup.state
-    path: Path = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
-    checkpoints = None
+def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, logger: Logger) -> Path | None:
+    """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path, None without one."""
+    state, resume = setup.state, Resume(None, None, [])
     with primary_first():
-        if world.is_primary and logger.directory is None:
-            logger.directory = RunDirectory(path)
-            checkpoints = CheckpointDir(path, args.checkpoint_hist, args.eval_metric != "loss")
-    if args.resume:
-        for message in resume_run(args, state, path, checkpoints, world):
-            logger.line(message)
+        if args.resume and world.is_primary:
+            resume = find_resume(args.resume, directory)
+    path = from_primary(resume.path)
+    messages = resume.messages
+    if path is not None:
+        if not world.is_primary:
+            resume = find_resume(str(path), directory)
+        assert resume.checkpoint is not None
+        messages = messages + state.load(resume.checkpoint, path, not args.no_resume_opt)
+        messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
+    for message in messages:
+        logger.line(message)
     if args.start_epoch is not None:
         state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
-    logger.total_updates = setup.schedule.total_updates
-    if logger.directory is not None:
-        logger.directory.record_start(args, world.size, str(world.device))
-        logger.line(f"run directory: {path}")
-    return checkpoints
+    return path
 
 
-def resume_run(
-    args: Namespace, state: TrainState, directory: Path, checkpoints: CheckpointDir | None, world: World
-) -> list[str]:
-    """Load the checkpoint that `--resume` means, the same one on every rank; return what a user should know."""
-    resume = Resume(None, None, [])
+def open_run(
+    args: Namespace, setup: Setup, directory: Path, resumed: Path | None, world: World, logger: Logger
+) -> CheckpointDir | None:
+    """Open the run directory, on rank 0; the others get None."""
+    checkpoints = None
+    wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
         if world.is_primary:
-            resume = find_resume(args.resume, directory)
-    chosen = from_primary(resume.path)
-    if chosen is None:
-        return resume.messages
-    if not world.is_primary:
-        resume = find_resume(str(chosen), directory)
-    assert resume.checkpoint is not None
-    messages = resume.messages + state.load(resume.checkpoint, chosen, not args.no_resume_opt)
-    messages.append(f"resumed {chosen}: {state.epoch} epochs, {state.update} updates done")
-    from_primary(None)  # nobody is reading any more
-    return messages + (checkpoints.restore(state, chosen) if checkpoints is not None else [])
+            logger.directory = RunDirectory(directory)
+            logger.directory.record_start(args, world.size, str(world.device))
+            checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
+    if checkpoints is not None and resumed is not None:
+        for message in checkpoints.restore(setup.state, resumed):
+            logger.line(message)
+    logger.total_updates = setup.schedule.total_updates
+    logger.line(f"run directory: {directory}")
+    return checkpoints
 
 
 def image_saver(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None] | None:

@@ -1,0 +1,95 @@
+"""Two processes against one: the same losses, the same images, each validation image once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.programs.conftest import QUICK, Ended, launch, metrics
+from tlt.data.loader import TrainLoader
+from volo.engine import data as data_factory
+from volo.engine.args import parse_train
+from volo.engine.data import open_folders, open_labels
+from volo.engine.distributed import World
+from volo.engine.model import build_model, eval_settings
+from volo.engine.objective import StepKey, make_objective
+from volo.engine.optim import create_optimizer, set_lr
+from volo.engine.precision import total_norm
+from volo.engine.schedule import LrSchedule, resolve_lr
+
+CPU = torch.device("cpu")
+FLAGS = f"{QUICK} --epochs 4 --lr 1e-3 --token-label"  # 40 images, 8 an update: 20 updates
+
+
+@pytest.fixture
+def dataset(make_dataset: Callable[..., Path], make_labels: Callable[..., Path]) -> tuple[Path, Path]:
+    data = make_dataset(train=40, validation=7, size=(50, 40))
+    return data, make_labels(data)
+
+
+def test_two_ranks_equal_one_with_the_same_global_batch(
+    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, labels = dataset
+    flags = f"{FLAGS} --freeze-bn --no-mix-token --drop-path 0 --output {tmp_path} --token-label-data {labels}"
+    assert call("train", f"{data} {flags} --experiment one").code == 0
+    out = launch(2, f"{flags} -b 4 --experiment two", data)
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) == 20
+    for name in ("loss", "cls_loss", "dense_loss"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
+    # 7 images on 2 ranks in batches of 4: nothing twice, nothing left out.
+    assert "over 7 images" in out
+    evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
+    assert evaluations[0]["eval_images"] == evaluations[1]["eval_images"] == 7
+    assert evaluations[0]["eval_loss"] == pytest.approx(evaluations[1]["eval_loss"], abs=1e-5)
+
+
+def _halves(argv: list[str]) -> list[float]:
+    """Losses of one process that computes what two ranks compute apart, and steps on the mean of their gradients."""
+    args = parse_train(argv)
+    torch.manual_seed(args.seed)
+    model = build_model(args).train()
+    settings = eval_settings(args, model)
+    folders = open_folders(args, 2)
+    labels, _ = open_labels(args, folders.train, model.num_classes)
+    objective = make_objective(args, model, settings["input_size"][1:])
+    optimizer = create_optimizer(args, model, CPU)
+    loaders: list[TrainLoader] = [
+        data_factory.train_loader(args, folders.train, labels, settings, World(rank, rank, 2, CPU)) for rank in (0, 1)
+    ]
+    schedule = LrSchedule(args, resolve_lr(args, 8)[0], len(loaders[0]))
+    losses, update = [], 0
+    for epoch in range(schedule.total_epochs):
+        for halves in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
+            terms = []
+            for rank, (_, _, batch) in enumerate(halves):
+                step = StepKey(args.seed, update, 0, rank)
+                step.seed_torch()
+                terms.append(objective(model, batch, step).total)
+            (sum(terms) / 2).backward()
+            set_lr(optimizer, schedule(update))
+            assert torch.isfinite(total_norm(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(sum(float(term.detach()) for term in terms) / 2)
+            update += 1
+    return losses
+
+
+def test_with_batchnorm_and_mixtoken_two_ranks_equal_the_two_halves_computed_apart(
+    dataset: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, labels = dataset
+    flags = f"{FLAGS} -b 4 --drop-path 0.1 --output {tmp_path} --experiment two --token-label-data {labels}"
+    launch(2, flags, data)
+    expected = _halves([str(data), *flags.split()])
+    assert len(expected) == 20
+    assert [r["loss"] for r in metrics(tmp_path / "two")] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_launcher_says_how_it_is_called() -> None:
+    assert "usage" in launch(0, "", code=2)

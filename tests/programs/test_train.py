@@ -1,0 +1,216 @@
+"""train.py as a user runs it: what it writes, what it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.programs.conftest import QUICK, Ended, metrics
+
+Call = Callable[..., Ended]
+
+
+def _weights(path: Path, key: str = "state_dict") -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)[key]
+
+
+def test_a_run_leaves_all_its_records(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    labels = make_labels(data)
+    ended = call("train", f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1", "--token-label-data",
+                 labels, "--output", tmp_path, "--experiment", "run")  # fmt: skip
+    assert ended.code == 0, ended.err
+    run = tmp_path / "run"
+    assert {p.name for p in run.iterdir()} >= {
+        "args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar",
+    }  # fmt: skip
+    assert len(list(run.glob("checkpoint-*.pth.tar"))) == 1
+    assert yaml.safe_load((run / "args.yaml").read_text())["token_label"] is True
+    start = json.loads((run / "run.json").read_text())[0]
+    assert start["versions"]["torch"] == torch.__version__
+    assert [record["update"] for record in metrics(run)] == [1, 2, 3, 4]
+    record = metrics(run)[0]
+    assert record["loss"] == pytest.approx(record["cls_loss"] + 0.5 * record["dense_loss"], rel=1e-6)
+    assert "over 8 images" in ended.out and "class" in ended.out and "dense" in ended.out
+    assert "learning rate 1.25e-05 = --lr-base 0.0016 x global batch 8 / 1024" in ended.out
+
+
+def test_fault_10_a_resumed_run_ends_in_the_same_bits(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=21)
+    flags = f"{data} {QUICK} --lr 1e-3 --drop-path 0.2 --token-label --model-ema --output {tmp_path} --token-label-data"
+    labels = make_labels(data)
+    assert call("train", flags, labels, "--epochs", "3", "--experiment", "whole").code == 0
+    # The schedule is a function of --epochs, so the interrupted run is stopped from outside: after its second epoch.
+    cut = tmp_path / "cut"
+    assert call("train", flags, labels, "--epochs", "3", "--experiment", "cut", "--recovery-interval", "4").code == 0
+    (cut / "last.pth.tar").unlink()
+    resumed = call("train", flags, labels, "--epochs", "3", "--experiment", "cut", "--resume", cut / "checkpoint-0.pth.tar")
+    assert resumed.code == 0, resumed.err
+    assert "1 epochs, 3 updates done" in resumed.out
+    for key in ("state_dict", "state_dict_ema"):
+        whole, again = (_weights(tmp_path / name / "last.pth.tar", key) for name in ("whole", "cut"))
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+    one, two = (metrics(tmp_path / name)[-6:] for name in ("whole", "cut"))
+    assert [r["loss"] for r in one] == [r["loss"] for r in two]
+
+
+def test_fault_11_resume_within_an_epoch_goes_on_with_its_next_update(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_dataset(train=32)
+    flags = f"{data} {QUICK} --lr 1e-3 --epochs 1 --output {tmp_path}"
+    assert call("train", flags, "--experiment", "whole").code == 0
+    from volo.programs import train as program
+
+    saver = program.recovery_saver
+
+    def stop_after_saving(*args: object) -> Callable[[], None]:
+        save = saver(*args)
+
+        def save_and_stop() -> None:
+            save()
+            raise KeyboardInterrupt
+
+        return save_and_stop
+
+    monkeypatch.setattr(program, "recovery_saver", stop_after_saving)
+    stopped = call("train", flags, "--experiment", "cut", "--recovery-interval", "1")
+    assert stopped.code == 130
+    monkeypatch.undo()
+    resumed = call("train", flags, "--experiment", "cut", "--resume", "auto")
+    assert resumed.code == 0, resumed.err
+    assert [r["update"] for r in metrics(tmp_path / "cut")] == [1, 2, 3, 4]
+    assert [r["loss"] for r in metrics(tmp_path / "cut")] == [r["loss"] for r in metrics(tmp_path / "whole")]
+    whole, again = (_weights(tmp_path / name / "last.pth.tar") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=21)  # updates of 8, 8 and 5 images; micro-batches of 3 end in 2 of 8, and in 2 of 5
+    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0 --output {tmp_path}"
+    labels = make_labels(data)
+    large = call("train", flags, "--token-label-data", labels, "--experiment", "large")
+    small = call(
+        "train", flags, "--token-label-data", labels, "-b", "2", "--grad-accum-steps", "4", "--experiment", "small"
+    )
+    assert (large.code, small.code) == (0, 0), large.err + small.err
+    one, two = (metrics(tmp_path / name) for name in ("large", "small"))
+    assert [r["images"] for r in one] == [r["images"] for r in two] == [8, 8, 5] * 2
+    for name in ("loss", "cls_loss", "dense_loss", "grad_norm"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4, abs=1e-6), name
+
+
+def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=32)
+    flags = f"{data} {QUICK} --output {tmp_path} --experiment run --max-nonfinite 2"
+    assert call("train", f"{flags} --epochs 1 --lr 1e-3").code == 0
+    good = (tmp_path / "run" / "last.pth.tar").read_bytes()
+    ended = call("train", f"{flags} --epochs 9 --lr 1e38 --resume auto")
+    assert ended.code == 3, ended.out
+    assert "--lr" in ended.err and "Traceback" not in ended.err
+    assert (tmp_path / "run" / "last.pth.tar").read_bytes() == good
+    best = _weights(tmp_path / "run" / "model_best.pth.tar")
+    assert all(torch.isfinite(value).all() for value in best.values())
+
+
+def test_fault_60_validate_gives_the_number_that_training_printed(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(validation=9, size=(70, 40))
+    flags = f"{data} {QUICK} --epochs 1 --lr 1e-3 --crop-pct 0.8 --interpolation bilinear --mean 0.4 0.4 0.4 --output"
+    assert call("train", flags, tmp_path, "--experiment", "run").code == 0
+    trained = metrics(tmp_path / "run", "epoch")[-1]
+    results = tmp_path / "results.json"
+    ended = call("validate", f"{data} -b 4 -j 0 --results-format json --results-file", results, "--checkpoint",
+                 tmp_path / "run" / "last.pth.tar")  # fmt: skip
+    assert ended.code == 0, ended.err
+    row = json.loads(results.read_text())[0]
+    assert (row["top1"], row["images"]) == (round(trained["eval_top1"], 4), trained["eval_images"])
+    assert row["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5)
+    assert row["crop_pct"] == 0.8 and row["interpolation"] == "bilinear"
+
+
+def test_finetune_validates_first_and_reports_what_it_resized(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    assert call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment small").code == 0
+    start = tmp_path / "small" / "last.pth.tar"
+    flags = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment large --img-size 64 --finetune"
+    ended = call("train", flags, start)
+    assert ended.code == 0, ended.err
+    assert "pos_embed" in ended.out
+    assert ended.out.index("before fine-tuning: top-1") < ended.out.index("epoch 1 [")
+
+
+def test_another_timm_model_trains_without_token_labels(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=15)
+    flags = f"{data} {QUICK} --model test_resnet --epochs 1 --mixup 0.2 --cutmix 1.0 --amp --opt sgd --clip-grad 1"
+    ended = call("train", flags, "--output", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "bfloat16 autocast" in ended.out
+
+
+def test_synthetic_data_needs_no_disk(call: Call, tmp_path: Path) -> None:
+    ended = call("train", f"{QUICK} --data-backend synthetic --dry-run --token-label --output {tmp_path}")
+    assert ended.code == 0, ended.err
+    assert "nothing was trained" in ended.out and not list(tmp_path.iterdir())
+
+
+BAD = [
+    ("--model volo_d9", "volo_d"),
+    ("--token-label --token-label-size 14", "--token-label-size 14"),
+    ("--token-label --model test_resnet", "dense head"),
+    ("--token-label --mixup 0.8", "MixToken"),
+    ("--num-classes 3", "4 class folders"),
+    ("-b 64", "64"),
+    ("--sync-bn", None),  # alone, nothing to synchronise: honoured
+    ("--amp --amp-dtype float16", "bfloat16"),
+    ("--device cuda:99", "--device"),
+    ("--resume nowhere.pth", "nowhere.pth"),
+    ("--finetune nowhere.pth", "nowhere.pth"),
+    ("--initial-checkpoint nowhere.pth", "nowhere.pth"),
+    ("--token-label --token-label-data nowhere", "nowhere"),
+    ("--val-split nowhere", "nowhere"),
+    ("--bn-momentum 0.2 --model lvvit_test", None),
+    ("--torchscript", "--torchcompile"),
+    ("--opt fusedlamb", "apex"),
+    ("--opt adamww", "adamw"),
+    ("--experimemt x", "--experiment"),
+    ("--model-kwargs bogus=1", "bogus"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=[flags for flags, _ in BAD])
+def test_bad_input_is_one_line_with_exit_code_2(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, flags: str, named: str | None
+) -> None:
+    ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
+    if named is None:
+        assert ended.code == 0, ended.err
+        return
+    assert ended.code == 2, ended.out
+    assert named in ended.err
+    assert len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err
+
+
+def test_debug_shows_where(call: Call, make_dataset: Callable[..., Path]) -> None:
+    from tlt.errors import UserError
+
+    with pytest.raises(UserError):
+        call("train", f"{make_dataset()} {QUICK} --val-split nowhere --debug")
