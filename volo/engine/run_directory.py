@@ -28,7 +28,7 @@ import yaml
 from tlt.errors import UserError
 
 DEFAULT_ROOT = "output/train"
-_NOT_A_SETTING = {"config", "notes", "local_rank", "debug", "resume", "dry_run"}
+_NOT_A_SETTING = {"config", "notes", "local_rank", "debug", "resume", "no_resume_opt", "start_epoch", "dry_run"}
 
 
 def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:

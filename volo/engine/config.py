@@ -1,0 +1,116 @@
+"""YAML recipes: strictly read values for known flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from tlt.errors import UserError
+from volo.engine.flag_table import Flag, nearest
+
+# A recipe in a recipe would need an order of precedence; the second name of the data directory adds nothing.
+_NOT_IN_RECIPES = ("config", "data_dir_option")
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data alone, and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for position, name in enumerate(names):
+            if name in names[:position]:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
+    """Read a recipe: a mapping from flag names (dashes or underscores) to values.
+
+    Values are checked as if they stood on the command line: type, range, choices, number of values.
+
+    Args:
+        path: The YAML file.
+        known: The program's flags by destination.
+
+    Returns:
+        Values by destination.
+
+    Raises:
+        UserError: The file can't be read, isn't a plain mapping, or has an unknown key (the nearest one is named) or a
+            value that the flag doesn't take.
+    """
+    allowed = {dest: row for dest, row in known.items() if dest not in _NOT_IN_RECIPES}
+    values: dict[str, Any] = {}
+    for key, value in _mapping(path).items():
+        dest = str(key).replace("-", "_")
+        if dest not in allowed:
+            near = nearest(dest, allowed)
+            raise UserError(f"{path}: unknown key {key!r}" + (f", did you mean {near}?" if near else ""))
+        if dest in values:
+            raise UserError(f"{path}: {dest} stands there twice, with dashes and with underscores")
+        try:
+            values[dest] = _convert(allowed[dest], value)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise UserError(f"{path}: {key}: {error}") from error
+    return values
+
+
+def _mapping(path: str) -> dict[Any, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path}: not a text file") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"--config {path}{line}: {' '.join(str(error.problem).split())}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise UserError(f"--config {path}: holds {found} where KEY: VALUE lines are expected")
+    return content
+
+
+def _convert(row: Flag, value: Any) -> Any:
+    """`value` as the flag `row` would have it from the command line; raises ValueError or ArgumentTypeError."""
+    if row.switch:
+        if not isinstance(value, bool):
+            raise ValueError(f"{value!r} is neither true nor false")
+        return value
+    if value is None:
+        if row.default is not None:
+            raise ValueError("has no value")
+        return None
+    if row.key_values:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise ValueError(f"{value!r} is no mapping from names to values")
+        return value
+    if row.const is not None and isinstance(value, bool):
+        return row.const if value else None
+    if row.nargs == "+" or isinstance(row.nargs, int):
+        return _convert_list(row, value)
+    return _convert_one(row, value)
+
+
+def _convert_list(row: Flag, value: Any) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    if isinstance(row.nargs, int) and len(items) != row.nargs:
+        raise ValueError(f"{len(items)} values where {row.nargs} are expected")
+    if not items:
+        raise ValueError("an empty list")
+    return [_convert_one(row, item) for item in items]
+
+
+def _convert_one(row: Flag, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{value!r} is no value for {row.label}; text that looks like something else needs quotes")
+    result = row.type(str(value))
+    if row.choices is not None and result not in row.choices:
+        raise ValueError(f"invalid choice: {value!r} (choose from {', '.join(map(repr, row.choices))})")
+    return result

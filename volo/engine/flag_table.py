@@ -1,0 +1,237 @@
+"""Command-line flags as rows of tables, and the parser that is made from them.
+
+Imports nothing heavy: `--help` has to answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import difflib
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tlt.errors import UserError
+
+
+@dataclass(frozen=True)
+class Number:
+    """Argument type: an int or a finite float inside [low, high].
+
+    Raises:
+        argparse.ArgumentTypeError: the text is no such number; argparse puts the flag's name before the message.
+    """
+
+    kind: type[int] | type[float]
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __call__(self, text: str) -> int | float:
+        try:
+            value = self.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid {self.kind.__name__} value: {text!r}") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+        if not self.low <= value <= self.high:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: {self.range_text}")
+        return value
+
+    @property
+    def range_text(self) -> str:
+        """The allowed range in words."""
+        if math.isinf(self.high):
+            return f"at least {self.low:g}"
+        if math.isinf(self.low):
+            return f"at most {self.high:g}"
+        return f"{self.low:g} to {self.high:g}"
+
+
+INT = Number(int)
+COUNT = Number(int, low=0)
+POSITIVE = Number(int, low=1)
+FLOAT = Number(float)
+AMOUNT = Number(float, low=0)
+SHARE = Number(float, low=0, high=1)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One row: the option's names (a name without a dash is positional), its default and what it means."""
+
+    names: tuple[str, ...]
+    default: Any
+    help: str
+    type: Callable[[str], Any] = str
+    nargs: int | str | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    const: Any = None
+    switch: bool = False
+    key_values: bool = False
+    renamed: str | None = None
+
+    @property
+    def dest(self) -> str:
+        """Name in the namespace and in YAML files: the first long name with underscores."""
+        long = next((name for name in self.names if name.startswith("--")), self.names[0])
+        return self.renamed or long.lstrip("-").replace("-", "_")
+
+    @property
+    def label(self) -> str:
+        """The name that messages use."""
+        return next((name for name in self.names if name.startswith("--")), self.names[0])
+
+
+def flag(*names: str, default: Any, help: str, **rest: Any) -> Flag:
+    """A flag that takes a value."""
+    return Flag(names, default, help, **rest)
+
+
+def switch(*names: str, help: str) -> Flag:
+    """A flag without a value, off by default."""
+    return Flag(names, False, help, switch=True)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Flags that stand together in `--help`."""
+
+    title: str
+    flags: tuple[Flag, ...]
+    note: str | None = None
+
+
+class KeyValues(argparse.Action):
+    """`--model-kwargs a=1 b=relu` as a dict; values are Python literals, or text where they are none."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        pairs = {}
+        for item in values:
+            key, equals, text = item.partition("=")
+            if not equals or not key:
+                raise argparse.ArgumentError(self, f"{item!r} is not KEY=VALUE")
+            pairs[key] = _literal(text)
+        setattr(namespace, self.dest, pairs)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+class _HelpFormat(argparse.HelpFormatter):
+    """Two columns; the default is shown wherever it says something."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120) - 2)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, "", argparse.SUPPRESS) or not action.option_strings or action.default == {}:
+            return action.help
+        values = action.default if isinstance(action.default, list) else [action.default]
+        shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        return f"{action.help} [{shown.replace('%', '%%')}]"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """ArgumentParser whose errors are UserErrors and which names the nearest flag for an unknown one.
+
+    Abbreviated flags are refused: a flag added later could silently change what an abbreviation means.
+
+    Args:
+        undo: Give every switch `--X` a `--no-X`, which sets it back where a recipe turned it on.
+    """
+
+    def __init__(self, prog: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
+        super().__init__(prog, usage, description, formatter_class=_HelpFormat, allow_abbrev=False)
+        self.flags: dict[str, Flag] = {}
+        for group in groups:
+            section = self.add_argument_group(group.title, group.note)
+            for row in group.flags:
+                self.flags[row.dest] = row
+                _add(section, row, undo)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `message`, a single line.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse `args` (the command line where None).
+
+        Raises:
+            UserError: an unknown flag (the message names the nearest one), a wrong type or choice, a missing value.
+        """
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(self._unknown(i) for i in unknown if i.startswith("-")) or _left_over(unknown))
+        for dest, default in self.defaults().items():
+            if not hasattr(parsed, dest):
+                setattr(parsed, dest, default)
+        return parsed
+
+    def explicit(self, argv: Sequence[str] | None) -> dict[str, Any]:
+        """Values of the flags that stand on the command line, by destination, and no defaults."""
+        absent = object()
+        start = argparse.Namespace(**dict.fromkeys(self.flags, absent))
+        parsed = self.parse_args(sys.argv[1:] if argv is None else list(argv), start)
+        return {dest: value for dest, value in vars(parsed).items() if value is not absent}
+
+    def defaults(self) -> dict[str, Any]:
+        """Default of every flag by destination, safe to change."""
+        return {dest: copy.copy(row.default) for dest, row in self.flags.items()}
+
+    def _unknown(self, item: str) -> str:
+        name = item.partition("=")[0]
+        near = nearest(name, ["--help", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))])
+        return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
+
+
+def _add(section: argparse._ArgumentGroup, row: Flag, undo: bool) -> None:
+    if row.switch:
+        section.add_argument(*row.names, action="store_true", default=False, help=row.help, dest=row.dest)
+        opposite = f"--no-{row.label[2:]}"
+        if undo and not row.label.startswith("--no-"):
+            section.add_argument(
+                opposite, action="store_false", dest=row.dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+        return
+    options: dict[str, Any] = {"default": row.default, "help": row.help, "metavar": row.metavar, "nargs": row.nargs}
+    if row.names[0].startswith("-"):
+        options["dest"] = row.dest
+    elif row.nargs == "?":
+        # argparse would write the default of an absent positional over a value that is already there.
+        options["default"] = argparse.SUPPRESS
+    if row.key_values:
+        section.add_argument(*row.names, action=KeyValues, **options)
+        return
+    if row.const is not None:
+        options["const"] = row.const
+    section.add_argument(*row.names, type=row.type, choices=row.choices, **options)
+
+
+def _left_over(items: Iterable[str]) -> str:
+    return f"one argument too many: {' '.join(items)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like `name`, or None where none does."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None

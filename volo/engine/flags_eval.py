@@ -1,0 +1,118 @@
+"""The flags of `validate.py` and `generate_label.py`; what both have stands in one table.
+
+validate.py keeps the 33 flags of the published program. `--model` has no default: a checkpoint of this project says
+what it is.
+"""
+
+from __future__ import annotations
+
+from volo.engine.flag_table import AMOUNT, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
+from volo.engine.flags_train import COMPILE_MODES, INTERPOLATIONS, POOLS
+
+_MODEL = (
+    flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
+    flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
+    switch("--pretrained", help="the published weights"),
+    switch("--use-ema", help="the moving average in the checkpoint; an error where there is none"),
+    flag("--num-classes", default=None, type=POSITIVE, metavar="N", help="number of classes (the model's own)"),
+    flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
+    flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
+)
+
+_IMAGES = (
+    flag("--img-size", default=None, type=POSITIVE, metavar="N", help="image side in px (the model's own)"),
+    flag("--input-size", default=None, type=POSITIVE, nargs=3, metavar="N", help="channels, height and width in px"),
+    flag("--crop-pct", default=None, type=AMOUNT, metavar="R", help="crop / resized side (the model's own)"),
+    flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
+    flag("--std", default=None, type=AMOUNT, nargs="+", metavar="S", help="pixel deviations in 0..1 (the model's own)"),
+    flag("--interpolation", default="", choices=INTERPOLATIONS, help="resize filter (the model's own)"),
+    flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
+    switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
+    switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
+    flag("--data-backend", default="torchvision", choices=("torchvision", "pil"), help="who decodes and resizes"),
+    flag(
+        "--max-bad-images", default=None, type=COUNT, metavar="N", help="unreadable images to bear (0.1 %%, 10 to 100)"
+    ),
+    flag("--max-pixels", default=50_000_000, type=POSITIVE, metavar="N", help="refuse images of more pixels"),
+    flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
+)
+
+_PRECISION = (
+    flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+    switch("--amp", help="mixed precision"),
+    flag("--amp-dtype", default=None, choices=("float16", "bfloat16"), help="(float16 on GPUs, bfloat16 on CPUs)"),
+    switch("--apex-amp", help="the same as --amp"),
+    switch("--native-amp", help="the same as --amp"),
+    switch("--channels-last", help="channels-last memory layout"),
+    flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
+    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    switch("--torchscript", help="refused: use --torchcompile"),
+    switch("--legacy-jit", help="refused: use --torchcompile"),
+)
+
+_DEBUG = switch("--debug", help="show the traceback of an error that is normally told in one line")
+
+
+def _batch_size(default: int) -> Flag:
+    return flag("-b", "--batch-size", default=default, type=POSITIVE, metavar="N", help="images per device")
+
+
+VALIDATE_GROUPS = (
+    Group(
+        "Data",
+        (
+            flag("data", default=None, nargs="?", metavar="DATA", help="dataset: DATA/SPLIT/CLASS/IMAGE"),
+            flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
+            flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
+            flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
+            flag("--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs"),
+            _batch_size(256),
+            *_IMAGES,
+            switch("--tf-preprocessing", help="refused"),
+        ),
+    ),
+    Group("Model", (*_MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
+    Group(
+        "Results",
+        (
+            flag(
+                "--real-labels", default="", metavar="FILE", help="real.json: accuracy on ImageNet's reassessed labels"
+            ),
+            flag(
+                "--valid-labels", default="", metavar="FILE", help="class numbers, one per line: rank among these alone"
+            ),
+            flag("--results-file", default="", metavar="FILE", help="write the results there"),
+            flag("--results-format", default="csv", choices=("csv", "json"), help="format of --results-file"),
+            flag("--log-freq", default=50, type=POSITIVE, metavar="N", help="batches between lines of the log"),
+            _DEBUG,
+        ),
+    ),
+    Group("Precision and speed", _PRECISION),
+    Group("Distributed", (flag("--num-gpu", default=1, type=COUNT, metavar="N", help="1; start more with torchrun"),)),
+)
+
+GENERATE_LABEL_GROUPS = (
+    Group(
+        "Data",
+        (
+            flag("data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE or DATA/CLASS/IMAGE"),
+            flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps"),
+            flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
+            flag("--split", default="train", metavar="NAME", help="folder of the images"),
+            _batch_size(32),
+            *_IMAGES,
+        ),
+    ),
+    Group("Model", _MODEL),
+    Group(
+        "Labels",
+        (
+            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
+            switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
+            switch("--overwrite", help="write label maps that exist already anew"),
+            flag("--log-freq", default=50, type=POSITIVE, metavar="N", help="batches between lines of the log"),
+            _DEBUG,
+        ),
+    ),
+    Group("Precision and speed", _PRECISION),
+)

@@ -1,0 +1,101 @@
+"""Learning rates: one number per update, a pure function of the update's number."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+import torch
+from timm.scheduler import create_scheduler_v2
+
+from tlt.errors import UserError
+
+
+def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
+    """Return the peak learning rate and the formula that gave it.
+
+    Args:
+        args: `lr` (absolute, None where not given), `lr_base`, `lr_base_size`, `lr_base_scale`.
+        global_batch: Images per update: per device x devices x accumulation steps.
+    """
+    if args.lr is not None:
+        return args.lr, f"{args.lr:g} (--lr)"
+    ratio = global_batch / args.lr_base_size
+    if args.lr_base_scale == "sqrt":
+        lr, factor = args.lr_base * math.sqrt(ratio), f"sqrt({global_batch} / {args.lr_base_size})"
+    else:
+        lr, factor = args.lr_base * ratio, f"{global_batch} / {args.lr_base_size}"
+    return lr, f"{lr:g} = --lr-base {args.lr_base:g} x global batch {factor}"
+
+
+class LrSchedule:
+    """The learning rate before layer decay: `schedule(update)`, equal for equal arguments whatever was asked before.
+
+    The curve is timm's. By default it changes from epoch to epoch, as published; with `sched_on_updates` at every
+    update. Warm-up counts into the epochs unless `warmup_prefix`; `cooldown_epochs` at the smallest rate follow
+    (cosine, tanh, poly).
+
+    Args:
+        args: The flags of the group "Schedule", and `seed`, which keys the noise.
+        lr: Peak learning rate.
+        updates_per_epoch: Optimizer steps per epoch, at least 1.
+
+    Raises:
+        UserError: Cycles that shrink (`lr_cycle_mul` below 1) end before the epochs do.
+    """
+
+    def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
+        self.updates_per_epoch = updates_per_epoch
+        self._on_updates: bool = args.sched_on_updates
+        # timm's schedulers write into an optimizer; this one holds a single number.
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+        self._scheduler, self.total_epochs = create_scheduler_v2(
+            self._optimizer,
+            **_curve(args),
+            num_epochs=args.epochs,
+            warmup_epochs=args.warmup_epochs,
+            warmup_lr=args.warmup_lr,
+            warmup_prefix=args.warmup_prefix,
+            cooldown_epochs=args.cooldown_epochs,
+            min_lr=args.min_lr,
+            cycle_mul=args.lr_cycle_mul,
+            cycle_limit=args.lr_cycle_limit,
+            noise=args.lr_noise,
+            noise_pct=args.lr_noise_pct,
+            noise_std=args.lr_noise_std,
+            noise_seed=args.seed,
+            step_on_epochs=not self._on_updates,
+            updates_per_epoch=updates_per_epoch,
+        )
+        try:
+            self(self.total_updates - 1)
+        except ValueError as error:
+            shown = f"--lr-cycle-mul {args.lr_cycle_mul:g} with --lr-cycle-limit {args.lr_cycle_limit}"
+            raise UserError(f"{shown}: cycles shrink to nothing before the last epoch; take fewer of them") from error
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run, cool-down included."""
+        return self.total_epochs * self.updates_per_epoch
+
+    def __call__(self, update: int) -> float:
+        """Learning rate of update number `update`, counted from 0 over the whole run."""
+        if self._on_updates:
+            self._scheduler.step_update(update)
+        else:
+            self._scheduler.step(update // self.updates_per_epoch)
+        return float(self._optimizer.param_groups[0]["lr"])
+
+
+def _curve(args: Namespace) -> dict[str, float | str]:
+    """timm's arguments that depend on the kind of schedule."""
+    if args.sched == "constant":
+        # A step schedule that never steps: older timm versions have no constant one with warm-up.
+        return {"sched": "step", "decay_epochs": args.epochs, "decay_rate": 1.0}
+    return {
+        "sched": args.sched,
+        "decay_epochs": args.decay_epochs,
+        "decay_rate": args.decay_rate,
+        # As published: a new cosine cycle starts at decay_rate times the one before, a tanh cycle where it started.
+        "cycle_decay": args.decay_rate if args.sched == "cosine" else 1.0,
+    }
