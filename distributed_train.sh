@@ -13,11 +13,13 @@ esac
 processes=$1
 shift
 
-cores=$(getconf _NPROCESSORS_ONLN)
-# One core stays free on a CPU-only machine: data loading runs beside the ranks, and oversubscribed cores are many times slower.
-[ -e /proc/driver/nvidia ] || cores=$((cores - 1))
-threads=$((cores / processes))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+  cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+  # Without GPUs one core stays free: data loading runs beside the ranks, and oversubscribed cores are many times slower.
+  [ -e /proc/driver/nvidia ] || cores=$((cores - 1))
+  threads=$((cores / processes))
+  export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+fi
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 command=("${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$here/train.py" "$@")

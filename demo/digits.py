@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """From real images to a trained VOLO with token labels, on a laptop: `make demo`, or `python demo/digits.py`.
 
-Writes scikit-learn's scans of handwritten digits (UCI, 1,797 images) as an image folder, trains a small ConvNet on them, lets
-it label every image place by place, trains VOLO-D0 with these token labels and MixToken on two processes, fine-tunes it at
-a higher resolution, and validates both. Every command is printed, so that it can be copied. What is done already is not
-repeated and what was interrupted goes on; `--fresh` starts again.
+Writes scikit-learn's scans of handwritten digits (UCI, 1,797 images) as an image folder, trains a small ConvNet on
+them, lets it label every image place by place, trains VOLO-D0 with these token labels and MixToken on two processes,
+fine-tunes it at a higher resolution, and validates both. Every command is printed, so that it can be copied. What is
+done already is not repeated, what was interrupted goes on; `--fresh` starts again.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def main() -> None:
     write_digits(ROOT / OUTPUT / "digits")
     train("annotator")
     annotate()
+    draw_labels(ROOT / OUTPUT / "labels.png")
     train("volo_d0")
     train("volo_d0_fine")
     results = [validate(name) for name in ("volo_d0", "volo_d0_fine")]
@@ -100,6 +101,33 @@ def annotate() -> None:
     weights = f"{OUTPUT}/annotator/model_best.pth.tar"
     done = (ROOT / OUTPUT / "labels" / "labels.json").is_file()
     run(f"python generate_label.py {OUTPUT}/digits {OUTPUT}/labels --checkpoint {weights} -j 0", done)
+
+
+def draw_labels(file: Path, count: int = 12) -> None:
+    """Draw some scans with the best class of every place written over them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    from tlt.data.folder import scan_folder
+    from tlt.store import PublishedTree
+
+    folder = scan_folder(ROOT / OUTPUT / "digits" / "train")
+    labels = PublishedTree(ROOT / OUTPUT / "labels", folder.paths)
+    figure, axes = plt.subplots(2, count // 2, figsize=(2 * count // 2, 4.4), constrained_layout=True)
+    for axis, index in zip(axes.flat, range(0, len(folder), len(folder) // count), strict=False):
+        image, best = plt.imread(folder.path(index)), labels.read(index).ids[0]  # (rows, columns)
+        rows, columns = best.shape
+        axis.imshow(image, cmap="gray", extent=(0, columns, rows, 0))
+        for row in range(rows):
+            for column in range(columns):
+                axis.text(column + 0.5, row + 0.5, best[row, column], color="tab:red", ha="center", va="center")
+        axis.set(xticks=range(columns + 1), yticks=range(rows + 1), xticklabels=[], yticklabels=[])
+        axis.grid(color="tab:red", alpha=0.3)
+    figure.suptitle("token labels: the annotator's first class at every place")
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def validate(name: str) -> dict[str, str]:
@@ -144,7 +172,7 @@ def print_table(rows: list[dict[str, str]], seconds: float) -> None:
     print()
     for cells in (columns, *([row[column] for column in columns] for row in rows)):
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-    print(f"\n{seconds:.0f} s; pictures of digits in {OUTPUT}/digits, token labels in {OUTPUT}/labels")
+    print(f"\n{seconds:.0f} s; images in {OUTPUT}/digits, a picture of the token labels in {OUTPUT}/labels.png")
 
 
 if __name__ == "__main__":

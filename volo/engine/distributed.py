@@ -76,6 +76,7 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
     """
     rank, local_rank, size = ranks_from_environment(os.environ, local_rank)
     world = World(rank, local_rank, size, choose_device(device, local_rank))
+    limit_threads(world)
     if size > 1:
         _set_rendezvous_address()
         dist.init_process_group(
@@ -85,6 +86,16 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
             timeout=timedelta(seconds=timeout_s),
         )
     return world
+
+
+def limit_threads(world: World) -> None:
+    """Give a rank on the CPU its share of the cores, one left free for data loading; OMP_NUM_THREADS wins.
+
+    Oversubscribed cores are many times slower than idle ones.
+    """
+    if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, (cores - 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _set_rendezvous_address() -> None:

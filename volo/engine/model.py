@@ -18,6 +18,9 @@ from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from volo.engine.distributed import World
 
+# A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
+TimmModel = Any
+
 # TensorFlow's BatchNorm: --bn-tf
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
 
@@ -31,7 +34,7 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
     return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
 
 
-def build_model(args: Namespace, **overrides: Any) -> nn.Module:
+def build_model(args: Namespace, **overrides: Any) -> TimmModel:
     """Build `args.model` on the CPU.
 
     Args:
@@ -83,7 +86,7 @@ def is_ours(name: str) -> bool:
     return timm.model_entrypoint(name).__module__.split(".")[0] in ("volo", "tlt")
 
 
-def eval_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
+def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
     """Resolve input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
 
     Flags win, then what a checkpoint recorded (so that training and validation agree), then the model's own.
@@ -98,7 +101,7 @@ def eval_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any] | 
     return resolve_data_config(settings | asked, model=model, use_test_size=False)
 
 
-def prepare_model(model: nn.Module, args: Namespace, world: World) -> nn.Module:
+def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     """Apply BatchNorm flags, gradient checkpointing, memory format and SyncBN, and move the model to its device."""
     set_batchnorm(model, args)
     if args.grad_checkpointing:
@@ -107,8 +110,19 @@ def prepare_model(model: nn.Module, args: Namespace, world: World) -> nn.Module:
         if world.device.type != "cuda":
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
         model = convert_sync_batchnorm(model)
-    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    return model.to(device=world.device, memory_format=memory_format)
+    return place_model(model, args, world)
+
+
+def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+    """Move the model to its device, in the memory format of `--channels-last`."""
+    return model.to(device=world.device, memory_format=torch.channels_last if args.channels_last else None)
+
+
+def compile_model(model: TimmModel, args: Namespace) -> TimmModel:
+    """Compile the model if `--torchcompile` says so."""
+    if not args.torchcompile:
+        return model
+    return torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
 
 
 def set_batchnorm(model: nn.Module, args: Namespace) -> None:
@@ -125,26 +139,25 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
             setattr(layer, name, value)
 
 
-def wrap_model(model: nn.Module, args: Namespace, world: World) -> nn.Module:
+def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say."""
     if world.size > 1:
-        # Running statistics are shared once an epoch (--dist-bn), not before every step. Newer torch renamed the switch.
+        # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
         known = inspect.signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {sync: False}
         model = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             # Without a class loss the class head and its attention take part in nothing.
             find_unused_parameters=args.token_label and args.cls_weight == 0,
             gradient_as_bucket_view=True,
-            **{sync: False},
+            **options,
         )
-    if args.torchcompile:
-        model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
-    return model
+    return compile_model(model, args)
 
 
-def init_heads(model: nn.Module, scale: float | None, bias: float | None) -> None:
+def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:
     """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
     heads = [model.get_classifier()] + ([model.aux_head] if isinstance(model, TokenLabelModel) else [])
     for head in heads:
@@ -158,7 +171,7 @@ def init_heads(model: nn.Module, scale: float | None, bias: float | None) -> Non
                 head.bias.fill_(bias)
 
 
-def model_config(model: nn.Module, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
+def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
     """What a checkpoint records so that others build and evaluate the model as it was trained."""
     return {
         "name": args.model,

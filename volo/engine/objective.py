@@ -23,6 +23,7 @@ from tlt.errors import UserError
 from tlt.loss import LossTerms, token_label_loss
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.targets import make_targets
+from volo.engine.model import TimmModel
 
 # Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
 _TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
@@ -130,7 +131,7 @@ class ClassObjective:
         return LossTerms(loss, loss, torch.zeros_like(loss))
 
 
-def make_objective(args: Namespace, model: nn.Module, image_size: tuple[int, int]) -> Objective:
+def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int]) -> Objective:
     """Choose the objective from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
 
     Raises:

@@ -27,7 +27,7 @@ from volo.engine.data import open_folders, open_labels, train_loader, validation
 from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
-from volo.engine.model import build_model, eval_settings, init_heads, model_config, prepare_model, wrap_model
+from volo.engine.model import TimmModel, build_model, eval_settings, init_heads, model_config, prepare_model, wrap_model
 from volo.engine.objective import ClassObjective, Objective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import NonFiniteError, Precision, resolve_amp_dtype
@@ -132,7 +132,7 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
     return Setup(state, wrap_model(model, args, world), loader, validation, objective, precision, schedule, formula)
 
 
-def load_start(model: nn.Module, args: Namespace, logger: Logger) -> None:
+def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
     """Load `--initial-checkpoint` or `--finetune`, and initialise the heads as the flags say."""
     if args.initial_checkpoint:
         logger.line(str(load_weights(model, args.initial_checkpoint)))
@@ -184,7 +184,7 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
 
 
 def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, logger: Logger) -> Path | None:
-    """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path, None without one."""
+    """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path or None."""
     state, resume = setup.state, Resume(None, None, [])
     with primary_first():
         if args.resume and world.is_primary:

@@ -31,7 +31,7 @@ from volo.engine.distributed import World, init_world, primary_first, shut_down
 from volo.engine.finetune import load_weights
 from volo.engine.loop import Evaluation, evaluate
 from volo.engine.metrics import Sums
-from volo.engine.model import build_model, eval_settings
+from volo.engine.model import TimmModel, build_model, compile_model, eval_settings, place_model
 from volo.engine.model_config import model_config_of
 from volo.engine.precision import Precision, resolve_amp_dtype
 
@@ -80,7 +80,7 @@ def checkpoint_files(spec: str) -> list[Path | None]:
     ]
     if not files:
         raise UserError(f"--checkpoint {spec}: no file in it ends in {', '.join(CHECKPOINT_ENDINGS)}")
-    return list(sorted(files, key=lambda p: natural_key(p.name)))
+    return [*sorted(files, key=lambda p: natural_key(p.name))]
 
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     settings = eval_settings(args, model, config)
 
     folder = open_folder(args, config, model, world)
-    called = _to_device(model, args, world)
+    called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
+    called = compile_model(place_model(called, args, world), args)
     loader = validation_loader(args, folder, args.batch_size, settings, world)
     precision = Precision(world.device, resolve_amp_dtype(args.amp, args.amp_dtype, world.device))
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
@@ -123,7 +124,7 @@ def with_recorded(args: Namespace, config: dict[str, Any], checkpoint: dict[str,
     return filled
 
 
-def open_folder(args: Namespace, config: dict[str, Any], model: nn.Module, world: World) -> ImageFolder:
+def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageFolder:
     """The validation images, their classes numbered as in training.
 
     Raises:
@@ -138,17 +139,7 @@ def open_folder(args: Namespace, config: dict[str, Any], model: nn.Module, world
     return folder
 
 
-def _to_device(model: nn.Module, args: Namespace, world: World) -> nn.Module:
-    if args.valid_labels:
-        model = ChosenClasses(model, read_numbers(args.valid_labels))
-    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    model = model.to(device=world.device, memory_format=memory_format)
-    if args.torchcompile:
-        model = torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
-    return model
-
-
-def _row(args: Namespace, model: nn.Module, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
+def _row(args: Namespace, model: TimmModel, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
     return {
         "model": args.model,
         "ema": args.use_ema,
@@ -200,7 +191,7 @@ def read_numbers(path: str) -> list[int]:
 class ChosenClasses(nn.Module):
     """A model whose outputs are some of another's: folder i of the data is class `numbers[i]` of the model."""
 
-    def __init__(self, model: nn.Module, numbers: list[int]) -> None:
+    def __init__(self, model: TimmModel, numbers: list[int]) -> None:
         super().__init__()
         if not numbers or max(numbers) >= model.num_classes or min(numbers) < 0:
             raise UserError(f"--valid-labels: the model has classes 0..{model.num_classes - 1}, the file names others")
