@@ -53,7 +53,9 @@ def test_fault_10_a_resumed_run_ends_in_the_same_bits(
     cut = tmp_path / "cut"
     assert call("train", flags, labels, "--epochs", "3", "--experiment", "cut", "--recovery-interval", "4").code == 0
     (cut / "last.pth.tar").unlink()
-    resumed = call("train", flags, labels, "--epochs", "3", "--experiment", "cut", "--resume", cut / "checkpoint-0.pth.tar")
+    resumed = call(
+        "train", flags, labels, "--epochs", "3", "--experiment", "cut", "--resume", cut / "checkpoint-0.pth.tar"
+    )
     assert resumed.code == 0, resumed.err
     assert "1 epochs, 3 updates done" in resumed.out
     for key in ("state_dict", "state_dict_ema"):
@@ -141,6 +143,21 @@ def test_fault_60_validate_gives_the_number_that_training_printed(
     assert (row["top1"], row["images"]) == (round(trained["eval_top1"], 4), trained["eval_images"])
     assert row["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5)
     assert row["crop_pct"] == 0.8 and row["interpolation"] == "bilinear"
+
+
+def test_the_moving_average_follows_its_definition(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=8)  # one update an epoch, so that every epoch's checkpoint shows one update
+    flags = (
+        f"{data} {QUICK} --lr 1e-2 --epochs 3 --model-ema --model-ema-decay 0.5 --output {tmp_path} --experiment run"
+    )
+    assert call("train", flags).code == 0
+    files = [tmp_path / "run" / f"checkpoint-{epoch}.pth.tar" for epoch in range(3)]
+    name = "head.weight"
+    for before, after in zip(files, files[1:], strict=False):
+        expected = 0.5 * _weights(before, "state_dict_ema")[name] + 0.5 * _weights(after)[name]
+        torch.testing.assert_close(_weights(after, "state_dict_ema")[name], expected)
 
 
 def test_finetune_validates_first_and_reports_what_it_resized(

@@ -137,9 +137,10 @@ def train_epoch(
         lr = lr_at(state.update)
         set_lr(state.optimizer, lr)
         grad_norm = precision.step(state.optimizer, parameters)
-        if state.ema is not None:
-            state.ema.update(state.model, step=state.update)
         state.update += 1
+        if state.ema is not None:
+            # Without a step the decay is constant from the first update on, as published.
+            state.ema.update(state.model, step=state.update if state.ema.use_warmup else None)
         micro_batch = 0
         meter.update_done(lr, grad_norm)
         if settings.on_update is not None and meter.done < meter.updates:

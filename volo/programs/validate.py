@@ -55,7 +55,7 @@ def validate(args: Namespace, world: World) -> None:
     rows: list[dict[str, Any]] = []
     seen: dict[tuple[int, int], dict[str, Any]] = {}
     for path in checkpoint_files(args.checkpoint):
-        inode = (path.stat().st_dev, path.stat().st_ino) if path else (0, 0)
+        inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
         if inode not in seen:  # the names of one epoch share one file
             seen[inode] = evaluate_checkpoint(args, path, world)
         rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
