@@ -110,7 +110,6 @@ GENERATE_LABEL_GROUPS = (
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
             switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
             switch("--overwrite", help="write label maps that exist already anew"),
-            flag("--log-freq", default=50, type=POSITIVE, metavar="N", help="batches between lines of the log"),
             _DEBUG,
         ),
     ),

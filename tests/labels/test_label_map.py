@@ -1,0 +1,75 @@
+"""The label format: what is accepted, how maps are batched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tlt.errors import UserError
+from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap, centre_square
+
+
+def example(k: int = 2, h: int = 3, w: int = 4, seed: int = 0) -> LabelMap:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((k, h, w)).astype(np.float16)
+    return LabelMap(values, rng.integers(0, 10, (k, h, w), dtype=np.int32), (0.1, 0.0, 0.9, 1.0))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_non_finite_values_are_refused_with_the_source(value: float) -> None:
+    label_map = example()
+    label_map.values[1, 2, 3] = value
+    with pytest.raises(UserError, match=r"a/x\.pt: .*NaN or infinite"):
+        label_map.validate(10, "a/x.pt")
+
+
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_class_ids_out_of_range_are_refused(wrong: int) -> None:
+    label_map = example()
+    label_map.ids[0, 0, 0] = wrong
+    with pytest.raises(UserError, match=rf"class id {wrong} is not in 0\.\.9"):
+        label_map.validate(10)
+
+
+def test_good_maps_pass_and_other_shapes_or_areas_do_not() -> None:
+    label_map = example()
+    assert label_map.validate(10) is label_map
+    assert LabelMap.unknown((2, 3, 4)).validate(1).area == NO_AREA
+    with pytest.raises(UserError, match="not one .k, h, w. map"):
+        LabelMap(label_map.values, label_map.ids[:1]).validate(10)
+    with pytest.raises(UserError, match="area"):
+        LabelMap(label_map.values, label_map.ids, (0.5, 0.0, 0.2, 1.0)).validate(10)
+
+
+def test_a_batch_holds_the_maps_in_order() -> None:
+    maps = [example(seed=seed) for seed in range(3)]
+    batch = LabelBatch.stack(maps)
+    assert (batch.values.dtype, batch.ids.dtype, batch.area.dtype) == (torch.float16, torch.int32, torch.float32)
+    for row, label_map in enumerate(maps):
+        np.testing.assert_array_equal(batch.values[row].numpy(), label_map.values)
+        np.testing.assert_array_equal(batch.ids[row].numpy(), label_map.ids)
+        np.testing.assert_allclose(batch.area[row].numpy(), label_map.area, rtol=1e-6)
+    part = batch.to("cpu").select(slice(1, 2))
+    assert len(part) == 1 and torch.equal(part.ids[0], batch.ids[1])
+
+
+def test_maps_of_two_shapes_are_no_batch() -> None:
+    with pytest.raises(UserError, match="different shapes"):
+        LabelBatch.stack([example(), example(w=5)])
+
+
+@pytest.mark.parametrize("width,height", [(500, 375), (375, 500), (64, 64)])
+def test_centre_square_is_what_a_centre_crop_keeps(width: int, height: int) -> None:
+    from torchvision.transforms import CenterCrop
+
+    columns, rows = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
+    kept = CenterCrop(min(width, height))(torch.stack([columns, rows]))
+    x0, y0, x1, y1 = centre_square(width, height)
+    assert kept[0, 0, 0] == pytest.approx(x0 * width, abs=0.5) and kept[0, -1, -1] + 1 == pytest.approx(
+        x1 * width, abs=0.5
+    )
+    assert kept[1, 0, 0] == pytest.approx(y0 * height, abs=0.5) and kept[1, -1, -1] + 1 == pytest.approx(
+        y1 * height, abs=0.5
+    )
+    assert centre_square(64, 64) == FULL_AREA

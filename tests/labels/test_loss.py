@@ -1,0 +1,222 @@
+"""Token-label losses against the published implementation's numbers and against autograd in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tlt.loss import (
+    TokenLabelCrossEntropy,
+    TokenLabelGTCrossEntropy,
+    TokenLabelSoftTargetCrossEntropy,
+    token_label_loss,
+)
+from tlt.targets import Targets, one_hot
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "upstream.npz"
+BOX = (3, 2, 9, 10)
+
+
+def golden_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Class logits, token logits and target (B, C, N + 2) of the golden file's loss entries."""
+    batch, tokens, classes = 4, 196, 1000
+    g = np.random.RandomState(7)
+    cls = g.standard_normal((batch, classes)).astype(np.float32)
+    aux = g.standard_normal((batch, tokens, classes)).astype(np.float32)
+    t = g.standard_normal((batch, classes, tokens + 2)).astype(np.float64) * 2
+    t = np.exp(t) / np.exp(t).sum(1, keepdims=True)
+    t[:, :, 0] = 0
+    t[np.arange(batch), g.randint(0, classes, batch), 0] = 1
+    t[0, :, 1] = 0.5 * t[0, :, 1] + 0.5 * t[0, :, 0]
+    return (
+        torch.from_numpy(cls).requires_grad_(),
+        torch.from_numpy(aux).requires_grad_(),
+        torch.from_numpy(t.astype(np.float32)),
+    )
+
+
+def as_targets(target: Tensor, grid: tuple[int, int] = (14, 14), weight: Tensor | None = None) -> Targets:
+    tokens = target[:, :, 2:].transpose(1, 2)
+    weight = torch.ones(tokens.shape[:2]) if weight is None else weight
+    return Targets(target[:, :, 1], tokens, weight, target[:, :, 0].argmax(1), 0.0, grid)
+
+
+def assert_golden(entry: str, loss: Tensor, cls: Tensor, aux: Tensor) -> None:
+    loss.backward()
+    assert cls.grad is not None and aux.grad is not None
+    found = {"value": loss.detach(), "grad_cls": cls.grad[:, ::37], "grad_aux": aux.grad[:, ::13, ::37]}
+    with np.load(GOLDEN) as golden:
+        for name, value in found.items():
+            expected = golden[f"loss/{entry}/{name}"]
+            assert np.abs(value.numpy() - expected).max() <= 1e-5 * np.abs(expected).max(), name
+
+
+@pytest.mark.parametrize("box", [BOX, torch.tensor(BOX)])
+@pytest.mark.parametrize("entry,ground_truth", [("token", False), ("token_gt", True)])
+def test_golden(entry: str, ground_truth: bool, box: tuple[int, int, int, int] | Tensor) -> None:
+    cls, aux, target = golden_inputs()
+    loss = token_label_loss(cls, aux, as_targets(target), box, ground_truth=ground_truth)
+    assert loss.total.item() == pytest.approx((loss.cls + 0.5 * loss.dense).item())
+    assert_golden(entry, loss.total, cls, aux)
+
+
+@pytest.mark.parametrize("entry,loss", [("token", TokenLabelCrossEntropy), ("token_gt", TokenLabelGTCrossEntropy)])
+def test_golden_by_the_published_names(entry: str, loss: type[TokenLabelCrossEntropy]) -> None:
+    cls, aux, target = golden_inputs()
+    assert_golden(entry, loss(dense_weight=0.5)((cls, aux, BOX), target), cls, aux)
+
+
+def small_case(batch: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Targets]:
+    """float64 logits, soft targets on a 2 x 3 grid with 5 classes, and coverages between 0 and 1."""
+    g = torch.Generator().manual_seed(seed)
+    double = {"dtype": torch.float64, "generator": g}
+    cls, aux = torch.randn(batch, 5, **double), torch.randn(batch, 6, 5, **double)
+    tokens, crop = torch.randn(batch, 6, 5, **double).softmax(-1), torch.randn(batch, 5, **double).softmax(-1)
+    weight = torch.rand(batch, 6, **double).round(decimals=1)
+    weight[0, :3] = 0
+    truth = torch.randint(0, 5, (batch,), generator=g)
+    return cls.requires_grad_(), aux.requires_grad_(), Targets(crop, tokens, weight, truth, 0.1, (2, 3))
+
+
+def written_out(
+    cls: Tensor, aux: Tensor, targets: Targets, share: float, blend: tuple[float, float] | None
+) -> tuple[Tensor, Tensor]:
+    """Class and dense loss, sample by sample and token by token."""
+    assert targets.tokens is not None and targets.weight is not None
+    batch, classes = cls.shape
+    rows = []
+    for b in range(batch):
+        row = targets.cls[b]
+        if blend is not None:
+            truth = torch.full((classes,), 0.1 / classes, dtype=row.dtype)
+            truth[targets.truth[b]] += 0.9
+            part = blend[0] if row.argmax() == targets.truth[b] else blend[1]
+            row = (1 - part) * row + part * truth
+        rows.append(row)
+    cls_loss = torch.zeros((), dtype=torch.float64)
+    dense_loss = torch.zeros((), dtype=torch.float64)
+    for b in range(batch):
+        mixed = (1 - share) * rows[b] + share * rows[batch - 1 - b]
+        cls_loss = cls_loss - (mixed * (cls[b] - cls[b].exp().sum().log())).sum() / batch
+        for n in range(aux.shape[1]):
+            one = -(targets.tokens[b, n] * (aux[b, n] - aux[b, n].exp().sum().log())).sum()
+            dense_loss = dense_loss + targets.weight[b, n] * one / (batch * aux.shape[1])
+    return cls_loss, dense_loss
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("ground_truth", [False, True])
+def test_values_and_gradients_equal_the_sum_written_out(batch: int, ground_truth: bool) -> None:
+    cls, aux, targets = small_case(batch)
+    blend = (0.3, 0.8) if ground_truth else None
+    box = (0, 1, 2, 2)  # two of the six tokens
+    loss = token_label_loss(
+        cls,
+        aux,
+        targets,
+        box,
+        cls_weight=0.7,
+        dense_weight=1.5,
+        ground_truth=ground_truth,
+        gt_weight_agree=0.3,
+        gt_weight_disagree=0.8,
+    )
+    expected_cls, expected_dense = written_out(cls, aux, targets, 2 / 6, blend)
+    torch.testing.assert_close(loss.cls, expected_cls, rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss.dense, expected_dense, rtol=1e-12, atol=0)
+    found = torch.autograd.grad(loss.total, (cls, aux))
+    expected = torch.autograd.grad(0.7 * expected_cls + 1.5 * expected_dense, (cls, aux))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_uncovered_tokens_are_ignored() -> None:
+    cls, aux, targets = small_case()
+    loss = token_label_loss(cls, aux, targets)
+    (grad,) = torch.autograd.grad(loss.dense, aux)
+    assert (grad[0, :3] == 0).all() and (grad[1:] != 0).any()
+
+
+def test_micro_batches_add_up_to_the_large_batch() -> None:
+    cls, aux, targets = small_case(batch=5)
+    whole = token_label_loss(cls, aux, targets)
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):
+        assert targets.tokens is not None and targets.weight is not None
+        part = Targets(
+            targets.cls[rows], targets.tokens[rows], targets.weight[rows], targets.truth[rows], 0.1, targets.grid
+        )
+        total = total + token_label_loss(cls[rows], aux[rows], part).total * len(part.truth) / 5
+    torch.testing.assert_close(total, whole.total, rtol=1e-12, atol=0)
+
+
+def test_odd_batch_mixes_the_middle_sample_with_itself() -> None:
+    cls, aux, targets = small_case(batch=3)
+    everything = token_label_loss(cls, aux, targets, (0, 0, 2, 3))
+    flipped = Targets(targets.cls.flip(0), targets.tokens, targets.weight, targets.truth, 0.1, targets.grid)
+    torch.testing.assert_close(everything.cls, token_label_loss(cls, aux, flipped).cls)
+
+
+def test_size_one_has_a_class_loss_only_and_still_mixes() -> None:
+    cls, _, targets = small_case(batch=4)
+    single = Targets(targets.cls, None, None, targets.truth, 0.1, targets.grid)
+    loss = token_label_loss(cls, None, single, torch.tensor([0, 0, 1, 3]))
+    expected, _ = written_out(cls, torch.zeros(4, 6, 5).double(), targets, 0.5, None)
+    torch.testing.assert_close(loss.cls, expected)
+    assert loss.dense.item() == 0 and torch.equal(loss.total, loss.cls)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
+def test_a_term_of_weight_zero_cannot_spoil_the_total(weights: tuple[float, float]) -> None:
+    cls, aux, targets = small_case()
+    spoilt = torch.full_like(aux if weights[1] == 0 else cls, float("inf"))
+    logits = (cls, spoilt) if weights[1] == 0 else (spoilt, aux)
+    loss = token_label_loss(*logits, targets, cls_weight=weights[0], dense_weight=weights[1])
+    assert torch.isfinite(loss.total)
+
+
+def test_ground_truth_weights_default_to_the_published_numbers() -> None:
+    """Published: the truth gets 0.5 where the map agrees with the folder, 0.1 where it does not."""
+    cls, aux, targets = small_case(batch=4)
+    targets = Targets(
+        torch.eye(5).double()[:4], targets.tokens, targets.weight, torch.tensor([0, 1, 0, 0]), 0.1, (2, 3)
+    )
+    found = token_label_loss(cls, aux, targets, ground_truth=True).cls
+    torch.testing.assert_close(found, written_out(cls, aux, targets, 0.0, (0.5, 0.1))[0])
+
+
+def test_bfloat16_logits_are_compared_in_float32() -> None:
+    cls, aux, targets = small_case()
+    assert targets.tokens is not None and targets.weight is not None
+    soft = (targets.cls.float(), targets.tokens.float(), targets.weight.float())
+    targets = Targets(*soft, targets.truth, 0.1, (2, 3))
+    half = token_label_loss(cls.bfloat16(), aux.bfloat16(), targets)
+    exact = token_label_loss(cls.bfloat16().float(), aux.bfloat16().float(), targets)
+    assert half.total.dtype == torch.float32 and torch.equal(half.total, exact.total)
+
+
+def published_reference(cls: Tensor, aux: Tensor, target_cls: Tensor, target_aux: Tensor, lam: float) -> Tensor:
+    mixed = lam * target_cls + (1 - lam) * target_cls.flip(0)
+    first = -(mixed * cls.log_softmax(-1)).sum(-1).mean()
+    return first + 0.25 * -(target_aux * aux.log_softmax(-1)).sum(-1).mean()
+
+
+def test_published_classes_take_all_target_shapes() -> None:
+    cls, aux, targets = small_case(batch=4)
+    truth = one_hot(targets.truth, 5, 0.0, torch.float64)
+    crop = torch.stack([truth, targets.cls], 2)  # (B, C, 2)
+    repeated = targets.cls[:, None].expand(-1, 6, -1)
+    expected = published_reference(cls, aux, targets.cls, repeated, 1 - 2 / 6)
+    for target in (targets.cls, crop):
+        found = TokenLabelCrossEntropy(dense_weight=0.25)((cls, aux, (0, 0, 1, 2)), target)
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="7 token labels for 6 tokens"):
+        TokenLabelCrossEntropy()((cls, aux, (0, 0, 1, 2)), torch.rand(4, 5, 9))
+    single = TokenLabelSoftTargetCrossEntropy()
+    torch.testing.assert_close(single(cls, crop), -(targets.cls * cls.log_softmax(-1)).sum(-1).mean())
+    torch.testing.assert_close(single(cls.repeat(2, 1), targets.cls), single(cls, targets.cls))
+    torch.testing.assert_close(single(cls, truth), torch.nn.functional.cross_entropy(cls, targets.truth))

@@ -1,0 +1,289 @@
+"""The published label tree: found, read, written, and what is wrong with it told in one line."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tlt.errors import UserError
+from tlt.label_files import label_names, published_label_name
+from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
+from tlt.store import PublishedTree, TreeMetadata, read_map, write_map
+
+NAMES = ["c0/0.jpg", "c0/1.png", "c1/0.jpg"]
+SHAPE = (2, 3, 4)
+
+
+def published(mark: int = 0, shape: tuple[int, int, int] = SHAPE) -> torch.Tensor:
+    """[2, k, H, W] as the published program writes it; the first logit is `mark`."""
+    k, h, w = shape
+    values = torch.arange(k * h * w).view(shape) / 8
+    values[0, 0, 0] = mark
+    ids = torch.arange(k)[:, None, None].expand(shape)
+    return torch.stack([values.half(), ids.half()])
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """One label per name of NAMES, marked 0, 1, 2."""
+    for mark, name in enumerate(NAMES):
+        path = tmp_path / Path(name).with_suffix(".pt")
+        path.parent.mkdir(exist_ok=True)
+        torch.save(published(mark), path)
+    return tmp_path
+
+
+def mark_of(store: PublishedTree, index: int) -> float:
+    return float(store.read(index, 8, 8).values[0, 0, 0])
+
+
+def test_a_published_tree_is_read_as_it_was_written(tree: Path) -> None:
+    store = PublishedTree(tree, NAMES, num_classes=2)
+    assert (len(store), store.shape, store.warnings) == (3, SHAPE, [])
+    found = store.read(1)
+    expected = published(1)
+    assert (found.values.dtype, found.ids.dtype, found.area) == (np.float16, np.int32, FULL_AREA)
+    np.testing.assert_array_equal(found.values, expected[0].numpy())
+    np.testing.assert_array_equal(found.ids, expected[1].int().numpy())
+
+
+def test_it_travels_to_a_worker(tree: Path) -> None:
+    store = pickle.loads(pickle.dumps(PublishedTree(tree, NAMES)))
+    assert [mark_of(store, index) for index in range(3)] == [0, 1, 2]
+
+
+def test_what_is_written_is_what_the_published_reader_expects(tmp_path: Path) -> None:
+    label_map = LabelMap(published()[0].numpy(), published()[1].int().numpy())
+    write_map(tmp_path / "a.pt", label_map, num_classes=1000)
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert loaded.dtype == torch.float16 and torch.equal(loaded, published())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.parametrize("classes,dtype", [(2049, torch.float16), (2050, torch.float32), (21841, torch.float32)])
+def test_ids_survive_for_any_number_of_classes(tmp_path: Path, classes: int, dtype: torch.dtype) -> None:
+    ids = np.arange(classes - 24, classes, dtype=np.int32).reshape(2, 3, 4)
+    write_map(tmp_path / "a.pt", LabelMap(np.zeros(SHAPE, np.float16), ids), classes)
+    assert torch.load(tmp_path / "a.pt").dtype == dtype
+    np.testing.assert_array_equal(read_map(tmp_path / "a.pt", classes).ids, ids)
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float16, 2048), (torch.bfloat16, 256)])
+def test_ids_that_the_number_format_lost_are_refused(tmp_path: Path, dtype: torch.dtype, limit: int) -> None:
+    torch.save(published().to(dtype), tmp_path / "a.pt")
+    assert read_map(tmp_path / "a.pt", limit + 1).ids.max() == 1
+    with pytest.raises(UserError, match=rf"a\.pt: class ids in \w+ are exact to {limit} only"):
+        read_map(tmp_path / "a.pt", limit + 2)
+    far = published().float()
+    far[1] = limit + 2
+    torch.save(far.to(dtype), tmp_path / "a.pt")
+    with pytest.raises(UserError, match=f"exact to {limit} only"):
+        read_map(tmp_path / "a.pt")
+
+
+def test_a_batch_axis_of_one_is_dropped(tmp_path: Path) -> None:
+    torch.save(published()[None], tmp_path / "a.pt")
+    assert read_map(tmp_path / "a.pt").shape == SHAPE
+
+
+def with_value(value: float, plane: int) -> torch.Tensor:
+    tensor = published()
+    tensor[plane, 1, 2, 3] = value
+    return tensor
+
+
+BAD = {
+    "dict": ({"values": 1}, "holds a dict"),
+    "3d": (published()[0], r"shape \(2, 3, 4\) is not \[2, k, H, W\]"),
+    "three planes": (torch.zeros(3, 2, 3, 4), r"shape \(3, 2, 3, 4\)"),
+    "empty": (torch.zeros(2, 0, 3, 4), "shape"),
+    "nan": (with_value(float("nan"), 0), "NaN or infinite"),
+    "inf": (with_value(float("inf"), 0), "NaN or infinite"),
+    "nan id": (with_value(float("nan"), 1), "not whole numbers"),
+    "half id": (with_value(0.5, 1), "not whole numbers"),
+    "id 7 of 3": (with_value(7, 1), r"class id 7 is not in 0\.\.2"),
+    "id -1": (with_value(-1, 1), "class id -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
+    content, message = BAD[case]
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(UserError, match=rf"x\.pt.*{message}") as caught:
+        read_map(tmp_path / "x.pt", num_classes=3)
+    assert "\n" not in str(caught.value)
+
+
+class Code:
+    """Unpickles as a call."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+def test_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
+    torch.save(Code(Path.touch, tmp_path / "ran"), tmp_path / "x.pt")
+    with pytest.raises(UserError, match=r"x\.pt is damaged or not a label file"):
+        read_map(tmp_path / "x.pt")
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "x.pt", weights_only=False)
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 10, 400])
+def test_cut_files_name_the_file(tree: Path, keep: int) -> None:
+    path = tree / "c0" / "0.pt"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"c0/0\.pt is damaged or not a label file") as caught:
+        read_map(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_labels_stop_before_the_first_step(tree: Path) -> None:
+    (tree / "c1" / "0.pt").unlink()
+    with pytest.raises(UserError, match=r"1 of 3 images have no label in .*first is c1/0\.jpg"):
+        PublishedTree(tree, NAMES)
+
+
+@pytest.mark.parametrize("policy,area", [("skip", NO_AREA), ("uniform", FULL_AREA)])
+def test_policies_replace_and_report(tree: Path, policy: str, area: tuple[float, ...]) -> None:
+    (tree / "c1" / "0.pt").unlink()
+    torch.save(published(shape=(2, 9, 9)), tree / "c0" / "0.pt")
+    torch.save(published(1), tree / "c0" / "1.pt")
+    metadata = TreeMetadata(2, (3, 4), 2)
+    metadata.write(tree / "labels.json")
+    store = PublishedTree(tree, NAMES, bad_label=policy)
+    assert "1 of 3 images have no label" in store.warnings[0]
+    assert mark_of(store, 1) == 1 and store.take_faults() == []
+    for index in (0, 2):
+        found = store.read(index, 8, 8)
+        assert found.shape == SHAPE and found.area == area and not found.values.any()
+    ((image, reason),) = store.take_faults()
+    assert image == "c0/0.jpg" and "shape (k, h, w) = (2, 9, 9), but the tree's is (2, 3, 4)" in reason
+    assert store.take_faults() == []
+
+
+def test_a_map_of_another_shape_stops(tree: Path) -> None:
+    torch.save(published(shape=(3, 3, 4)), tree / "c1" / "0.pt")
+    store = PublishedTree(tree, NAMES)
+    with pytest.raises(UserError, match=r"c1/0\.pt: shape"):
+        store.read(2, 8, 8)
+
+
+def test_no_label_at_all_is_an_error_under_any_policy(tree: Path) -> None:
+    with pytest.raises(UserError, match="2 of 2 images have no label"):
+        PublishedTree(tree, ["d/0.jpg", "d/1.jpg"], bad_label="skip")
+    with pytest.raises(UserError, match="does not exist or is not a folder"):
+        PublishedTree(tree / "nothing", NAMES)
+    for path in tree.rglob("*.pt"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="not one of its label files can be used"):
+        PublishedTree(tree, NAMES, bad_label="skip")
+
+
+def test_names_with_dots_have_their_own_labels(tmp_path: Path) -> None:
+    names = ["c1.x/1.v2.jpg", "c1.x/1.jpg", "c1.x/1.crop.jpg"]
+    (tmp_path / "c1.x").mkdir()
+    for mark, name in enumerate(names):
+        torch.save(published(mark), tmp_path / label_names([name])[0])
+    store = PublishedTree(tmp_path, names)
+    assert [mark_of(store, index) for index in range(3)] == [0, 1, 2]
+    (tmp_path / "c1.x" / "1.crop.pt").unlink()
+    with pytest.raises(UserError, match=r"1 of 3 images have no label.*c1\.x/1\.crop\.jpg"):
+        PublishedTree(tmp_path, names)
+
+
+def test_the_published_rule_is_followed_where_it_is_unambiguous(tmp_path: Path) -> None:
+    """Labels as the published program names them, for a nested folder and dotted names."""
+    names = ["animals/n01/a.v1.jpg", "animals/n01/b.jpg"]
+    for mark, name in enumerate(names):
+        path = tmp_path / published_label_name(name)
+        path.parent.mkdir(exist_ok=True)
+        torch.save(published(mark), path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pt")) == ["n01/a.pt", "n01/b.pt"]
+    store = PublishedTree(tmp_path, names)
+    assert [mark_of(store, index) for index in range(2)] == [0, 1]
+    with pytest.raises(UserError, match=r"n01/a\.pt fits 2 images, such as animals/n01/a\.v1\.jpg"):
+        PublishedTree(tmp_path, [*names, "animals/n01/a.v2.jpg"])
+
+
+def test_images_that_differ_in_their_suffix_alone(tmp_path: Path) -> None:
+    names = ["c/x.jpg", "c/x.png", "c/y.jpg"]
+    assert label_names(names) == ["c/x.jpg.pt", "c/x.png.pt", "c/y.pt"]
+    (tmp_path / "c").mkdir()
+    for mark, label in enumerate(label_names(names)):
+        torch.save(published(mark), tmp_path / label)
+    assert [mark_of(PublishedTree(tmp_path, names), index) for index in range(3)] == [0, 1, 2]
+    for label in ("c/x.jpg.pt", "c/x.png.pt"):
+        (tmp_path / label).unlink()
+    torch.save(published(), tmp_path / "c" / "x.pt")
+    with pytest.raises(UserError, match=r"x\.pt fits c/x\.png and another image"):
+        PublishedTree(tmp_path, names)
+
+
+def test_maps_of_the_centre_square_lie_there(tree: Path) -> None:
+    store = PublishedTree(tree, NAMES, area="center")
+    assert store.read(0, 500, 375).area == centre_square(500, 375) == pytest.approx((0.125, 0, 0.875, 1))
+    with pytest.raises(ValueError, match="size of the source image"):
+        store.read(0)
+
+
+def test_metadata_travels_and_is_compared(tree: Path) -> None:
+    metadata = TreeMetadata(2, (3, 4), 2, (0.0, 0.1, 1.0, 0.9), {"model": "resnet50"}, ["c0", "c1"], ["c1/0.jpg"])
+    metadata.write(tree / "labels.json")
+    assert TreeMetadata.read(tree / "labels.json") == metadata
+    (tree / "c1" / "0.pt").unlink()
+    store = PublishedTree(tree, NAMES, num_classes=2, class_names=["c0", "c1"])
+    assert store.read(0).area == (0.0, 0.1, 1.0, 0.9)
+    assert store.warnings == [] and store.read(2).area == NO_AREA
+    assert "overrides" in PublishedTree(tree, NAMES, area="full").warnings[0]
+    with pytest.raises(UserError, match="labels of 2 classes, but the model has 3"):
+        PublishedTree(tree, NAMES, num_classes=3)
+    with pytest.raises(UserError, match="class 0 is c0 there, c1 here"):
+        PublishedTree(tree, NAMES, class_names=["c1", "c0"])
+    with pytest.raises(UserError, match="2 classes there, 3 here"):
+        PublishedTree(tree, NAMES, class_names=["c0", "c1", "c2"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": "other"}', '{"format": "volo-tlt label tree, version 1"}'])
+def test_other_files_are_not_metadata(tmp_path: Path, text: str) -> None:
+    (tmp_path / "labels.json").write_text(text)
+    with pytest.raises(UserError, match=r"labels\.json"):
+        TreeMetadata.read(tmp_path / "labels.json")
+
+
+@pytest.mark.parametrize("area", ["left", [0.5, 0, 0.5, 1], [0, 0, 2, 1], 3])
+def test_metadata_with_an_impossible_area_is_refused(tmp_path: Path, area: object) -> None:
+    TreeMetadata(2, (3, 4), 2, area).write(tmp_path / "labels.json")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"labels\.json"):
+        TreeMetadata.read(tmp_path / "labels.json")
+
+
+def test_unusable_maps_are_not_written(tmp_path: Path) -> None:
+    values = np.full(SHAPE, np.nan, np.float16)
+    with pytest.raises(UserError, match="NaN"):
+        write_map(tmp_path / "a.pt", LabelMap(values, np.zeros(SHAPE, np.int32)), 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_label_and_no_rest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tree / "c0" / "0.pt"
+    before = path.read_bytes()
+
+    def full_disk(tensor: torch.Tensor, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_map(path, LabelMap(published()[0].numpy(), published()[1].int().numpy()), 3)
+    assert path.read_bytes() == before and sorted(p.name for p in path.parent.iterdir()) == ["0.pt", "1.pt"]

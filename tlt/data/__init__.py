@@ -1,0 +1,32 @@
+"""Loading, augmentation and targets.
+
+The names that the published `tlt.data` exports are found here too; they are loaded when first asked for, so that
+importing one of the modules below stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tlt.data.compat import FastCollateTokenLabelMixup as FastCollateTokenLabelMixup
+    from tlt.data.compat import TokenLabelMixup as TokenLabelMixup
+    from tlt.data.compat import create_token_label_dataset as create_token_label_dataset
+    from tlt.data.compat import create_token_label_loader as create_token_label_loader
+    from tlt.data.compat import create_token_label_target as create_token_label_target
+
+__all__ = [
+    "FastCollateTokenLabelMixup",
+    "TokenLabelMixup",
+    "create_token_label_dataset",
+    "create_token_label_loader",
+    "create_token_label_target",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from tlt.data import compat
+
+    return getattr(compat, name)

@@ -1,0 +1,125 @@
+"""Which label file belongs to which image.
+
+One image has one label file, whatever its name: the published reader cuts the path at its first dot, and so hands one
+label to all of `a.b.jpg`, `a.c.jpg` and `a.jpg`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tlt.data.folder import printable
+from tlt.errors import UserError
+
+
+def label_names(names: Sequence[str]) -> list[str]:
+    """Relative label file of every relative image path: `a/x.jpg` -> `a/x.pt`; where `a/x.png` exists as well,
+    `a/x.jpg.pt` and `a/x.png.pt`."""
+    stems = [os.path.splitext(name)[0] for name in names]
+    shared = {stem for stem, count in Counter(stems).items() if count > 1}
+    return [(name if stem in shared else stem) + ".pt" for name, stem in zip(names, stems, strict=True)]
+
+
+def published_label_name(name: str) -> str:
+    """Where the published reader looks: the last two parts of the path, cut at the first dot."""
+    return "/".join(name.split("/")[-2:]).split(".")[0] + ".pt"
+
+
+class Names:
+    """A list of names as one block of bytes: reading from a list of a million strings changes their reference counts,
+    and with that makes every data worker copy the pages they are on."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._bytes = b"".join(encoded)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = self._ends[index - 1] if index else 0
+        return os.fsdecode(self._bytes[start : self._ends[index]])
+
+
+@dataclass
+class Found:
+    """Rows whose label is not called after the image's stem, with its path relative to the tree; rows without label."""
+
+    other_name: dict[int, str] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+
+
+def find_labels(root: str, names: Sequence[str]) -> Found:
+    """Match images with label files, at the cost of one directory listing per folder.
+
+    Args:
+        root: The label tree.
+        names: Image paths relative to the image folder.
+
+    Raises:
+        UserError: A label file fits two images, or a folder can't be read.
+    """
+    free: dict[str, set[str]] = {}  # label files not yet given to an image, by folder
+    by_folder: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        by_folder.setdefault(os.path.dirname(name), []).append(index)
+    found, open_cases = Found(), []
+    for folder, indices in by_folder.items():
+        files = free[folder] = _label_files(root, folder)
+        for index in indices:
+            label = os.path.basename(names[index]) + ".pt"
+            if label in files:
+                found.other_name[index] = os.path.join(folder, label)
+            else:
+                label = os.path.splitext(os.path.basename(names[index]))[0] + ".pt"
+            if label in files:
+                files.remove(label)
+            else:
+                open_cases.append(index)
+    _match_published(root, names, free, open_cases, found)
+    return found
+
+
+def _match_published(
+    root: str, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: Found
+) -> None:
+    claims: dict[str, list[int]] = {}
+    for index in open_cases:
+        own = os.path.splitext(names[index])[0] + ".pt"
+        if os.path.isfile(os.path.join(root, own)):
+            raise UserError(
+                f"label {printable(os.path.join(root, own))} fits {printable(names[index])} and another image; "
+                "make the labels again with generate_label.py, which tells the two apart"
+            )
+        claims.setdefault(published_label_name(names[index]), []).append(index)
+    for label, indices in claims.items():
+        folder, file = os.path.split(label)
+        if folder not in free:
+            free[folder] = _label_files(root, folder)
+        if file not in free[folder]:
+            found.missing.update(indices)
+        elif len(indices) > 1:
+            first, second = (printable(names[index]) for index in indices[:2])
+            raise UserError(
+                f"label {printable(os.path.join(root, label))} fits {len(indices)} images, such as {first} and "
+                f"{second}: it was overwritten while it was made; make the labels again with generate_label.py"
+            )
+        else:
+            found.other_name[indices[0]] = label
+
+
+def _label_files(root: str, folder: str) -> set[str]:
+    try:
+        with os.scandir(os.path.join(root, folder)) as entries:
+            return {entry.name for entry in entries if entry.name.endswith(".pt") and entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except OSError as error:
+        path = printable(os.path.join(root, folder))
+        raise UserError(f"label folder {path} can't be read ({error.strerror}): mend its permissions") from error

@@ -1,0 +1,133 @@
+"""The one owner of the label format: what a label map is, and a batch of them.
+
+A label map says, for every cell of an `h x w` grid laid over a part of an image, which `k` classes an annotator network
+saw there and with which logits. Shapes: `k` classes per cell, `h` rows, `w` columns, `B` images.
+
+Coordinates are continuous shares of the source image: `(0, 0)` is its upper left edge and `(1, 1)` its lower right one,
+whatever its aspect ratio. Cell `(row, column)` of a map whose area is `(x0, y0, x1, y1)` has its centre at
+`(x0 + (column + 0.5) / w * (x1 - x0), y0 + (row + 0.5) / h * (y1 - y0))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tlt.errors import UserError
+
+Area = tuple[float, float, float, float]
+
+FULL_AREA: Area = (0.0, 0.0, 1.0, 1.0)
+NO_AREA: Area = (0.0, 0.0, 0.0, 0.0)
+
+
+def centre_square(width: int, height: int) -> Area:
+    """The area of the largest centred square of a `width x height` image, which is all that the published
+    label-making program looks at (resize the shorter side, crop the centre)."""
+    side = min(width, height)
+    x, y = (1 - side / width) / 2, (1 - side / height) / 2
+    return (x, y, 1 - x, 1 - y)
+
+
+@dataclass(frozen=True)
+class LabelMap:
+    """The labels of one image.
+
+    Attributes:
+        values: (k, h, w) float16, logits of the classes in `ids`.
+        ids: (k, h, w) int32 class ids.
+        area: `(x0, y0, x1, y1)`, the part of the source image that the map covers, in [0, 1]. An empty area means that
+            nothing is known about the image.
+    """
+
+    values: np.ndarray
+    ids: np.ndarray
+    area: Area = FULL_AREA
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(k, h, w)`."""
+        k, h, w = self.values.shape
+        return k, h, w
+
+    def validate(self, num_classes: int | None, source: str = "label map") -> LabelMap:
+        """Return the map itself if it can be trained on.
+
+        Raises:
+            UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, the arrays are
+                not of one (k, h, w) shape, or the area leaves the image. `source` (a file name) starts the message.
+        """
+        if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
+            raise UserError(f"{source}: values {self.values.shape} and ids {self.ids.shape} are not one (k, h, w) map")
+        if not np.isfinite(self.values).all():
+            raise UserError(f"{source}: a label value is NaN or infinite; make this label again")
+        low, high = int(self.ids.min()), int(self.ids.max())
+        if low < 0 or (num_classes is not None and high >= num_classes):
+            wrong = low if low < 0 else high
+            limit = "0 or more" if num_classes is None else f"in 0..{num_classes - 1} (--num-classes {num_classes})"
+            raise UserError(f"{source}: class id {wrong} is not {limit}; were these labels made for other classes?")
+        x0, y0, x1, y1 = self.area
+        if not (0 <= x0 <= x1 <= 1 and 0 <= y0 <= y1 <= 1):
+            raise UserError(f"{source}: area {self.area} is not (x0, y0, x1, y1) inside the unit square")
+        return self
+
+    @classmethod
+    def unknown(cls, shape: tuple[int, int, int], area: Area = NO_AREA) -> LabelMap:
+        """A map that names no class: nothing covered by default, or every class equally likely in `area`."""
+        return cls(np.zeros(shape, np.float16), np.zeros(shape, np.int32), area)
+
+
+@dataclass(frozen=True)
+class LabelBatch:
+    """The labels of B images, as tensors on one device.
+
+    Attributes:
+        values: (B, k, h, w) float16 (or wider) logits.
+        ids: (B, k, h, w) int32 class ids.
+        area: (B, 4) float32, `(x0, y0, x1, y1)` of every map.
+    """
+
+    values: torch.Tensor
+    ids: torch.Tensor
+    area: torch.Tensor
+
+    @classmethod
+    def stack(cls, maps: Sequence[LabelMap]) -> LabelBatch:
+        """Stack maps of one shape, in order.
+
+        Raises:
+            UserError: The maps differ in shape (one data set has one shape).
+        """
+        shapes = {label_map.shape for label_map in maps}
+        if len(shapes) != 1:
+            raise UserError(f"label maps of different shapes (k, h, w) in one batch: {sorted(shapes)}")
+        return cls(
+            torch.from_numpy(np.stack([label_map.values for label_map in maps])),
+            torch.from_numpy(np.stack([label_map.ids for label_map in maps])),
+            torch.tensor([label_map.area for label_map in maps], dtype=torch.float32),
+        )
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelBatch:
+        """The same labels on another device."""
+        return LabelBatch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
+
+    def pin_memory(self) -> LabelBatch:
+        """The same labels in page-locked host memory; torch's DataLoader calls this."""
+        return LabelBatch(*(tensor.pin_memory() for tensor in self._tensors()))
+
+    def select(self, rows: slice | torch.Tensor) -> LabelBatch:
+        """The labels of some of the images: a slice, or an index tensor."""
+        return LabelBatch(*(tensor[rows] for tensor in self._tensors()))
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.values, self.ids, self.area

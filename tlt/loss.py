@@ -1,0 +1,186 @@
+"""Token-label losses: the class token against the crop's soft label, every other token against its own (Token Labeling,
+section 3.1), with MixToken's two class labels (section 3.3).
+
+`token_label_loss` is what our programs use. The classes below it have the published names and take the published dense
+target tensors.
+
+Shapes: B images, N tokens, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tlt.mixtoken import Box, mixed_share
+from tlt.targets import Targets
+
+
+class LossTerms(NamedTuple):
+    """Scalars: `total = cls_weight * cls + dense_weight * dense`."""
+
+    total: Tensor
+    cls: Tensor
+    dense: Tensor
+
+
+def token_label_loss(
+    cls_logits: Tensor,
+    token_logits: Tensor | None,
+    targets: Targets,
+    mix_box: Box | None = None,
+    *,
+    cls_weight: float = 1.0,
+    dense_weight: float = 0.5,
+    ground_truth: bool = False,
+    gt_weight_agree: float = 0.5,
+    gt_weight_disagree: float = 0.1,
+) -> LossTerms:
+    """Class loss and dense loss of one batch.
+
+    Args:
+        cls_logits: (B, C).
+        token_logits: (B, N, C), un-mixed; None where the dense head is off.
+        targets: From `tlt.targets.make_targets`. Without token targets (label size 1) the dense loss is 0.
+        mix_box: MixToken's box `(row0, col0, row1, col1)` in tokens, ints or an int tensor; None for no mixing. The
+            class target is mixed with the partner's (sample B - 1 - i) by the share of tokens the box covers.
+        cls_weight, dense_weight: A term of weight 0 is not computed, so that a head which is not trained can't spoil
+            the total with an infinity.
+        ground_truth: Blend the folder class into the class target.
+        gt_weight_agree, gt_weight_disagree: The folder class's share in that blend where the label map's top class is
+            the folder class, and where it is not. The defaults are the published numbers.
+
+    The dense loss divides by B * N whatever is covered, each token weighing its coverage; so the mean over
+    micro-batches or ranks, weighted by their images, equals one large batch.
+    """
+    cls_target = targets.cls
+    if ground_truth:
+        cls_target = blend_truth(cls_target, targets.truth_target(), gt_weight_agree, gt_weight_disagree)
+    share = 0.0 if mix_box is None else mixed_share(mix_box, targets.grid)
+    tokens = None if token_logits is None else targets.tokens
+    return _terms(cls_logits, token_logits, cls_target, tokens, targets.weight, share, cls_weight, dense_weight)
+
+
+def blend_truth(cls_target: Tensor, truth: Tensor, agree: float, disagree: float) -> Tensor:
+    """Mix (B, C) smoothed one-hot `truth` into (B, C) `cls_target`, with weight `agree` in the rows where both have the
+    same top class and `disagree` in the others."""
+    same = truth.argmax(-1, keepdim=True) == cls_target.argmax(-1, keepdim=True)  # (B, 1)
+    weight = same.to(cls_target.dtype) * (agree - disagree) + disagree
+    return torch.lerp(cls_target, truth.to(cls_target.dtype), weight)
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """(..., C) logits and soft targets -> (...) cross-entropy, computed in at least float32."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    losses = F.cross_entropy(logits.to(dtype).flatten(0, -2), target.to(dtype).flatten(0, -2), reduction="none")
+    return losses.view(logits.shape[:-1])
+
+
+def _terms(
+    cls_logits: Tensor,
+    token_logits: Tensor | None,
+    cls_target: Tensor,
+    tokens: Tensor | None,
+    weight: Tensor | None,
+    share: float | Tensor,
+    cls_weight: float,
+    dense_weight: float,
+) -> LossTerms:
+    zero = torch.zeros((), dtype=torch.promote_types(cls_logits.dtype, torch.float32), device=cls_logits.device)
+    cls = dense = zero
+    if cls_weight:
+        # Not torch.lerp: the share may be a number or a tensor on any device.
+        mixed = cls_target * (1 - share) + cls_target.flip(0) * share
+        cls = soft_cross_entropy(cls_logits, mixed).mean()
+    if dense_weight and token_logits is not None and tokens is not None:
+        losses = soft_cross_entropy(token_logits, tokens)  # (B, N)
+        dense = (losses if weight is None else losses * weight).mean()
+    return LossTerms(cls_weight * cls + dense_weight * dense, cls, dense)
+
+
+def _token_columns(target: Tensor, tokens: int) -> Tensor:
+    """(B, N, C) token part of a published target tensor; the crop's label for every token where there is none."""
+    if target.ndim == 3 and target.shape[2] == tokens + 2:
+        return target[:, :, 2:].transpose(1, 2)
+    if target.ndim == 3 and target.shape[2] != 2:
+        raise ValueError(f"a target of {target.shape[2] - 2} token labels for {tokens} tokens: check the label size")
+    crop = target if target.ndim == 2 else target[:, :, 1]
+    return crop[:, None].expand(-1, tokens, -1)
+
+
+class TokenLabelSoftTargetCrossEntropy(nn.Module):
+    """Published name. Cross-entropy of class logits alone, for label size 1 (ReLabel)."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """x (B, C); target (B, C), or (B, C, 2) with the crop's label in column 1. Fewer target rows are repeated."""
+        if target.ndim == 3:
+            target = target[:, :, 1]
+        if target.shape[0] != x.shape[0]:
+            target = target.repeat(x.shape[0] // target.shape[0], 1)
+        return soft_cross_entropy(x, target).mean()
+
+
+class TokenLabelCrossEntropy(nn.Module):
+    """Published name. Class loss plus dense loss on dense target tensors.
+
+    Args:
+        dense_weight, cls_weight: Weights of the two terms; not both 0.
+        mixup_active, classes: Kept for callers; the published class does not use them either.
+    """
+
+    def __init__(
+        self, dense_weight: float = 1.0, cls_weight: float = 1.0, mixup_active: bool = True, classes: int = 1000
+    ) -> None:
+        super().__init__()
+        if dense_weight + cls_weight <= 0:
+            raise ValueError("dense_weight and cls_weight are both 0")
+        self.dense_weight, self.cls_weight = dense_weight, cls_weight
+        self.mixup_active, self.classes = mixup_active, classes
+
+    def forward(self, x: tuple[Tensor, Tensor, Box], target: Tensor) -> Tensor:
+        """x = (class logits (B, C), un-mixed token logits (B, N, C), box).
+
+        target (B, C, 2 + N): folder class, crop label, N token labels; (B, C, 2) repeats the crop's label for every
+        token; (B, C) is the crop's label.
+        """
+        cls_logits, token_logits, box = x
+        tokens = token_logits.shape[1]
+        cls_target = target if target.ndim == 2 else self.class_target(target)
+        token_target = _token_columns(target, tokens)
+        share = mixed_share(box, (tokens, 1))
+        return _terms(
+            cls_logits, token_logits, cls_target, token_target, None, share, self.cls_weight, self.dense_weight
+        ).total
+
+    def class_target(self, target: Tensor) -> Tensor:
+        """(B, C, 2 or more) -> (B, C) target of the class token."""
+        return target[:, :, 1]
+
+
+class TokenLabelGTCrossEntropy(TokenLabelCrossEntropy):
+    """Published name. As `TokenLabelCrossEntropy`, with the folder class blended into the class target.
+
+    Args:
+        smoothing: Kept for callers; the published class does not use it either.
+        gt_weight_agree, gt_weight_disagree: See `token_label_loss`.
+    """
+
+    def __init__(
+        self,
+        dense_weight: float = 1.0,
+        cls_weight: float = 1.0,
+        mixup_active: bool = True,
+        smoothing: float = 0.1,
+        classes: int = 1000,
+        gt_weight_agree: float = 0.5,
+        gt_weight_disagree: float = 0.1,
+    ) -> None:
+        super().__init__(dense_weight, cls_weight, mixup_active, classes)
+        self.smoothing = smoothing
+        self.gt_weight_agree, self.gt_weight_disagree = gt_weight_agree, gt_weight_disagree
+
+    def class_target(self, target: Tensor) -> Tensor:
+        return blend_truth(target[:, :, 1], target[:, :, 0], self.gt_weight_agree, self.gt_weight_disagree)

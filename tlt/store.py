@@ -1,0 +1,309 @@
+"""Label maps on disk: the published tree of one file per image, read and written.
+
+`ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
+exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
+
+`ROOT/labels.json` says what the maps are (see `TreeMetadata`). Published archives have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.data.folder import printable
+from tlt.errors import UserError
+from tlt.label_files import Names, find_labels
+from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
+
+FORMAT = "volo-tlt label tree, version 1"
+METADATA_NAME = "labels.json"
+AREAS = ("full", "center")
+BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
+
+# Largest class id up to which every id is a number of its own.
+_EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+
+
+@dataclass(frozen=True)
+class TreeMetadata:
+    """What a label tree holds; written by the label-making program when the tree is complete.
+
+    Attributes:
+        k, grid: Every map is k x grid[0] x grid[1].
+        num_classes: Class ids are below it.
+        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image.
+        annotator: What made the labels.
+        class_names: Folder name of every class id; None where the ids are of another data set than the folders.
+        skipped: Images, relative to the image folder, that could not be read and have no map.
+    """
+
+    k: int
+    grid: tuple[int, int]
+    num_classes: int
+    area: str | Area = "full"
+    annotator: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    skipped: list[str] = field(default_factory=list)
+
+    def write(self, path: str | Path) -> None:
+        """Write as JSON, replacing `path` in one step."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> TreeMetadata | None:
+        """Read what `write` wrote, or None where there is no such file.
+
+        Raises:
+            UserError: The file is something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise UserError(f"{printable(str(path))} does not describe a label tree ({FORMAT})")
+        try:
+            metadata = cls(**content)
+            rows, cols = metadata.grid
+            return cls(**(content | {"grid": (int(rows), int(cols)), "area": _checked_area(metadata.area)}))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{printable(str(path))}: {error}") from error
+
+
+def _checked_area(area: Any) -> str | Area:
+    if area in AREAS:
+        return area
+    x0, y0, x1, y1 = map(float, area)
+    if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
+        raise ValueError(f"area {area} is none of {', '.join(AREAS)} and not (x0, y0, x1, y1) in [0, 1]")
+    return (x0, y0, x1, y1)
+
+
+def label_dtype(num_classes: int) -> torch.dtype:
+    """The number format of a tree: half precision as published, as long as it can tell all classes apart."""
+    return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
+
+
+def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
+    """Write one label file in the published form, replacing `path` in one step.
+
+    Raises:
+        UserError: The map can't be trained on (see `LabelMap.validate`); nothing is written.
+    """
+    label_map.validate(num_classes, printable(str(path)))
+    dtype = label_dtype(num_classes)
+    both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
+    path = Path(path)
+    # No process id in the name: what a killed run leaves behind, the next one overwrites.
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        torch.save(both, temporary)
+        # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
+
+    Raises:
+        UserError: Missing, damaged, no such tensor, class ids that its number format can't hold, or a map that
+            can't be trained on (see `LabelMap.validate`). The message starts with the file.
+    """
+    shown = f"label {printable(str(path))}"
+    tensor = _load_tensor(path, shown)
+    if tensor.ndim == 5 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
+        raise UserError(f"{shown}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
+    ids = tensor[1].double()
+    if not torch.isfinite(ids).all() or (ids != ids.round()).any():
+        raise UserError(f"{shown}: class ids are not whole numbers; is the order logits, class ids?")
+    limit = _EXACT_IDS.get(tensor.dtype, 2**31 - 1)
+    if max(int(ids.max()), (num_classes or 1) - 1) > limit:
+        raise UserError(
+            f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
+            f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
+        )
+    values = tensor[0].half().numpy()
+    return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
+
+
+def _load_tensor(path: str | Path, shown: str) -> torch.Tensor:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise UserError(f"{shown} does not exist") from error
+    except Exception as error:  # whatever the bytes of a damaged file lead to
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+    if not isinstance(content, torch.Tensor):
+        raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
+    return content
+
+
+class PublishedTree:
+    """The label maps of a list of images, found and checked when constructed.
+
+    The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
+    take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
+
+    Args:
+        root: The tree.
+        names: Image paths relative to the image folder, in row order.
+        area: `"full"` or `"center"`, what part of the images the maps cover; None: as `labels.json` says, else full.
+        num_classes: Class ids must be below it.
+        bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
+            that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
+        class_names: Compared with the tree's, if it has any.
+
+    Attributes:
+        metadata: What `labels.json` says, or None.
+        shape: (k, h, w) of every map.
+        warnings: One line each, for rank 0 to print once.
+
+    Raises:
+        UserError: No such folder, two images with one label file, made for other classes, all labels missing; with
+            `"stop"` also if any is missing.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        names: Sequence[str],
+        area: str | None = None,
+        num_classes: int | None = None,
+        bad_label: str = "stop",
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        self.root, self.num_classes, self.bad_label = os.fspath(root), num_classes, bad_label
+        self._names = Names(names)
+        if bad_label not in BAD_LABEL_POLICIES:
+            raise UserError(f"--bad-label {bad_label} is none of {', '.join(BAD_LABEL_POLICIES)}")
+        if area is not None and area not in AREAS:
+            raise UserError(f"--token-label-area {area} is none of {', '.join(AREAS)}")
+        if not os.path.isdir(self.root):
+            raise UserError(f"--token-label-data {printable(self.root)} does not exist or is not a folder")
+        self.warnings: list[str] = []
+        self._faults: list[tuple[str, str]] = []
+        self.metadata = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
+        if self.metadata is not None:
+            self._compare(self.metadata, class_names)
+        self.area = self._resolve_area(area)
+        found = find_labels(self.root, names)
+        self._other_name, self._missing = found.other_name, found.missing
+        self._refuse_missing(names)
+        self.shape = self._first_shape()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def path(self, index: int) -> str:
+        """Label file of image `index`."""
+        relative = self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
+        return os.path.join(self.root, relative)
+
+    def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+        """The map of image `index`, of shape `self.shape`.
+
+        Args:
+            width, height: Size of the source image, needed where the maps cover its centred square.
+
+        Raises:
+            UserError: The map is unusable and the policy is `"stop"`.
+        """
+        if index in self._missing:
+            return self._replacement()
+        try:
+            label_map = read_map(self.path(index), self.num_classes, self._area_of(width, height))
+            if label_map.shape != self.shape:
+                raise UserError(f"label {printable(self.path(index))}: {self._shapes(label_map.shape)}")
+        except UserError as error:
+            if self.bad_label == "stop":
+                raise
+            self._faults.append((self._names[index], str(error)))
+            return self._replacement()
+        return label_map
+
+    def take_faults(self) -> list[tuple[str, str]]:
+        """(image, reason) of the maps replaced by `read` since the last call, in this process."""
+        faults, self._faults = self._faults, []
+        return faults
+
+    def _replacement(self) -> LabelMap:
+        return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
+
+    def _shapes(self, shape: tuple[int, int, int]) -> str:
+        return f"shape (k, h, w) = {shape}, but the tree's is {self.shape}; make it again with the others' settings"
+
+    def _area_of(self, width: int | None, height: int | None) -> Area:
+        if not isinstance(self.area, str):
+            return self.area
+        if self.area == "full":
+            return FULL_AREA
+        if not width or not height:
+            raise ValueError("maps of the centred square can only be placed with the size of the source image")
+        return centre_square(width, height)
+
+    def _resolve_area(self, asked: str | None) -> str | Area:
+        recorded = self.metadata.area if self.metadata else "full"
+        if asked is not None and self.metadata is not None and asked != recorded:
+            self.warnings.append(
+                f"--token-label-area {asked} overrides {recorded} of {printable(self.root)}/labels.json"
+            )
+        return asked or recorded
+
+    def _compare(self, metadata: TreeMetadata, class_names: Sequence[str] | None) -> None:
+        where = f"--token-label-data {printable(self.root)}"
+        if self.num_classes is not None and metadata.num_classes != self.num_classes:
+            raise UserError(
+                f"{where} has labels of {metadata.num_classes} classes, but the model has {self.num_classes}: give "
+                f"--num-classes {metadata.num_classes} or make labels with an annotator for {self.num_classes} classes"
+            )
+        if class_names is None or metadata.class_names is None or list(class_names) == metadata.class_names:
+            return
+        pairs = enumerate(zip(metadata.class_names, class_names, strict=False))
+        first = next((f"class {i} is {printable(a)} there, {printable(b)} here" for i, (a, b) in pairs if a != b), "")
+        counts = f"{len(metadata.class_names)} classes there, {len(class_names)} here"
+        raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
+
+    def _refuse_missing(self, names: Sequence[str]) -> None:
+        known = set(self.metadata.skipped) if self.metadata else set()
+        missing = [names[index] for index in sorted(self._missing) if names[index] not in known]
+        if not missing:
+            return
+        text = (
+            f"{len(missing)} of {len(names)} images have no label in {printable(self.root)}, the first is "
+            f"{printable(missing[0])} (looked for {printable(os.path.splitext(missing[0])[0])}.pt)"
+        )
+        if self.bad_label == "stop" or len(self._missing) == len(names):
+            raise UserError(
+                f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing"
+            )
+        self.warnings.append(f"{text}; --bad-label {self.bad_label}")
+
+    def _first_shape(self) -> tuple[int, int, int]:
+        if self.metadata is not None:
+            return (self.metadata.k, *self.metadata.grid)
+        for index in range(len(self)):
+            if index in self._missing:
+                continue
+            try:
+                return read_map(self.path(index), self.num_classes).shape
+            except UserError:
+                if self.bad_label == "stop":
+                    raise
+        raise UserError(f"--token-label-data {printable(self.root)}: not one of its label files can be used")
