@@ -1,0 +1,85 @@
+"""Blocks that VOLO and LV-ViT share. B samples, N tokens, C channels; names as in the published checkpoints."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from timm.layers import DropPath, Mlp, trunc_normal_
+from torch import Tensor, nn
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention over all tokens.
+
+    The queries are scaled before the product with the keys (inside `scaled_dot_product_attention`), so that half
+    precision does not overflow where the scaled product is in range.
+
+    Args:
+        dim: Channels, a multiple of `num_heads`.
+        attn_drop: Dropout rate on the attention weights.
+        proj_drop: Dropout rate on the output.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.attn_drop = attn_drop
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape; every axis between the first and the last counts as tokens."""
+        tokens = x.flatten(1, -2)  # (B, N, C)
+        qkv = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        mixed = mixed.transpose(1, 2).reshape(x.shape)
+        return self.proj_drop(self.proj(mixed))
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm transformer block; each branch is divided by `residual_scale` before it is added (`skip_lam`)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 3.0,
+        qkv_bias: bool = False,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        drop_path: float = 0.0,
+        residual_scale: float = 1.0,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+    ) -> None:
+        super().__init__()
+        self.residual_scale = residual_scale
+        self.norm1 = norm_layer(dim)
+        self.attn = SelfAttention(dim, num_heads, qkv_bias, attn_drop, proj_drop)
+        self.drop_path1 = drop_path_layer(drop_path)
+        self.norm2 = norm_layer(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+        self.drop_path2 = drop_path_layer(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape."""
+        x = x + self._scaled(self.drop_path1(self.attn(self.norm1(x))))
+        return x + self._scaled(self.drop_path2(self.mlp(self.norm2(x))))
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1.0 else branch / self.residual_scale
+
+
+def drop_path_layer(rate: float) -> nn.Module:
+    """Stochastic depth at `rate`, or nothing at all where the rate is zero."""
+    return DropPath(rate) if rate > 0.0 else nn.Identity()
+
+
+def init_linear(module: nn.Module) -> None:
+    """The published initialisation, for `Module.apply`: truncated normal of deviation 0.02, biases zero."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,308 @@
+"""What every model trained with token labels has in common: two heads, MixToken, image sizes and timm's interface.
+
+Shapes: B images, C = `num_features` channels, N = rows * columns tokens of the final grid, K classes. A model says how
+it embeds an image, which stages the tokens go through and how they end; the order of these steps is written here, once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.compiler.config as compiler_config
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tlt.errors import UserError
+from tlt.mixtoken import Box, mix_tokens, unmix_tokens
+from tlt.models.layers import init_linear
+from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
+
+DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
+
+# Four ints as `mix_box` are run-time values of the compiled graph from the first box on; otherwise torch.compile would
+# take the first box for a constant and compile again at the second.
+_BOX_SOURCE = r"L\['mix_box'\]\[\d\]"
+compiler_config.dynamic_sources = ",".join(filter(None, (compiler_config.dynamic_sources, _BOX_SOURCE)))
+
+
+class TokenLabelModel(nn.Module):
+    """Base of VOLO and LV-ViT.
+
+    `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
+    `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
+
+    A subclass sets `pos_grid` and `feature_info`, calls `_init_heads` last and defines `token_grid`, `embed`, `start`,
+    `stage`, `stage_map` and `finish`.
+    """
+
+    dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
+    mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
+
+    pos_embed: nn.Parameter | None
+    pos_grid: tuple[int, int]  # rows and columns of pos_embed
+    feature_info: list[dict[str, Any]]
+    pretrained_cfg: dict[str, Any]
+    default_cfg: dict[str, Any]
+    _traits: dict[str, Any]  # timm's record of the current size, where the installed timm keeps one
+
+    def __init__(
+        self,
+        num_features: int,
+        img_size: int | tuple[int, int],
+        in_chans: int,
+        num_classes: int,
+        global_pool: str,
+        dense_head: bool,
+    ) -> None:
+        super().__init__()
+        self.num_features = self.head_hidden_size = self.embed_dim = num_features
+        self.img_size: tuple[int, int] = to_2tuple(img_size)
+        self.in_chans = in_chans
+        self.num_classes = num_classes
+        self.global_pool = _checked_pool(global_pool)
+        self.dense_head = dense_head
+        self.grad_checkpointing = False
+
+    # What a model defines ------------------------------------------------------------------------------------------
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)."""
+        raise NotImplementedError
+
+    def start(self, x: Tensor) -> Tensor:
+        """What happens to the embedding before the first stage."""
+        return x
+
+    def stage(self, x: Tensor, index: int) -> Tensor:
+        """Stage `index` of `feature_info`, with whatever leads to it."""
+        raise NotImplementedError
+
+    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
+        """The output of stage `index` as (B, H, W, channels)."""
+        raise NotImplementedError
+
+    def finish(self, x: Tensor) -> Tensor:
+        """The last stage's output -> (B, 1 + N, C), the class token first, after the final norm."""
+        raise NotImplementedError
+
+    def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
+        """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size)."""
+        raise NotImplementedError
+
+    # Forward -------------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Classify images.
+
+        Args:
+            x: (B, in_chans, H, W), any size of at least one token.
+            dense: Return the two heads apart.
+            mix_box: Box of `tlt.mixtoken` in tokens of the final grid; images are mixed after the embedding. Without
+                `dense` the result is that of the mixed image.
+
+        Returns:
+            (B, K); with `dense` (B, K) and (B, N, K). Features instead of logits where `num_classes` is 0.
+
+        Raises:
+            UserError: `dense` although the dense head is switched off.
+        """
+        if dense:
+            self._check_dense()
+        tokens = self.forward_features(x, mix_box)
+        if not dense:
+            return self.forward_head(tokens)
+        patches = tokens[:, 1:]
+        if mix_box is not None:
+            # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
+            patches = unmix_tokens(patches, mix_box, self.token_grid((x.shape[-2], x.shape[-1])))
+        return self.head(self.pool(tokens)), self.aux_head(patches)
+
+    def forward_features(self, x: Tensor, mix_box: Box | None = None) -> Tensor:
+        """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
+        x = self.embed(x)
+        if mix_box is not None:
+            x = mix_tokens(x, mix_box, self.mix_scale)
+        x = self.start(x)
+        for index in range(len(self.feature_info)):
+            x = self.stage(x, index)
+        return self.finish(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(B, 1 + N, C) -> (B, K), or the pooled features (B, C) with `pre_logits`."""
+        pooled = self.pool(x)
+        if pre_logits:
+            return pooled
+        logits = self.head(pooled)
+        if self.dense_head and self.num_classes > 0 and self.global_pool:
+            logits = logits + DENSE_SHARE * self.aux_head(x[:, 1:]).max(dim=1).values
+        return logits
+
+    def pool(self, x: Tensor) -> Tensor:
+        """(B, 1 + N, C) -> (B, C): class token or mean of the others; all tokens as they are where pooling is ''."""
+        if self.global_pool == "token":
+            return x[:, 0]
+        return x[:, 1:].mean(dim=1) if self.global_pool == "avg" else x
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Feature maps after chosen stages, with timm's arguments.
+
+        Args:
+            x: Images.
+            indices: Last n stages, the listed ones, or all.
+            norm: Apply the final norm to the maps that have its number of channels.
+            stop_early: Leave out the stages after the last one asked for.
+            output_fmt: "NCHW" or "NHWC".
+            intermediates_only: Return the maps alone.
+
+        Returns:
+            The maps, after the final features if those are wanted: (B, 1 + N, C), or the last stage's raw output where
+            `stop_early` left the end out.
+        """
+        if output_fmt not in ("NCHW", "NHWC"):
+            raise ValueError(f"output_fmt is NCHW or NHWC, not {output_fmt}")
+        wanted, last = self.wanted_stages(indices)
+        grid = self.token_grid((x.shape[-2], x.shape[-1]))
+        x = self.start(self.embed(x))
+        maps = []
+        stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
+        for index in range(stages):
+            x = self.stage(x, index)
+            if index in wanted:
+                maps.append(self.stage_map(x, index, grid, norm))
+        if output_fmt == "NCHW":
+            maps = [m.permute(0, 3, 1, 2) for m in maps]
+        if intermediates_only:
+            return maps
+        return (self.finish(x) if stages == len(self.feature_info) else x), maps
+
+    def wanted_stages(self, indices: int | list[int] | None) -> tuple[list[int], int]:
+        """Stages that timm's `indices` name (last n, a list with negatives from the end, or all), and the last one."""
+        count = len(self.feature_info)
+        if indices is None or isinstance(indices, int):
+            indices = list(range(-(count if indices is None else indices), 0))
+        if not indices or not all(-count <= index < count for index in indices):
+            raise ValueError(f"feature indices {indices} do not fit the {count} stages of this model")
+        wanted = [index % count for index in indices]
+        return wanted, max(wanted)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        """Apply a block, or have it recomputed in the backward pass if checkpointing is on."""
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, x, use_reentrant=False)
+        return block(x)
+
+    # Heads ---------------------------------------------------------------------------------------------------------
+
+    def set_dense_head(self, enabled: bool) -> None:
+        """Switch the dense head on or off.
+
+        Off: `model(x)` is the class token's logits alone, `dense=True` is refused and the head's parameters are kept
+        but take no gradient. Call it before the optimizer is built.
+        """
+        self.dense_head = enabled
+        self.aux_head.requires_grad_(enabled)
+
+    def get_classifier(self) -> nn.Module:
+        """The class head; the dense head is `aux_head`."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace both heads by freshly initialised ones; with 0 classes the model returns features.
+
+        Args:
+            num_classes: Classes of both heads.
+            global_pool: "token", "avg" or "", as in the constructor; None leaves it.
+        """
+        if global_pool is not None:
+            self.global_pool = _checked_pool(global_pool)
+        self.num_classes = num_classes
+        self._init_heads()
+
+    def _init_heads(self) -> None:
+        like = next(self.parameters())
+        self.head = self._new_head(like)
+        self.aux_head = self._new_head(like)
+        self.aux_head.requires_grad_(self.dense_head)
+
+    def _new_head(self, like: Tensor) -> nn.Module:
+        if self.num_classes == 0:
+            return nn.Identity()
+        head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+        init_linear(head)
+        return head.train(self.training)
+
+    def _check_dense(self) -> None:
+        if not self.dense_head:
+            raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
+        if not self.global_pool:
+            raise UserError("dense=True needs global_pool 'token' or 'avg', not ''")
+
+    # Image size ----------------------------------------------------------------------------------------------------
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Make (H, W) the model's own image size: the position embedding is resized for good.
+
+        It becomes a new parameter, so call this before the optimizer is built.
+        """
+        self.img_size = to_2tuple(img_size)
+        grid = self.token_grid()
+        if self.pos_embed is not None:
+            resized = self.resized_pos_embed(grid).detach().clone()
+            self.pos_embed = nn.Parameter(resized, requires_grad=self.pos_embed.requires_grad)
+        self.pos_grid = grid
+        if hasattr(self, "_traits"):
+            self._traits = {**self._traits, "img_size": self.img_size}
+
+    def resized_pos_embed(self, grid: tuple[int, int]) -> Tensor:
+        """The position embedding for another grid: (1, rows, columns, C) or (1, 1 + N, C), as the model keeps it."""
+        assert self.pos_embed is not None
+        if self.pos_embed.ndim == 4:
+            return resize_pos_embed(self.pos_embed, grid)
+        return resize_token_pos_embed(self.pos_embed, self.pos_grid, grid)
+
+    # What optimizers and wrappers ask ------------------------------------------------------------------------------
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters without weight decay (besides norms and biases)."""
+        return {"pos_embed", "cls_token"}
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+
+def conv_stem_grid(
+    img_size: int | tuple[int, int], stem_stride: int, patch_size: int, pooling: int = 1
+) -> tuple[int, int]:
+    """Rows and columns that a 7x7 stem (padding 3), a patch convolution and `pooling` make of (H, W) pixels.
+
+    Sizes that are no multiple of the patch are floored, as the convolutions do.
+
+    Raises:
+        UserError: Not one token is left.
+    """
+    height, width = to_2tuple(img_size)
+    kernel = patch_size // stem_stride
+    rows, cols = (((side - 1) // stem_stride + 1) // kernel // pooling for side in (height, width))
+    if min(rows, cols) < 1:
+        least = patch_size * pooling
+        raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
+    return rows, cols
+
+
+def _checked_pool(global_pool: str) -> str:
+    if global_pool not in ("token", "avg", ""):
+        raise UserError(f"global_pool (--gp) is token, avg or '', not {global_pool!r}")
+    return global_pool
