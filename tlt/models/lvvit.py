@@ -1,0 +1,247 @@
+"""LV-ViT: All Tokens Matter, Token Labeling for Training Better Vision Transformers (arXiv 2104.10858).
+
+    timm.create_model("lvvit_s", img_size=384, num_classes=10)
+
+State-dict names and shapes are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import trunc_normal_
+from timm.models import generate_default_cfgs
+from torch import Tensor, nn
+
+from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.pretrained import Entrypoint, create, register
+from tlt.models.token_labeling import TokenLabelModel, conv_stem_grid
+
+STEM_STRIDE = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table below."""
+
+    depth: int
+    dim: int
+    heads: int
+    residual_scale: float  # each branch is divided by it (skip_lam)
+    stem_dim: int
+    patch_size: int
+    img_size: int  # that it is built for unless told otherwise
+    crop_pct: float
+    params: float  # millions, with 1000 classes
+
+
+# fmt: off
+VARIANTS = {
+    #                      depth dim heads scale stem patch img crop  params
+    "lvvit_t":    Variant(12, 240,  4, 1.0,  64, 16, 224, 0.9,   8.53),
+    "lvvit_s":    Variant(16, 384,  6, 2.0,  64, 16, 224, 0.9,  26.15),
+    "lvvit_m":    Variant(20, 512,  8, 2.0,  64, 16, 224, 1.0,  55.83),
+    "lvvit_l":    Variant(24, 768, 12, 3.0, 128, 16, 224, 1.0, 150.00),
+    # For tests; there are no published weights.
+    "lvvit_test": Variant(3,   64,  2, 2.0,  16, 16,  64, 1.0,   0.33),
+}
+# fmt: on
+
+
+class PatchEmbed(nn.Module):
+    """Three convolutions with BatchNorm at half the resolution, then one that makes the patches."""
+
+    def __init__(self, in_chans: int, stem_dim: int, embed_dim: int, patch_size: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_chans, stem_dim, 7, stride=STEM_STRIDE, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(stem_dim)
+        self.conv2 = nn.Conv2d(stem_dim, stem_dim, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(stem_dim)
+        self.conv3 = nn.Conv2d(stem_dim, stem_dim, 3, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(stem_dim)
+        self.relu = nn.ReLU(inplace=True)
+        kernel = patch_size // STEM_STRIDE
+        self.proj = nn.Conv2d(stem_dim, embed_dim, kernel_size=kernel, stride=kernel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
+        x = x.contiguous(memory_format=torch.channels_last)
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn2(self.conv2(x)))
+        x = self.relu(self.bn3(self.conv3(x)))
+        return self.proj(x).permute(0, 2, 3, 1)
+
+
+class LVViT(TokenLabelModel):
+    """A plain vision transformer with a convolutional stem, scaled residuals and a dense head.
+
+    Args:
+        depth: Transformer blocks.
+        embed_dim: Channels.
+        num_heads: Heads.
+        img_size: Pixels, a side or (H, W).
+        global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
+        patch_size: Pixels to a token.
+        stem_hidden_dim: Channels of the convolutions before the patches.
+        residual_scale: Every residual branch is divided by it (`skip_lam` of the published code).
+        drop_rate: Dropout after the position embedding, in the MLPs and after the attention's projection, as published.
+        attn_drop_rate: Dropout on attention weights.
+        drop_path_rate: Stochastic depth of the last block; it falls linearly to zero at the first.
+        dense_head: Use the dense head (see `set_dense_head`).
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        embed_dim: int,
+        num_heads: int,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        patch_size: int = 16,
+        stem_hidden_dim: int = 64,
+        mlp_ratio: float = 3.0,
+        residual_scale: float = 1.0,
+        qkv_bias: bool = False,
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        dense_head: bool = True,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+    ) -> None:
+        super().__init__(embed_dim, img_size, in_chans, num_classes, global_pool, dense_head)
+        self.patch_size = patch_size
+        self.pos_grid = self.token_grid()
+        self.patch_embed = PatchEmbed(in_chans, stem_hidden_dim, embed_dim, patch_size)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        tokens = self.pos_grid[0] * self.pos_grid[1]
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + tokens, embed_dim))
+        self.pos_drop = nn.Dropout(drop_rate)
+        blocks = [
+            TransformerBlock(
+                embed_dim,
+                num_heads,
+                mlp_ratio,
+                qkv_bias,
+                proj_drop=drop_rate,
+                attn_drop=attn_drop_rate,
+                drop_path=drop_path_rate * index / max(depth - 1, 1),
+                residual_scale=residual_scale,
+                norm_layer=norm_layer,
+            )
+            for index in range(depth)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = norm_layer(embed_dim)
+        self.feature_info = [
+            {"num_chs": embed_dim, "reduction": patch_size, "module": f"blocks.{index}"} for index in range(depth)
+        ]
+        self.apply(init_linear)
+        trunc_normal_(self.pos_embed, std=0.02)
+        trunc_normal_(self.cls_token, std=0.02)
+        self._init_heads()
+
+    def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
+        return conv_stem_grid(img_size or self.img_size, STEM_STRIDE, self.patch_size)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.patch_embed(x)
+
+    def start(self, x: Tensor) -> Tensor:
+        pos = self.resized_pos_embed((x.shape[1], x.shape[2]))
+        cls = self.cls_token.expand(x.shape[0], -1, -1)
+        return self.pos_drop(torch.cat((cls, x.flatten(1, 2)), dim=1) + pos)
+
+    def stage(self, x: Tensor, index: int) -> Tensor:
+        return self.run_block(self.blocks[index], x)
+
+    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
+        x = self.norm(x) if norm else x
+        return x[:, 1:].unflatten(1, grid)
+
+    def finish(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what `forward_intermediates` does not need for these blocks (timm's `features_only` calls it)."""
+        wanted, last = self.wanted_stages(indices)
+        self.blocks = self.blocks[: last + 1]
+        self.feature_info = self.feature_info[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return wanted
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers in order of depth, for layer-wise learning rates."""
+        stem = r"^cls_token|^pos_embed|^patch_embed"
+        return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
+
+
+RELEASE = "https://github.com/zihangJiang/TokenLabeling/releases/download"
+# (model, image size) -> file of the releases
+WEIGHTS = {
+    ("lvvit_t", 224): "v0.2.0/lvvit_t.pth",
+    ("lvvit_s", 224): "1.0/lvvit_s-26M-224-83.3.pth.tar",
+    ("lvvit_s", 384): "1.0/lvvit_s-26M-384-84.4.pth.tar",
+    ("lvvit_m", 224): "1.0/lvvit_m-56M-224-84.0.pth.tar",
+    ("lvvit_m", 384): "1.0/lvvit_m-56M-384-85.4.pth.tar",
+    ("lvvit_m", 448): "1.1/lvvit_m-56M-448-85.5.pth.tar",
+    ("lvvit_l", 448): "1.0/lvvit_l-150M-448-86.2.pth.tar",
+    ("lvvit_l", 512): "1.0/lvvit_l-150M-512-86.4.pth.tar",
+}
+
+
+def _cfg(row: Variant, size: int, **source: str) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, size, size),
+        "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
+        "crop_pct": row.crop_pct,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.conv1",
+        "classifier": ("head", "aux_head"),
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2104.10858",
+        "origin_url": "https://github.com/zihangJiang/TokenLabeling",
+        **source,
+    }
+
+
+def _default_cfgs() -> dict[str, dict[str, Any]]:
+    cfgs = {}
+    for (name, size), file in WEIGHTS.items():
+        tag = "in1k" if size == VARIANTS[name].img_size else f"in1k_{size}"
+        cfgs[f"{name}.{tag}"] = _cfg(VARIANTS[name], size, url=f"{RELEASE}/{file}")
+    without = [name for name in VARIANTS if f"{name}.in1k" not in cfgs]
+    # The star makes the size of the table the default although only other sizes have weights (lvvit_l).
+    return cfgs | {f"{name}.*": _cfg(VARIANTS[name], VARIANTS[name].img_size) for name in without}
+
+
+default_cfgs = generate_default_cfgs(_default_cfgs())
+
+
+def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    row = VARIANTS[name]
+    args = {
+        "depth": row.depth,
+        "embed_dim": row.dim,
+        "num_heads": row.heads,
+        "stem_hidden_dim": row.stem_dim,
+        "patch_size": row.patch_size,
+        "residual_scale": row.residual_scale,
+    }
+    return create(LVViT, name, pretrained, pyramid=3, **{**args, **kwargs})
+
+
+ENTRYPOINTS: dict[str, Entrypoint] = register(__name__, VARIANTS, _create)

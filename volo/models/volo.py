@@ -1,0 +1,273 @@
+"""VOLO: Vision Outlooker for Visual Recognition (arXiv 2106.13112), D1 to D5 and three small ones.
+
+    timm.create_model("volo_d1", img_size=384, num_classes=10)
+
+State-dict names and shapes are those of the published checkpoints and of timm's `volo_dN_SIZE`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import trunc_normal_
+from timm.models import generate_default_cfgs
+from torch import Tensor, nn
+
+from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.pretrained import Entrypoint, create, register
+from tlt.models.token_labeling import TokenLabelModel, conv_stem_grid
+from volo.models.blocks import ClassBlock, Downsample, Outlooker, PatchEmbed
+
+CLASS_BLOCKS = 2
+POOLING = 2  # the downsampling between the outlooker stage and the transformer stages
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table below."""
+
+    layers: tuple[int, int, int, int]  # outlookers, then three stages of transformer blocks
+    dims: tuple[int, int]  # channels of the outlooker stage, channels of the rest
+    heads: tuple[int, int]
+    mlp_ratio: float
+    stem_dim: int
+    stem_stride: int
+    patch_size: int  # pixels to a cell of the outlooker stage; a final token is twice as wide
+    img_size: int  # that it is built for unless told otherwise
+    crop_pct: float
+    params: float  # millions, with 1000 classes
+
+
+# fmt: off
+VARIANTS = {
+    #                    layers            dims        heads     mlp stem stride patch  img  crop  params
+    "volo_d1":   Variant((4, 4, 8, 2),    (192, 384), (6, 12),  3.0,  64,  2,   8,  224, 0.96,  26.63),
+    "volo_d2":   Variant((6, 4, 10, 4),   (256, 512), (8, 16),  3.0,  64,  2,   8,  224, 0.96,  58.68),
+    "volo_d3":   Variant((8, 8, 16, 4),   (256, 512), (8, 16),  3.0,  64,  2,   8,  224, 0.96,  86.33),
+    "volo_d4":   Variant((8, 8, 16, 4),   (384, 768), (12, 16), 3.0,  64,  2,   8,  224, 1.15, 192.96),
+    "volo_d5":   Variant((12, 12, 20, 4), (384, 768), (12, 16), 4.0, 128,  2,   8,  224, 1.15, 295.46),
+    # For small images (32 to 64 px) and for tests; there are no published weights.
+    "volo_d0":   Variant((2, 2, 2, 1),    (96, 192),  (3, 6),   3.0,  32,  2,   4,   32, 1.0,    3.29),
+    "volo_test": Variant((1, 1, 1, 1),    (32, 64),   (2, 4),   2.0,  16,  2,   8,   64, 1.0,    0.33),
+}
+# fmt: on
+
+
+class VOLO(TokenLabelModel):
+    """Outlookers at `patch_size`, transformer blocks at twice that, two class-attention blocks and two heads.
+
+    Args:
+        layers: Blocks of the outlooker stage and of the three transformer stages.
+        embed_dims: Channels of the four stages; the last three are equal.
+        num_heads: Heads of the four stages.
+        img_size: Pixels, a side or (H, W).
+        global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
+        patch_size: Pixels to a cell of the outlooker stage.
+        stem_hidden_dim: Channels of the convolutions before the patches.
+        stem_stride: Stride of the first of them.
+        drop_rate: Dropout after the position embedding, the one place where the published code has it.
+        attn_drop_rate: Dropout on attention weights.
+        drop_path_rate: Stochastic depth of the last transformer block; it falls linearly towards the first layer.
+            Class-attention blocks have none.
+        outlooker_drop_path: Give outlookers their share of it too; the published recipes were trained without.
+        dense_head: Use the dense head (see `set_dense_head`).
+    """
+
+    mix_scale = POOLING
+
+    def __init__(
+        self,
+        layers: tuple[int, ...],
+        embed_dims: tuple[int, ...],
+        num_heads: tuple[int, ...],
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        patch_size: int = 8,
+        stem_hidden_dim: int = 64,
+        stem_stride: int = 2,
+        mlp_ratio: float = 3.0,
+        qkv_bias: bool = False,
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        outlooker_drop_path: bool = False,
+        dense_head: bool = True,
+        norm_layer: type[nn.Module] = nn.LayerNorm,
+    ) -> None:
+        super().__init__(embed_dims[-1], img_size, in_chans, num_classes, global_pool, dense_head)
+        self.patch_size, self.stem_stride = patch_size, stem_stride
+        self.pos_grid = self.token_grid()
+        self.patch_embed = PatchEmbed(in_chans, stem_hidden_dim, embed_dims[0], patch_size, stem_stride)
+        self.pos_embed = nn.Parameter(torch.zeros(1, *self.pos_grid, self.num_features))
+        self.pos_drop = nn.Dropout(drop_rate)
+        shared: dict[str, Any] = {
+            "mlp_ratio": mlp_ratio,
+            "qkv_bias": qkv_bias,
+            "attn_drop": attn_drop_rate,
+            "norm_layer": norm_layer,
+        }
+        rates = _drop_path_rates(layers, drop_path_rate, outlooker_drop_path)
+        self.network = _network(embed_dims, num_heads, rates, shared)
+        blocks = [ClassBlock(self.num_features, num_heads[-1], **shared) for _ in range(CLASS_BLOCKS)]
+        self.post_network: nn.ModuleList | None = nn.ModuleList(blocks)
+        self.cls_token: nn.Parameter | None = nn.Parameter(torch.zeros(1, 1, self.num_features))
+        self.norm = norm_layer(self.num_features)
+        self.feature_info = _feature_info(embed_dims, patch_size)
+        self.apply(init_linear)
+        trunc_normal_(self.pos_embed, std=0.02)
+        trunc_normal_(self.cls_token, std=0.02)
+        self._init_heads()
+
+    def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
+        return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, POOLING)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.patch_embed(x)
+
+    def stage(self, x: Tensor, index: int) -> Tensor:
+        # network: outlookers, downsampling, three stages of transformer blocks
+        if index == 0:
+            return self._run_stage(0, x)
+        if index == 1:
+            x = self.network[1](x)
+            x = self.pos_drop(x + self.resized_pos_embed((x.shape[1], x.shape[2])))
+        return self._run_stage(index + 1, x)
+
+    def _run_stage(self, place: int, x: Tensor) -> Tensor:
+        for block in self.network[place].children():
+            x = self.run_block(block, x)
+        return x
+
+    def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
+        return self.norm(x) if norm and index > 0 else x
+
+    def finish(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, 2)  # (B, N, C)
+        if self.post_network is not None and self.cls_token is not None:
+            x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+            for block in self.post_network:
+                x = self.run_block(block, x)
+        return self.norm(x)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove what `forward_intermediates` does not need for these stages (timm's `features_only` calls it)."""
+        wanted, last = self.wanted_stages(indices)
+        pruned_end = last < len(self.feature_info) - 1
+        self.network = self.network[: last + 2 if last else 1]
+        self.feature_info = self.feature_info[: last + 1]
+        if last == 0:
+            self.pos_embed = None
+        if prune_norm or last == 0:
+            self.norm = nn.Identity()
+        if prune_head or pruned_end:
+            self.num_features = self.head_hidden_size = self.embed_dim = self.feature_info[last]["num_chs"]
+            self.post_network = self.cls_token = None
+            self.reset_classifier(0, "")
+        return wanted
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Layers in order of depth, for layer-wise learning rates; `coarse` groups by stage."""
+        fine = [(r"^network\.(\d+)\.(\d+)", None), (r"^network\.(\d+)", (0,))]
+        end = [(r"^cls_token", (0,)), (r"^post_network\.(\d+)", None), (r"^norm", (99999,))]
+        return {"stem": r"^patch_embed|^pos_embed", "blocks": r"^network\.(\d+)" if coarse else fine, "end": end}
+
+
+def _drop_path_rates(layers: tuple[int, ...], rate: float, outlooker_drop_path: bool) -> list[list[float]]:
+    """One list per stage: `rate * depth / (total - 1)`, depth counted over outlookers and transformer blocks."""
+    last = max(sum(layers) - 1, 1)
+    rates = []
+    for index, count in enumerate(layers):
+        first = sum(layers[:index])
+        plain = index == 0 and not outlooker_drop_path
+        rates.append([0.0 if plain else rate * (first + i) / last for i in range(count)])
+    return rates
+
+
+def _network(
+    dims: tuple[int, ...], heads: tuple[int, ...], rates: list[list[float]], shared: dict[str, Any]
+) -> nn.ModuleList:
+    outlookers = nn.Sequential(*[Outlooker(dims[0], heads[0], drop_path=rate, **shared) for rate in rates[0]])
+    network = [outlookers, Downsample(dims[0], dims[1], POOLING)]
+    for dim, head, stage in zip(dims[1:], heads[1:], rates[1:], strict=True):
+        network.append(nn.Sequential(*[TransformerBlock(dim, head, drop_path=rate, **shared) for rate in stage]))
+    return nn.ModuleList(network)
+
+
+def _feature_info(dims: tuple[int, ...], patch_size: int) -> list[dict[str, Any]]:
+    info = [{"num_chs": dims[0], "reduction": patch_size, "module": "network.0"}]
+    for index, dim in enumerate(dims[1:], start=2):
+        info.append({"num_chs": dim, "reduction": patch_size * POOLING, "module": f"network.{index}"})
+    return info
+
+
+RELEASE = "https://github.com/sail-sg/volo/releases/download/volo_1"
+# (model, image size) -> file of the release
+WEIGHTS = {
+    ("volo_d1", 224): "d1_224_84.2.pth.tar",
+    ("volo_d1", 384): "d1_384_85.2.pth.tar",
+    ("volo_d2", 224): "d2_224_85.2.pth.tar",
+    ("volo_d2", 384): "d2_384_86.0.pth.tar",
+    ("volo_d3", 224): "d3_224_85.4.pth.tar",
+    ("volo_d3", 448): "d3_448_86.3.pth.tar",
+    ("volo_d4", 224): "d4_224_85.7.pth.tar",
+    ("volo_d4", 448): "d4_448_86.79.pth.tar",
+    ("volo_d5", 224): "d5_224_86.10.pth.tar",
+    ("volo_d5", 448): "d5_448_87.0.pth.tar",
+    ("volo_d5", 512): "d5_512_87.07.pth.tar",
+}
+
+
+def _cfg(row: Variant, size: int, **source: str) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, size, size),
+        "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
+        "crop_pct": row.crop_pct,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": "patch_embed.conv.0",
+        "classifier": ("head", "aux_head"),
+        "license": "apache-2.0",
+        "paper_ids": "arXiv:2106.13112",
+        "origin_url": "https://github.com/sail-sg/volo",
+        **source,
+    }
+
+
+def _default_cfgs() -> dict[str, dict[str, Any]]:
+    cfgs = {name: _cfg(row, row.img_size) for name, row in VARIANTS.items() if (name, row.img_size) not in WEIGHTS}
+    for (name, size), file in WEIGHTS.items():
+        tag = "sail_in1k" if size == VARIANTS[name].img_size else f"sail_in1k_{size}"
+        hub = f"timm/{name}_{size}.sail_in1k"  # timm keeps one model name per size
+        cfgs[f"{name}.{tag}"] = _cfg(VARIANTS[name], size, url=f"{RELEASE}/{file}", hf_hub_id=hub)
+    return cfgs
+
+
+default_cfgs = generate_default_cfgs(_default_cfgs())
+
+
+def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    row = VARIANTS[name]
+    args = {
+        "layers": row.layers,
+        "embed_dims": (row.dims[0], *[row.dims[1]] * 3),
+        "num_heads": (row.heads[0], *[row.heads[1]] * 3),
+        "mlp_ratio": row.mlp_ratio,
+        "stem_hidden_dim": row.stem_dim,
+        "stem_stride": row.stem_stride,
+        "patch_size": row.patch_size,
+    }
+    # The pyramid is the outlooker stage and the last stage; the two between have the last one's size.
+    return create(VOLO, name, pretrained, pyramid=(0, 3), **{**args, **kwargs})
+
+
+ENTRYPOINTS: dict[str, Entrypoint] = register(__name__, VARIANTS, _create)
