@@ -1,0 +1,317 @@
+"""The output contract and timm's model interface, for both families."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+
+from tlt.errors import UserError
+from tlt.mixtoken import mixed_share
+from tlt.models import TokenLabelModel, adapt_state_dict, resize_pos_embed
+from tlt.models.layers import SelfAttention
+from volo.models.blocks import ClassAttention
+
+NAMES = ["volo_test", "lvvit_test"]
+CLASSES = 7
+
+
+def build(name, **kwargs):
+    torch.manual_seed(0)
+    return timm.create_model(name, **{"img_size": 64, "num_classes": CLASSES, **kwargs}).eval()
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_output_contract(name, training, make_images):
+    model, x = build(name).train(training), make_images(3, 64)
+    cls, tokens = model(x, dense=True)
+    assert cls.shape == (3, CLASSES) and tokens.shape == (3, 16, CLASSES)
+    torch.testing.assert_close(model(x), cls + 0.5 * tokens.max(dim=1).values)
+    features = model.forward_features(x)
+    assert features.shape == (3, 17, model.num_features)
+    torch.testing.assert_close(model.forward_head(features), model(x))
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), features[:, 0])
+    torch.testing.assert_close(model.head(features[:, 0]), cls)
+    assert isinstance(model, TokenLabelModel) and model.head_hidden_size == model.num_features
+
+
+def test_box_of_ints_and_box_tensor_agree_and_an_empty_box_mixes_nothing(name, make_images):
+    model, x = build(name), make_images(3, 64)
+    mixed = model(x, dense=True, mix_box=(1, 0, 3, 2))
+    torch.testing.assert_close(model(x, dense=True, mix_box=torch.tensor([1, 0, 3, 2])), mixed)
+    plain = model(x, dense=True)
+    torch.testing.assert_close(model(x, dense=True, mix_box=(2, 2, 2, 4)), plain)
+    assert not torch.allclose(mixed[0], plain[0], atol=1e-4)
+
+
+def test_full_box_swaps_the_class_token_and_unmixes_every_token(name, make_images):
+    model, x = build(name), make_images(4, 64)
+    cls, tokens = model(x, dense=True, mix_box=(0, 0, 4, 4))
+    expected_cls, expected_tokens = model(x, dense=True)
+    torch.testing.assert_close(cls, expected_cls.flip(0))
+    torch.testing.assert_close(tokens, expected_tokens)
+
+
+def test_no_hidden_random_state(name, make_images):
+    model, x = build(name).train(), make_images(2, 64)
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()
+    model(x, dense=True, mix_box=(0, 0, 2, 2))
+    assert torch.equal(torch.get_rng_state(), states[0]) and (np.random.get_state()[1] == states[1]).all()
+
+
+@pytest.mark.parametrize("rate", ["drop_rate", "attn_drop_rate", "drop_path_rate"])
+def test_dropout_acts_in_training_only(name, rate, make_images):
+    model, x = build(name, **{rate: 0.5}), make_images(4, 64)
+    torch.testing.assert_close(model(x), build(name)(x), rtol=0, atol=0)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.eval()
+    assert not torch.equal(model(x), model(x))
+
+
+def test_no_value_is_read_on_the_host(name):
+    """On the meta device there are no values: whatever would wait for a device raises."""
+    with torch.device("meta"):
+        model = timm.create_model(name, img_size=64, num_classes=CLASSES).train()
+        box = torch.empty(4, dtype=torch.int64)
+        cls, tokens = model(torch.empty(2, 3, 64, 64), dense=True, mix_box=box)
+        (cls.sum() + tokens.sum() + mixed_share(box, (4, 4))).backward()
+    assert tokens.shape == (2, 16, CLASSES)
+
+
+def test_dense_head_off(name, make_images):
+    model, x = build(name), make_images(2, 64)
+    cls, _ = model(x, dense=True)
+    model.set_dense_head(False)
+    torch.testing.assert_close(model(x), cls)
+    model(x).sum().backward()
+    assert not any(p.requires_grad or p.grad is not None for p in model.aux_head.parameters())
+    assert "aux_head.weight" in model.state_dict()
+    with pytest.raises(UserError, match="set_dense_head"):
+        model(x, dense=True)
+    model.reset_classifier(3)
+    assert not model.aux_head.weight.requires_grad
+    model.set_dense_head(True)
+    assert model(x, dense=True)[1].shape == (2, 16, 3) and model.aux_head.weight.requires_grad
+    off = build(name, dense_head=False)
+    assert not off.dense_head and not off.aux_head.weight.requires_grad
+
+
+def test_reset_classifier_replaces_both_heads(name, make_images):
+    model, x = build(name), make_images(2, 64)
+    model.reset_classifier(3, global_pool="avg")
+    assert model.get_classifier() is model.head and model.head.out_features == model.aux_head.out_features == 3
+    features = model.forward_features(x)
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), features[:, 1:].mean(1))
+    model.reset_classifier(0, "token")
+    assert model(x).shape == (2, model.num_features) and model.num_classes == 0
+    model.reset_classifier(5, "")
+    assert model(x).shape == (2, 17, 5)
+    with pytest.raises(UserError, match="global_pool"):
+        model(x, dense=True)
+    with pytest.raises(UserError, match="token, avg"):
+        model.reset_classifier(5, "max")
+
+
+def test_num_classes_0_and_other_channels(name, make_images):
+    model = build(name, num_classes=0, in_chans=5)
+    assert model(make_images(2, 64, channels=5)).shape == (2, model.num_features)
+    assert not [key for key in model.state_dict() if "head" in key]
+
+
+def test_other_sizes_run_load_and_set_alike(name, make_images):
+    source, x = build(name), make_images(2, 96, 48)
+    at_run_time = source(x)
+    target = build(name, img_size=(96, 48))
+    assert target.token_grid() == (6, 3) == source.token_grid((96, 48))
+    state, resized = adapt_state_dict(target, source.state_dict())
+    target.load_state_dict(state)
+    assert resized == ["pos_embed"]
+    torch.testing.assert_close(target(x), at_run_time)
+    source.set_input_size((96, 48))
+    torch.testing.assert_close(source(x), at_run_time)
+    assert source.img_size == (96, 48) and source.pos_embed.shape == target.pos_embed.shape
+    assert adapt_state_dict(target, state)[1] == []
+
+
+def bicubic_matrix(source, target, a=-0.75):
+    """(target, source) weights of cubic convolution with pixel centres at +0.5 and the border repeated."""
+    matrix = np.zeros((target, source))
+    for row in range(target):
+        centre = (row + 0.5) * source / target - 0.5
+        for column in range(int(np.floor(centre)) - 1, int(np.floor(centre)) + 3):
+            d = abs(centre - column)
+            inner, outer = ((a + 2) * d - (a + 3)) * d * d + 1, a * (((d - 5) * d + 8) * d - 4)
+            matrix[row, min(max(column, 0), source - 1)] += inner if d <= 1 else outer
+    return matrix
+
+
+def test_position_embeddings_are_resized_by_plain_bicubic():
+    pos = torch.randn(1, 8, 6, 3, dtype=torch.float64)
+    rows, columns = bicubic_matrix(8, 12), bicubic_matrix(6, 4)
+    expected = np.einsum("ih,jw,bhwc->bijc", rows, columns, pos.numpy())
+    np.testing.assert_allclose(resize_pos_embed(pos, (12, 4)), expected, atol=1e-6)
+    assert resize_pos_embed(pos.half(), (4, 4)).dtype == torch.half
+
+
+def test_token_grids_that_are_not_square():
+    model, wide = build("lvvit_test", img_size=(96, 48)), build("lvvit_test", img_size=(64, 32))
+    state, resized = adapt_state_dict(wide, model.state_dict())  # 6x3 -> 4x2: not square, but of the same aspect
+    assert resized == ["pos_embed"] and state["pos_embed"].shape == wide.pos_embed.shape
+    square = build("lvvit_test", img_size=96)
+    with pytest.raises(UserError, match="pos_embed.*18 tokens"):
+        adapt_state_dict(square, model.state_dict())
+    state, _ = adapt_state_dict(square, model.state_dict(), source_grid=(6, 3))
+    expected = resize_pos_embed(model.pos_embed[:, 1:].unflatten(1, (6, 3)), (6, 6)).flatten(1, 2)
+    torch.testing.assert_close(state["pos_embed"][:, 1:], expected)
+    turned = build("lvvit_test", img_size=(48, 96))  # as many tokens, but not the same ones
+    assert adapt_state_dict(turned, model.state_dict(), source_grid=(6, 3))[1] == ["pos_embed"]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (80, 48)])
+def test_features_only_volo_is_a_pyramid(shape, make_images):
+    features = timm.create_model("volo_test", features_only=True, img_size=64).eval()
+    maps = features(make_images(2, *shape))
+    assert features.feature_info.reduction() == [8, 16] and features.feature_info.channels() == [32, 64]
+    for m, reduction, channels in zip(maps, (8, 16), (32, 64), strict=True):
+        assert m.shape == (2, channels, shape[0] // reduction, shape[1] // reduction)
+    assert not [key for key in features.state_dict() if "head" in key or "post_network" in key]
+    first = timm.create_model("volo_test", features_only=True, out_indices=(0,))
+    assert not [key for key in first.state_dict() if "network.1" in key or "pos_embed" in key]
+    assert first(make_images(1, 64))[0].shape == (1, 32, 8, 8)
+
+
+def test_features_only_lvvit(make_images):
+    features = timm.create_model("lvvit_test", features_only=True, out_indices=(0, 1), img_size=64).eval()
+    maps = features(make_images(2, 64, 32))
+    assert [m.shape for m in maps] == [(2, 64, 4, 2)] * 2
+    assert features.feature_info.reduction() == [16, 16]
+    assert not [key for key in features.state_dict() if "blocks.2" in key]
+
+
+def test_intermediates_equal_timms(fill, make_images):
+    ours, theirs = (fill(timm.create_model(n, img_size=32, num_classes=5)).eval() for n in ("volo_d1", "volo_d1_224"))
+    x = make_images(1, 32)
+    for kwargs in ({}, {"indices": [0, 2], "norm": True}, {"indices": 1, "intermediates_only": True}):
+        got, expected = ours.forward_intermediates(x, **kwargs), theirs.forward_intermediates(x, **kwargs)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    nhwc = ours.forward_intermediates(x, indices=[3], output_fmt="NHWC", intermediates_only=True)
+    nchw = ours.forward_intermediates(x, indices=[3], intermediates_only=True)
+    torch.testing.assert_close(nhwc[0].permute(0, 3, 1, 2), nchw[0])
+
+
+def test_intermediates_lvvit(name, make_images):
+    model, x = build(name), make_images(2, 64, 32)
+    final, maps = model.forward_intermediates(x)
+    torch.testing.assert_close(final, model.forward_features(x))
+    assert len(maps) == len(model.feature_info)
+    early, some = model.forward_intermediates(x, indices=[0], stop_early=True)
+    torch.testing.assert_close(some[0], maps[0])
+    assert early.shape != final.shape or not torch.allclose(early, final)
+    last = model.forward_intermediates(x, indices=[-1], norm=True, intermediates_only=True)[0]
+    if name == "lvvit_test":
+        torch.testing.assert_close(last.flatten(2).transpose(1, 2), final[:, 1:])
+    with pytest.raises(ValueError, match="do not fit"):
+        model.forward_intermediates(x, indices=[9])
+
+
+def test_grad_checkpointing_changes_memory_not_gradients(name, make_images):
+    model, x = build(name, drop_path_rate=0.5).train(), make_images(4, 64)
+    saved, gradients = [], []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        torch.manual_seed(3)
+        kept = 0
+
+        def pack(tensor):
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = sum(out.square().sum() for out in model(x, dense=True, mix_box=(0, 0, 2, 2)))
+        loss.backward()
+        saved.append(kept)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert saved[1] < 0.8 * saved[0]
+
+
+def rates_of(model, **kwargs):
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.05, **kwargs)
+    names = {p: n for n, p in model.named_parameters()}
+    groups = [(names[p], group) for group in optimizer.param_groups for p in group["params"]]
+    return {n: group.get("lr_scale", 1.0) for n, group in groups}, {n: g["weight_decay"] for n, g in groups}
+
+
+def test_layer_decay_follows_depth():
+    scales, decay = rates_of(build("volo_test"), layer_decay=0.5)
+    order = ["patch_embed.proj.weight", "network.0.0.attn.v.weight", "network.1.proj.weight"]
+    order += [f"network.{stage}.0.mlp.fc1.weight" for stage in (2, 3, 4)]
+    order += ["post_network.0.attn.q.weight", "post_network.1.attn.q.weight", "head.weight"]
+    values = [scales[n] for n in order]
+    assert values == pytest.approx([0.5**depth for depth in range(len(order) - 1, -1, -1)])
+    assert scales["aux_head.weight"] == 1.0 and scales["cls_token"] == scales["post_network.0.attn.q.weight"]
+    assert scales["norm.weight"] == scales["post_network.1.attn.q.weight"]
+    assert decay["pos_embed"] == decay["cls_token"] == decay["norm.weight"] == decay["head.bias"] == 0.0
+    assert decay["head.weight"] == 0.05
+
+
+def test_layer_decay_follows_depth_in_lvvit():
+    scales, decay = rates_of(build("lvvit_test"), layer_decay=0.5)
+    order = ["patch_embed.conv1.weight", *[f"blocks.{i}.attn.qkv.weight" for i in range(3)], "head.weight"]
+    assert [scales[n] for n in order] == pytest.approx([0.5**depth for depth in range(4, -1, -1)])
+    assert scales["pos_embed"] == scales["cls_token"] == scales["patch_embed.conv1.weight"]
+    assert scales["norm.weight"] == scales["blocks.2.attn.qkv.weight"]
+    assert decay["pos_embed"] == decay["cls_token"] == 0.0
+
+
+@pytest.mark.parametrize("attention", [SelfAttention, ClassAttention])
+def test_half_precision_products_do_not_overflow(attention):
+    """|q_i| = |k_i| = 48 over 32 channels: the product is 73,728, above float16; scaled it is 13,033."""
+    layer = attention(32, 1, qkv_bias=True)
+    for parameter in layer.parameters():
+        torch.nn.init.zeros_(parameter)
+    with torch.no_grad():
+        for projection in ("q", "kv", "qkv"):
+            if hasattr(layer, projection):
+                getattr(layer, projection).bias.fill_(48.0)
+        layer.proj.weight.copy_(torch.eye(32))
+    out = layer.half()(torch.zeros(1, 5, 32, dtype=torch.half))
+    torch.testing.assert_close(out, torch.full_like(out, 48.0))
+
+
+def test_autocast_to_bfloat16_stays_close(name, make_images):
+    model, x = build(name).train(), make_images(4, 64)
+    expected = model(x, dense=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(x, dense=True, mix_box=(0, 0, 0, 0))
+    sum(out.float().square().sum() for out in got).backward()
+    for out, reference in zip(got, expected, strict=True):
+        assert (out.float() - reference).abs().max() < 0.03 * reference.abs().max() + 0.01
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_stem_runs_channels_last(name, make_images):
+    model, seen = build(name), []
+    model.patch_embed.proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    model(make_images(2, 64))
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_models_can_be_copied_and_moved_between_precisions(name, make_images):
+    model = copy.deepcopy(build(name)).double()
+    assert model(make_images(1, 64).double()).dtype == torch.float64
+    model.reset_classifier(2)
+    assert model.head.weight.dtype == torch.float64

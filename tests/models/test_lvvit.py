@@ -1,0 +1,98 @@
+"""LV-ViT against published counts and against timm's vision transformer block."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import timm
+import torch
+from timm.layers import DropPath
+from timm.models.vision_transformer import Block
+
+import tlt.models
+from tlt.models.layers import TransformerBlock
+from tlt.models.lvvit import VARIANTS, WEIGHTS
+
+# Millions of parameters in the table of the published weights.
+PUBLISHED = {
+    ("lvvit_t", 224): 8.53,
+    ("lvvit_s", 224): 26.15,
+    ("lvvit_s", 384): 26.30,
+    ("lvvit_m", 224): 55.83,
+    ("lvvit_m", 384): 56.03,
+    ("lvvit_m", 448): 56.13,
+    ("lvvit_l", 448): 150.47,
+    ("lvvit_l", 512): 150.66,
+}
+
+
+# Blocks, channels, heads and residual scale (skip_lam) of the published models.
+PUBLISHED_SHAPES = {
+    "lvvit_t": (12, 240, 4, 1.0),
+    "lvvit_s": (16, 384, 6, 2.0),
+    "lvvit_m": (20, 512, 8, 2.0),
+    "lvvit_l": (24, 768, 12, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SHAPES)
+def test_published_shapes(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    block = model.blocks[0]
+    built = len(model.blocks), model.num_features, block.attn.num_heads, block.residual_scale
+    assert built == PUBLISHED_SHAPES[name]
+
+
+def millions(model):
+    return sum(p.numel() for p in model.parameters()) / 1e6
+
+
+@pytest.mark.parametrize("key", PUBLISHED)
+def test_every_published_weight_has_a_tag_with_its_size_and_parameters(key):
+    name, size = key
+    tag = "in1k" if size == 224 else f"in1k_{size}"
+    with torch.device("meta"):
+        model = timm.create_model(f"{name}.{tag}")
+    assert model.img_size == (size, size)
+    assert millions(model) == pytest.approx(PUBLISHED[key], abs=0.006)
+    assert model.pretrained_cfg["crop_pct"] == (0.9 if name in ("lvvit_t", "lvvit_s") else 1.0)
+    assert model.pretrained_cfg["url"].endswith(WEIGHTS[key])
+    assert PUBLISHED.keys() == WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_default_size_and_parameters_equal_the_table(name):
+    row = VARIANTS[name]
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert model.img_size == (row.img_size, row.img_size) == model.pretrained_cfg["input_size"][1:]
+    assert millions(model) == pytest.approx(row.params, abs=0.025)
+
+
+def test_stochastic_depth_rises_linearly_from_zero():
+    model = timm.create_model("lvvit_test", drop_path_rate=0.2)
+    rates = [[m.drop_prob for m in block.modules() if isinstance(m, DropPath)] for block in model.blocks]
+    assert rates == [[], [0.1, 0.1], [0.2, 0.2]]
+
+
+def test_block_equals_timms_and_residual_scale_divides_both_branches():
+    torch.manual_seed(0)
+    theirs = Block(24, num_heads=3, mlp_ratio=3.0, norm_layer=torch.nn.LayerNorm).double()
+    ours, scaled = (TransformerBlock(24, 3, residual_scale=scale).double() for scale in (1.0, 4.0))
+    ours.load_state_dict(theirs.state_dict())
+    scaled.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x))
+    with torch.no_grad():
+        theirs.attn.proj.weight /= 4
+        theirs.attn.proj.bias /= 4
+        theirs.mlp.fc2.weight /= 4
+        theirs.mlp.fc2.bias /= 4
+    torch.testing.assert_close(scaled(x), theirs(x))
+
+
+def test_published_names_leave_the_module_in_place():
+    assert isinstance(tlt.models.lvvit, types.ModuleType)
+    assert isinstance(tlt.models.lvvit_s(img_size=32, num_classes=2), tlt.models.LVViT)

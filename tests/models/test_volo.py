@@ -1,0 +1,141 @@
+"""VOLO against timm's port of it and against float64 loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import timm
+import torch
+from timm.layers import DropPath
+
+from tlt.errors import UserError
+from volo.models.outlook import outlook_attention
+from volo.models.volo import VARIANTS, WEIGHTS
+
+
+def ours_and_timms(**kwargs):
+    ours = timm.create_model("volo_d1", **kwargs)
+    theirs = timm.create_model("volo_d1_224", **kwargs)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_forward_and_gradients_equal_timms(training, fill, make_images, deviation):
+    ours, theirs = (fill(m).train(training) for m in ours_and_timms(img_size=64, num_classes=50))
+    images = make_images(2, 64)
+    weights = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    results = []
+    for model in (ours, theirs):
+        logits = model(images)
+        (logits * weights).sum().backward()
+        results.append((logits, {name: p.grad for name, p in model.named_parameters()}))
+    (logits, grads), (expected, expected_grads) = results
+    assert deviation(logits, expected) < 1e-5
+    scale = max(g.abs().max() for g in expected_grads.values())
+    assert grads.keys() == expected_grads.keys()
+    worst = max((grads[n] - expected_grads[n]).abs().max() / scale for n in grads)
+    assert worst < 1e-5
+
+
+def heads_of(model):
+    return [module.num_heads for module in model.modules() if hasattr(module, "num_heads")]
+
+
+@pytest.mark.parametrize(("name", "size"), WEIGHTS)
+def test_names_shapes_and_preprocessing_fit_timms_weights(name, size):
+    tag = "sail_in1k" if size == 224 else f"sail_in1k_{size}"
+    with torch.device("meta"):
+        ours = timm.create_model(f"{name}.{tag}")
+        theirs = timm.create_model(f"{name}_{size}.sail_in1k")
+    shapes, expected = ({k: v.shape for k, v in m.state_dict().items()} for m in (ours, theirs))
+    assert shapes == expected
+    assert heads_of(ours) == heads_of(theirs)  # shapes do not show them
+    assert ours.img_size == (size, size)
+    cfg, expected_cfg = ours.pretrained_cfg, theirs.pretrained_cfg
+    for key in ("url", "hf_hub_id", "input_size", "mean", "std", "interpolation", "first_conv", "classifier"):
+        assert cfg[key] == expected_cfg[key], key
+    assert cfg["crop_pct"] == (1.15 if name in ("volo_d4", "volo_d5") else 0.96)
+    assert ours.no_weight_decay() == theirs.no_weight_decay()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_equal_the_table(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(VARIANTS[name].params, abs=0.005)
+
+
+@pytest.mark.parametrize(("side", "grid"), [(224, 14), (230, 14), (239, 15), (384, 24), (16, 1), (33, 2)])
+def test_grid_is_what_the_convolutions_leave(side, grid, make_images):
+    model = timm.create_model("volo_test", img_size=side, num_classes=3).eval()
+    assert model.token_grid() == (grid, grid) == tuple(model.pos_embed.shape[1:3])
+    with torch.no_grad():
+        assert model(make_images(1, side), dense=True)[1].shape == (1, grid * grid, 3)
+
+
+def test_too_small_an_image_is_refused():
+    with pytest.raises(UserError, match="8x64 is too small.* 16 pixels"):
+        timm.create_model("volo_test", img_size=(8, 64))
+
+
+def drop_path_rates(module):
+    return [m.drop_prob for m in module.modules() if isinstance(m, DropPath)]
+
+
+def test_stochastic_depth_equals_timms_and_spares_outlookers_unless_asked():
+    with torch.device("meta"):
+        ours, theirs = ours_and_timms(drop_path_rate=0.3)
+        everywhere = timm.create_model("volo_d1", drop_path_rate=0.3, outlooker_drop_path=True)
+    rates = drop_path_rates(ours)
+    assert rates == pytest.approx(drop_path_rates(theirs))
+    assert not drop_path_rates(ours.network[0]) and not drop_path_rates(ours.post_network)
+    expected = [0.3 * depth / 17 for depth in range(1, 4) for _ in range(2)]  # the first outlooker has rate 0
+    assert drop_path_rates(everywhere.network[0]) == pytest.approx(expected)
+    assert drop_path_rates(everywhere.network[2:]) == pytest.approx(rates)
+
+
+def test_initial_weights_are_the_published_ones():
+    torch.manual_seed(0)
+    model = timm.create_model("volo_test")
+    for name in ("network.0.0.attn.attn", "post_network.1.attn.kv", "head", "aux_head"):
+        weight = model.get_submodule(name).weight
+        assert weight.std().item() == pytest.approx(0.02, rel=0.15)
+    assert all(not m.bias.any() for m in model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None)
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.15)
+
+
+def outlook_by_loops(v, logits, heads, k, stride, padding, scale):
+    """Outlook attention window by window and pixel by pixel, in float64."""
+    batch, height, width, channels = v.shape
+    d = channels // heads
+    out = torch.zeros_like(v)
+    for b, i, j, head in torch.cartesian_prod(*map(torch.arange, (batch, *logits.shape[1:3], heads))).tolist():
+        part = slice(head * d, (head + 1) * d)
+        rows = logits[b, i, j].reshape(heads, k * k, k * k)[head]
+        weights = (rows * scale).softmax(-1)
+        pixels = [(i * stride - padding + y, j * stride - padding + x) for y in range(k) for x in range(k)]
+        values = [
+            v[b, y, x, part] if 0 <= y < height and 0 <= x < width else torch.zeros(d, dtype=v.dtype) for y, x in pixels
+        ]
+        for place, (y, x) in enumerate(pixels):
+            if 0 <= y < height and 0 <= x < width:
+                out[b, y, x, part] += sum(weight * value for weight, value in zip(weights[place], values, strict=True))
+    return out
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 3)])
+def test_outlook_attention_equals_loops(height, width):
+    torch.manual_seed(0)
+    v = torch.randn(2, height, width, 4, dtype=torch.float64)
+    logits = torch.randn(2, math.ceil(height / 2), math.ceil(width / 2), 2 * 81, dtype=torch.float64)
+    result = outlook_attention(v, logits, num_heads=2, scale=0.7)
+    torch.testing.assert_close(result, outlook_by_loops(v, logits, 2, 3, 2, 1, 0.7), rtol=1e-12, atol=1e-12)
+
+
+def test_outlook_dropout_thins_the_weights_and_keeps_their_mean():
+    torch.manual_seed(0)
+    v, logits = torch.ones(8, 16, 16, 4), torch.randn(8, 8, 8, 81)
+    plain, dropped = (outlook_attention(v, logits, 1, dropout=rate) for rate in (0.0, 0.5))
+    assert not torch.equal(plain, dropped)
+    assert dropped.mean().item() == pytest.approx(plain.mean().item(), rel=0.02)
