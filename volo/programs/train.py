@@ -22,7 +22,15 @@ from torchvision.utils import save_image
 import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
-from volo.engine.checkpoint import CheckpointDir, Resume, TrainState, find_resume, load_finetune, load_weights
+from volo.engine.checkpoint import (
+    CheckpointDir,
+    Resume,
+    TrainState,
+    changed_args,
+    find_resume,
+    load_finetune,
+    load_weights,
+)
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
@@ -30,7 +38,7 @@ from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import TimmModel, build_model, eval_settings, init_heads, model_config, prepare_model, wrap_model
 from volo.engine.objective import ClassObjective, Objective, make_objective
 from volo.engine.optim import create_optimizer
-from volo.engine.precision import NonFiniteError, Precision, resolve_amp_dtype
+from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.run_directory import RunDirectory, choose_directory
 from volo.engine.schedule import LrSchedule, resolve_lr
 
@@ -196,6 +204,7 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
             resume = find_resume(str(path), directory)
         assert resume.checkpoint is not None
         messages = messages + state.load(resume.checkpoint, path, not args.no_resume_opt)
+        messages += changed_args(resume.checkpoint, vars(args))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     for message in messages:
         logger.line(message)
@@ -277,15 +286,16 @@ def save_epoch(
     checkpoints: CheckpointDir | None,
     logger: Logger,
 ) -> float | None:
-    """Save on rank 0, unless the last step was skipped for its gradients; return the best metric so far."""
+    """Save on rank 0; return the best metric so far.
+
+    Raises:
+        NonFiniteError: The weights hold NaN. Nothing is written, the last good checkpoint stays.
+        UserError: The checkpoint can't be written.
+    """
     if checkpoints is None:
         return None
     result = evaluations.get("ema", evaluations.get("model"))
-    try:
-        best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
-    except NonFiniteError as error:
-        logger.line(f"warning: not saved: {error}")
-        return None
+    best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
     if best is not None:
         logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
     return best.metric if best is not None else None

@@ -1,0 +1,268 @@
+"""Weights from files that nobody vouches for: the only reader of checkpoints.
+
+What `torch.save` writes is a zip archive (once: a bare pickle), and no part of it is trusted: nothing is unpickled but
+tensors and plain data, an `argparse.Namespace` becomes a dict, and damage that `torch.load` accepts is found by the CRC
+of each record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import stat
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+
+WEIGHT_KEYS = ("state_dict", "model")
+EMA_KEYS = ("state_dict_ema", "model_ema")
+
+_CHUNK = 1 << 20  # bytes
+_NOT_A_CHECKPOINT = (
+    (b"version https://git-lfs", "a git-lfs pointer, not the file itself: run `git lfs pull`"),
+    (b"<!doctype", "a web page, not a checkpoint: download the file again"),
+    (b"<html", "a web page, not a checkpoint: download the file again"),
+    (b"\x1f\x8b", "compressed with gzip: decompress it first"),
+)
+_UNPACKED = "an unpacked checkpoint: give the .pth.tar as it was downloaded, it is not an archive to unpack"
+_REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Return everything a checkpoint holds, tensors on the CPU.
+
+    Args:
+        path: safetensors, or what `torch.save` writes (a zip archive; before torch 1.6 a pickle). The content tells
+            which, not the name's ending.
+
+    Raises:
+        UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
+            or holds more than tensors and plain data (naming the class; nothing of it is run).
+    """
+    with _opened(Path(path)) as file, _one_line_errors(path):
+        kind = _kind(file, path)
+        if kind == "safetensors":
+            return dict(safetensors.torch.load_file(path))
+        if kind == "zip":
+            _verify_zip(file, path)
+        return _load(file, path)
+
+
+def peek_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Like `read_checkpoint`, for a look at the numbers: tensors are mapped, not read, and their bytes not verified."""
+    with _opened(Path(path)) as file, _one_line_errors(path):
+        kind = _kind(file, path)
+        if kind != "zip":
+            return read_checkpoint(path)
+        _verify_zip(file, path, only="data.pkl")
+        return _load(path, path, mmap=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            unpacked = any(path.glob("data.pkl")) or any(path.glob("*/data.pkl"))
+            raise UserError(f"{path} is {_UNPACKED if unpacked else 'a directory: name a checkpoint file in it'}")
+        if not stat.S_ISREG(kind):
+            raise UserError(f"{path} is not a regular file")
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such checkpoint") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened: {error.strerror}") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def _one_line_errors(path: str | Path) -> Iterator[None]:
+    """Turn whatever a parser raises on foreign bytes into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        refused = _REFUSED.search(str(error)) if type(error).__name__ == "UnpicklingError" else None
+        if refused:
+            name = next(group for group in refused.groups() if group)
+            raise UserError(
+                f"{path} is refused: it holds {name}, neither a tensor nor plain data (nothing of it was run); "
+                "save it with weights, numbers and text only"
+            ) from error
+        reason = " ".join(str(error).split())[:200] or "it ends too early"
+        raise UserError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
+
+
+def _kind(file: BinaryIO, path: str | Path) -> str:
+    """Return "zip", "safetensors" or "pickle" from the first bytes."""
+    head = file.read(512)
+    file.seek(0)
+    if not head:
+        raise UserError(f"{path} is empty (zero bytes)")
+    for start, meaning in _NOT_A_CHECKPOINT:
+        if head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(start):
+            raise UserError(f"{path} is {meaning}")
+    if head[257:262] == b"ustar":
+        raise UserError(f"{path} is a tar archive: unpack it and give the checkpoint inside")
+    if head.startswith(b"PK"):
+        return "zip"
+    if head[8:9] == b"{":  # after the 8-byte length of a JSON header
+        return "safetensors"
+    if head.startswith(b"\x80"):  # a pickle's protocol mark
+        return "pickle"
+    raise UserError(f"{path} is no checkpoint: neither safetensors nor written by torch.save")
+
+
+def _verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
+    """Check that records are stored uncompressed, as torch does, and the CRC32 of those whose name ends with `only`."""
+    length = file.seek(0, 2)
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"{path} is truncated: {error}") from error
+    records = archive.infolist()
+    if any(record.filename.endswith("constants.pkl") for record in records):
+        raise UserError(f"{path} is a TorchScript program, not weights")
+    for record in records:
+        if record.compress_type != zipfile.ZIP_STORED:
+            raise UserError(f"{path} is refused: record {record.filename} is compressed, which torch.save never does")
+    if sum(record.file_size for record in records) > length:
+        raise UserError(f"{path} is refused: its records are larger than the file")
+    if not any(record.filename.endswith("data.pkl") for record in records):
+        raise UserError(f"{path} is a zip archive without a checkpoint in it (no data.pkl)")
+    for record in records:
+        if record.filename.endswith(only):
+            _verify_record(archive, record, path)
+    file.seek(0)
+
+
+def _verify_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: str | Path) -> None:
+    try:
+        with archive.open(record) as stream:
+            while stream.read(_CHUNK):
+                pass
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise UserError(f"{path} is damaged: record {record.filename} does not match its checksum ({error})") from error
+
+
+def _load(source: BinaryIO | str | Path, path: str | Path, mmap: bool | None = None) -> dict[str, Any]:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    return _plain(content)
+
+
+def _plain(value: Any) -> Any:
+    """Turn every Namespace inside `value` into a dict: arguments of a foreign run are data to show, not to apply."""
+    if isinstance(value, argparse.Namespace):
+        return _plain(vars(value))
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(v) for v in value)
+    return value
+
+
+def weights_entry(checkpoint: dict[str, Any], use_ema: bool | None = None, path: str | Path = "the checkpoint") -> str:
+    """Return the key of the weights to use, `""` where the checkpoint itself is the state dict.
+
+    Args:
+        use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
+
+    Raises:
+        UserError: What is asked for isn't there.
+    """
+    ema, plain = ([k for k in keys if isinstance(checkpoint.get(k), dict)] for keys in (EMA_KEYS, WEIGHT_KEYS))
+    if use_ema or (use_ema is None and ema):
+        if not ema:
+            raise UserError(f"{path} holds no EMA weights ({' or '.join(EMA_KEYS)}): use its plain weights")
+        return ema[0]
+    if plain:
+        return plain[0]
+    if checkpoint and all(isinstance(v, Tensor) for v in checkpoint.values()):
+        return ""
+    if ema:
+        raise UserError(f"{path} holds EMA weights only: ask for them")
+    names = ", ".join(map(str, list(checkpoint)[:8])) or "nothing"
+    raise UserError(f"{path} holds no weights under {', '.join(WEIGHT_KEYS + EMA_KEYS)}; it holds {names}")
+
+
+def state_dict_of(
+    checkpoint: dict[str, Any], use_ema: bool | None = None, path: str | Path = "the checkpoint"
+) -> dict[str, Tensor]:
+    """Return the weights in a checkpoint under the model's own names: prefixes of DDP and torch.compile removed.
+
+    `use_ema` and errors as in `weights_entry`; also a UserError for an entry that is not a tensor.
+    """
+    entry = weights_entry(checkpoint, use_ema, path)
+    weights = checkpoint[entry] if entry else checkpoint
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor")
+    if not weights:
+        raise UserError(f"{path}: {entry} is empty")
+    names = clean_names(list(weights))
+    if len(set(names)) != len(names):
+        raise UserError(f"{path} holds the same weights twice, with and without a wrapper's prefix")
+    return dict(zip(names, weights.values(), strict=True))
+
+
+def clean_names(names: list[str]) -> list[str]:
+    """Remove `_orig_mod.` (torch.compile) wherever it stands and `module.` (DDP) where every name starts with it."""
+    names = [re.sub(r"(^|\.)(?:_orig_mod\.)+", r"\1", name) for name in names]
+    while names and all(name.startswith("module.") for name in names):
+        names = [name[len("module.") :] for name in names]
+    return names
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, DataParallel and torch.compile wrappers, in any order."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def clean_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's state dict under the names of the unwrapped model; tensors are shared, not copied."""
+    state = unwrap(model).state_dict()
+    return dict(zip(clean_names(list(state)), state.values(), strict=True))
+
+
+def load_clean(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+    """Load `state`, named as `clean_state_dict` does, into a model that may be wrapped or hold compiled blocks."""
+    target = unwrap(model)
+    own = list(target.state_dict())
+    names = dict(zip(clean_names(own), own, strict=True))
+    target.load_state_dict({names.get(k, k): v for k, v in state.items()}, strict=strict)
+
+
+def check_finite(state: dict[str, Tensor], path: str | Path = "the checkpoint") -> None:
+    """Raise UserError naming the first tensor that holds NaN or infinity."""
+    name = first_non_finite(state)
+    if name is not None:
+        count = int((~torch.isfinite(state[name])).sum())
+        raise UserError(f"{path} is refused: {name} holds {count} NaN or infinite of {state[name].numel()} values")
+
+
+def first_non_finite(state: dict[str, Tensor]) -> str | None:
+    """Return the name of the first tensor with a NaN or infinite value. Synchronises once per device at most."""
+    floating = {k: v for k, v in state.items() if v.is_floating_point()}
+    finite = [torch.isfinite(v).all() for v in floating.values()]
+    if not finite or bool(torch.stack([f.to(finite[0].device) for f in finite]).all()):
+        return None
+    return next(k for k, ok in zip(floating, finite, strict=True) if not ok)

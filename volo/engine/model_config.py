@@ -1,0 +1,61 @@
+"""What a checkpoint says about its model: how to build it and how its images were prepared, so that programs agree."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from tlt.errors import UserError
+
+
+def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoint") -> dict[str, Any] | None:
+    """Return the checked `model_config` of a checkpoint, None where it has none (published files, timm's).
+
+    Keys, all optional: name, kwargs, num_classes, img_size (H, W), in_chans, dense_head, crop_pct, crop_mode, mean,
+    std, interpolation, class_names, labels. Others, of later versions, are left out.
+
+    Raises:
+        UserError: A value is not of its kind.
+    """
+    config = checkpoint.get("model_config")
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: model_config is a {type(config).__name__}, not a table")
+    known = {key: value for key, value in config.items() if key in _CHECKS and value is not None}
+    for key, value in known.items():
+        if not _CHECKS[key](value):
+            raise UserError(f"{path}: model_config has {key} {str(value)[:60]!r}, which cannot be")
+    return known
+
+
+def _whole(value: Any, least: int = 1) -> bool:
+    return type(value) is int and value >= least
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _channels(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
+
+
+# A file must not send the model's constructor to other files or to the network.
+_SOURCES = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+_CHECKS = {
+    "name": lambda v: isinstance(v, str),
+    "kwargs": lambda v: isinstance(v, dict) and all(isinstance(k, str) and k not in _SOURCES for k in v),
+    "num_classes": lambda v: _whole(v, 0),
+    "img_size": lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_whole, v)),
+    "in_chans": _whole,
+    "dense_head": lambda v: isinstance(v, bool),
+    "crop_pct": _positive,
+    "mean": _channels,
+    "std": lambda v: _channels(v) and all(map(_positive, v)),
+    "interpolation": lambda v: isinstance(v, str),
+    "crop_mode": lambda v: isinstance(v, str),
+    "class_names": lambda v: isinstance(v, (list, tuple)) and all(isinstance(n, str) for n in v),
+    "labels": lambda v: isinstance(v, (dict, str)),
+}
