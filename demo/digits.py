@@ -45,9 +45,9 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
     ),
     "volo_d0_fine": (
         "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 1e-4 --warmup-epochs 0 --drop-path 0.05 {LABELS} "
+        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 3e-4 --warmup-epochs 0 --drop-path 0.05 {LABELS} "
         f"--finetune {OUTPUT}/volo_d0/model_best.pth.tar",
-        4,
+        6,
     ),
 }
 
@@ -110,6 +110,7 @@ def draw_labels(file: Path, count: int = 12) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    sys.path.insert(0, str(ROOT))  # the demo also runs where the packages are not installed
     from tlt.data.folder import scan_folder
     from tlt.store import PublishedTree
 

@@ -68,8 +68,7 @@ class RunDirectory:
 
     def record_start(self, args: Namespace, world_size: int, device: str) -> None:
         """Write args.yaml and add a record to run.json."""
-        settings = {k: v for k, v in sorted(vars(args).items()) if k not in _NOT_A_SETTING}
-        _write(self.path / "args.yaml", yaml.safe_dump(plain(settings), sort_keys=True))
+        _write(self.path / "args.yaml", yaml.safe_dump(settings_of(args), sort_keys=True))
         starts = self._starts()
         starts.append(
             {
@@ -120,6 +119,11 @@ class RunDirectory:
             return None
         matplotlib.use("Agg")
         return _draw(read_summary(self.path / "summary.csv"), self.path / "curve.png")
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """The arguments that make the run what it is, as plain types: not those that only say how it was started."""
+    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_A_SETTING})
 
 
 def read_summary(file: Path) -> list[dict[str, str]]:

@@ -39,7 +39,7 @@ from volo.engine.model import TimmModel, build_model, eval_settings, init_heads,
 from volo.engine.objective import ClassObjective, Objective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
-from volo.engine.run_directory import RunDirectory, choose_directory
+from volo.engine.run_directory import RunDirectory, choose_directory, settings_of
 from volo.engine.schedule import LrSchedule, resolve_lr
 
 
@@ -131,7 +131,7 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         create_ema(model, args),
         metadata={
             "arch": args.model,
-            "args": vars(args),
+            "args": settings_of(args),
             "model_config": model_config(model, args, settings, folders.train.class_names),
         },
         updates_per_epoch=len(loader),
@@ -204,7 +204,7 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
             resume = find_resume(str(path), directory)
         assert resume.checkpoint is not None
         messages = messages + state.load(resume.checkpoint, path, not args.no_resume_opt)
-        messages += changed_args(resume.checkpoint, vars(args))
+        messages += changed_args(resume.checkpoint, settings_of(args))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     for message in messages:
         logger.line(message)

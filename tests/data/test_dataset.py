@@ -1,0 +1,248 @@
+"""Batches by key: timm's evaluation pixels, broken images replaced or left out, synthetic images."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import create_transform
+
+from tlt import geometry
+from tlt.data.dataset import MAX_ATTEMPTS, BatchKey, EvalDataset, Fault, HostBatch, TrainDataset
+from tlt.data.decode import PilBackend, TorchvisionBackend
+from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.plan import AugmentConfig, make_plan
+from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.errors import UserError
+from tlt.label_map import LabelMap
+
+CONFIG = AugmentConfig(size=(32, 40), interpolation="bicubic")
+
+
+def write_images(root: Path, sizes: list[tuple[int, int]]) -> ImageFolder:
+    rng = np.random.default_rng(0)
+    for i, (width, height) in enumerate(sizes):
+        coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8)).resize((width, height), 2)
+        path = root / f"c{i % 3}" / f"{i:03d}.{'png' if i % 4 == 1 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse.save(path)
+    return scan_folder(root)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
+    sizes = [(100, 75), (75, 100), (64, 64), (30, 40), (10, 150), (200, 33), (101, 76), (41, 41), (50, 40)]
+    return write_images(tmp_path_factory.mktemp("images"), sizes)
+
+
+@pytest.fixture
+def broken(folder: ImageFolder, tmp_path: Path) -> ImageFolder:
+    """The same images, number 2 truncated and number 4 empty."""
+    shutil.copytree(folder.root, tmp_path / "broken")
+    copied = scan_folder(tmp_path / "broken")
+    whole = Path(copied.path(2)).read_bytes()
+    Path(copied.path(2)).write_bytes(whole[: len(whole) // 2])
+    Path(copied.path(4)).write_bytes(b"")
+    return copied
+
+
+def loaded(dataset: TrainDataset | EvalDataset, *indices: int, epoch: int = 0) -> HostBatch:
+    batch = dataset[BatchKey(epoch, indices)]
+    assert isinstance(batch, HostBatch), batch
+    return batch
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("crop_pct", [0.875, 0.96, 1.0, 1.15])
+@pytest.mark.parametrize("size", [(32, 32), (32, 48)])
+def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_pct: float, crop_mode: str) -> None:
+    mean = (0.1, 0.5, 0.9)
+    transform = create_transform(
+        (3, *size), interpolation="bicubic", crop_pct=crop_pct, crop_mode=crop_mode, mean=mean, normalize=False
+    )
+    fill = tuple(round(255 * value) for value in mean)
+    dataset = EvalDataset(folder, size, crop_pct, crop_mode, "bicubic", fill)
+    fast = EvalDataset(folder, size, crop_pct, crop_mode, "bicubic", fill, TorchvisionBackend())
+    rows = range(len(folder))
+    images, quick = loaded(dataset, *rows).images, loaded(fast, *rows).images
+    for i in rows:
+        theirs = transform(Image.open(folder.path(i)).convert("RGB"))
+        assert torch.equal(images[i], theirs), folder.paths[i]
+        off = (quick[i].int() - theirs.int()).abs()
+        assert (off > 1).float().mean() < 2e-3 and off.max() <= 5, folder.paths[i]
+
+
+def test_eval_geometry_says_what_is_shown() -> None:
+    """Synthetic images encode their position; where the affine says a pixel comes from is what its colour says."""
+    source = (75, 100)
+    for size, crop_pct in (((32, 32), 0.875), ((48, 32), 1.0), ((32, 32), 1.15)):
+        dataset = EvalDataset(synthetic_folder(3, 2), size, crop_pct, backend=SyntheticBackend(source))
+        batch = loaded(dataset, 0, 2)
+        centres = np.stack(np.meshgrid(np.arange(size[1]) + 0.5, np.arange(size[0]) + 0.5), -1).reshape(-1, 2)
+        points = geometry.apply(batch.affine.double().numpy(), centres / size[::-1])[0]
+        x0, y0, x1, y1 = batch.visible[0].tolist()
+        shown = (points[:, 0] > x0) & (points[:, 0] < x1) & (points[:, 1] > y0) & (points[:, 1] < y1)
+        pixels = batch.images[0].numpy().transpose(1, 2, 0).reshape(-1, 3)
+        assert abs(pixels[shown, :2] / 255 - points[shown]).max() < 0.01
+        assert (pixels[~shown] == 0).all() and (~shown).any() == (crop_pct > 1)
+
+
+def test_eval_leaves_broken_images_out(broken: ImageFolder) -> None:
+    batch = loaded(EvalDataset(broken, (16, 16)), *range(len(broken)))
+    assert batch.indices.tolist() == [0, 1, 3, 5, 6, 7, 8]
+    assert batch.classes.tolist() == broken.classes[batch.indices.numpy()].tolist()
+    assert [item.path for item in batch.skipped] == [broken.path(2), broken.path(4)]
+    assert batch.skipped[1].reason == "empty file"
+    nothing = loaded(EvalDataset(broken, (16, 16)), 2, 4)
+    assert nothing.images.shape == (0, 3, 16, 16) and len(nothing.affine) == 0
+
+
+def test_eval_refuses_wrong_settings(folder: ImageFolder) -> None:
+    with pytest.raises(UserError, match="crop mode bogus"):
+        EvalDataset(folder, (16, 16), crop_mode="bogus")
+    with pytest.raises(UserError, match="--crop-pct 0"):
+        EvalDataset(folder, (16, 16), crop_pct=0)
+
+
+# Training
+
+
+def test_train_batch_follows_its_plan(folder: ImageFolder) -> None:
+    dataset = TrainDataset(folder, CONFIG, seed=7, backend=PilBackend())
+    batch = loaded(dataset, 4, 0, 8, epoch=3)
+    sizes = [Image.open(folder.path(i)).size for i in (4, 0, 8)]
+    plan = make_plan(CONFIG, 7, 3, [4, 0, 8], *zip(*sizes, strict=True))
+    assert batch.plan is not None and np.array_equal(batch.plan.crop, plan.crop)
+    assert batch.indices.tolist() == [4, 0, 8] and batch.classes.tolist() == folder.classes[[4, 0, 8]].tolist()
+    for row, index in enumerate((4, 0, 8)):
+        x, y, w, h = plan.crop[row]
+        image = Image.open(folder.path(index)).convert("RGB").crop((x, y, x + w, y + h)).resize((40, 32), 3)
+        assert np.array_equal(batch.images[row].permute(1, 2, 0).numpy(), np.asarray(image))
+    torch.testing.assert_close(batch.affine, torch.from_numpy(plan.normalised_affine()).float())
+    torch.testing.assert_close(batch.visible, torch.from_numpy(plan.visible()).float())
+
+
+def test_a_sample_does_not_depend_on_its_batch(folder: ImageFolder) -> None:
+    dataset = TrainDataset(folder, CONFIG, seed=7)
+    together, alone = loaded(dataset, 1, 2, 3), loaded(dataset, 2)
+    assert torch.equal(together.images[1], alone.images[0]) and torch.equal(together.affine[1], alone.affine[0])
+    assert not torch.equal(alone.images, loaded(dataset, 2, epoch=1).images)
+
+
+def test_fault_24_truncated_image_is_replaced_the_same_way_each_time(broken: ImageFolder) -> None:
+    dataset = TrainDataset(broken, CONFIG, seed=7)
+    batch = loaded(dataset, 0, 2, 3)
+    assert batch.skipped[0].path == broken.path(2) and "JPEG can't be decoded" in batch.skipped[0].reason
+    stand_in = int(batch.indices[1])
+    assert batch.indices.tolist() == [0, stand_in, 3] and stand_in not in (2, 4)
+    assert batch.classes[1] == broken.classes[stand_in]
+    # Exactly what the stand-in looks like when it is asked for itself, pixels, plan and geometry.
+    asked = loaded(dataset, stand_in)
+    assert batch.plan is not None and asked.plan is not None
+    assert torch.equal(batch.images[1], asked.images[0]) and torch.equal(batch.affine[1], asked.affine[0])
+    assert (
+        np.array_equal(batch.plan.erase[1], asked.plan.erase[0])
+        and batch.plan.op[1].tolist() == asked.plan.op[0].tolist()
+    )
+    assert torch.equal(batch.images[[0, 2]], loaded(dataset, 0, 3).images)
+    again = loaded(dataset, 2)
+    assert again.indices.tolist() == [stand_in]
+    assert len({int(loaded(dataset, 2, epoch=epoch).indices) for epoch in range(12)}) > 2
+
+
+def test_fault_25_empty_file_is_replaced_and_named(broken: ImageFolder) -> None:
+    batch = loaded(TrainDataset(broken, CONFIG, seed=7), 4)
+    assert batch.skipped[0] == (broken.path(4), "empty file") and int(batch.indices) != 4
+
+
+def test_fault_27_all_images_bad_ends_with_one_line(broken: ImageFolder) -> None:
+    for index in range(len(broken)):
+        Path(broken.path(index)).write_bytes(b"")
+    fault = TrainDataset(broken, CONFIG, seed=7)[BatchKey(0, (0, 1))]
+    assert isinstance(fault, Fault) and "\n" not in fault.message
+    assert f"{MAX_ATTEMPTS + 1} images in a row can't be read" in fault.message and "(empty file)" in fault.message
+
+
+def test_fault_40_pixel_bomb_is_replaced_in_training(broken: ImageFolder) -> None:
+    dataset = TrainDataset(broken, CONFIG, seed=7, backend=TorchvisionBackend(max_pixels=7000))
+    batch = loaded(dataset, 0)  # 100 x 75
+    assert batch.skipped[0] == (broken.path(0), "100 x 75 pixels are more than --max-pixels 7000")
+
+
+class Labels:
+    """Labels that say which image and size they were read for; number 3 is faulty."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[str, str]] = []
+
+    def read(self, index: int, width: int, height: int) -> LabelMap:
+        if index == 3:
+            self.faults.append(("three", "damaged"))
+        values = np.array([index, width, height], np.float16).reshape(3, 1, 1)
+        return LabelMap(values, np.zeros((3, 1, 1), np.int32))
+
+    def take_faults(self) -> list[tuple[str, str]]:
+        faults, self.faults = self.faults, []
+        return faults
+
+
+def test_labels_belong_to_the_image_shown(broken: ImageFolder) -> None:
+    batch = loaded(TrainDataset(broken, CONFIG, seed=7, labels=Labels()), 0, 2, 3)
+    assert batch.labels is not None
+    sizes = [Image.open(broken.path(int(i))).size for i in batch.indices]
+    expected = [[int(i), *size] for i, size in zip(batch.indices, sizes, strict=True)]
+    assert batch.labels.values.flatten(1).tolist() == expected
+    assert {tuple(item) for item in batch.bad_labels} == {("three", "damaged")}
+
+
+def test_bad_label_travels_as_a_fault(folder: ImageFolder) -> None:
+    class Refusing(Labels):
+        def read(self, index: int, width: int, height: int) -> LabelMap:
+            raise UserError("label x.pt is damaged")
+
+    assert TrainDataset(folder, CONFIG, 7, Refusing())[BatchKey(0, (0,))] == Fault("label x.pt is damaged")
+
+
+def test_fault_38_odd_names_load(folder: ImageFolder, tmp_path: Path) -> None:
+    for name in ("ü\n.jpg", "\udcff.jpg"):
+        (tmp_path / "d" / "c").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder.path(0), tmp_path / "d" / "c" / name)
+    odd = scan_folder(tmp_path / "d")
+    dataset = pickle.loads(pickle.dumps(TrainDataset(odd, CONFIG, 7)))
+    assert [dataset.path(i) for i in range(2)] == [odd.path(0), odd.path(1)]
+    assert loaded(dataset, 0, 1).skipped == []
+
+
+# Synthetic data
+
+
+def test_synthetic_images_show_their_place_and_class() -> None:
+    folder = synthetic_folder(20, 4)
+    assert len(folder) == 20 and folder.classes.tolist() == [0, 1, 2, 3] * 5 and folder.class_names[3] == "class_00003"
+    config = AugmentConfig(size=(24, 24), auto_augment=None, color_jitter=None, hflip=0, reprob=0)
+    dataset = TrainDataset(folder, config, 0, SyntheticLabels(folder, (3, 4, 4)), SyntheticBackend((75, 100)))
+    batch = loaded(dataset, *range(20))
+    grid = (np.stack(np.meshgrid(np.arange(24), np.arange(24)), -1).reshape(-1, 2) + 0.5) / 24
+    points = geometry.apply(batch.affine.double().numpy(), grid)
+    shown = batch.images[:, :2].flatten(2).transpose(1, 2).numpy() / 255
+    assert abs(points - shown).max() < 0.01
+    assert len(set(batch.images[:, 2, 0, 0].tolist())) > 8
+    assert batch.labels is not None and (batch.labels.ids[:, 0].flatten(1) == batch.classes[:, None]).all()
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 4, 1000])
+def test_synthetic_labels_are_valid_maps(num_classes: int) -> None:
+    folder = synthetic_folder(num_classes, num_classes)
+    labels = SyntheticLabels(folder)
+    for index in (0, num_classes - 1):
+        label_map = labels.read(index).validate(num_classes)
+        ids = np.sort(label_map.ids, axis=0)
+        assert (ids[1:] != ids[:-1]).all() and label_map.shape == (min(5, num_classes), 18, 18)

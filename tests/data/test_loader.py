@@ -1,0 +1,245 @@
+"""Loaders: the same batches for any number of workers, each image once, and faults told in one line."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
+from tlt.data.decode import Encoded
+from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.index_stream import IndexStream
+from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader, worker_fault
+from tlt.data.plan import AugmentConfig, Plan
+from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.errors import UserError
+
+CONFIG = AugmentConfig(size=(16, 16))
+SYNTHETIC = synthetic_folder(26, 4)
+
+
+def as_floats(images: Tensor, plan: Plan | None = None) -> Tensor:
+    return images.float()
+
+
+def dataset(backend: SyntheticBackend | None = None) -> TrainDataset:
+    labels = SyntheticLabels(SYNTHETIC, (3, 4, 4))
+    return TrainDataset(SYNTHETIC, CONFIG, 5, labels, backend or SyntheticBackend((40, 50)))
+
+
+def loader(workers: int = 0, backend: SyntheticBackend | None = None, **options: Any) -> TrainLoader:
+    stream = IndexStream(len(SYNTHETIC), 8, seed=5, micro_batches=2)
+    return TrainLoader(dataset(backend), stream, as_floats, workers=workers, **options)
+
+
+def refusal(batches: Iterable[object]) -> str:
+    """The message of the UserError that ends the batches.
+
+    Not pytest.raises: what it keeps refers to itself, and worker processes in such a cycle take 5 s each to end.
+    """
+    try:
+        for _ in batches:
+            pass
+    except UserError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def same(first: Batch, second: Batch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.tensors(), second.tensors(), strict=True))
+
+
+def test_worker_count_changes_nothing() -> None:
+    alone, several = loader(0), loader(2)
+    for epoch in (0, 1):
+        pairs = list(zip(alone.epoch(epoch), several.epoch(epoch), strict=True))
+        assert len(pairs) == 7
+        for (last, samples, batch), (their_last, their_samples, theirs) in pairs:
+            assert (last, samples) == (their_last, their_samples) and same(batch, theirs)
+
+
+def test_updates_are_cut_as_the_index_stream_says() -> None:
+    stream = IndexStream(len(SYNTHETIC), 8, seed=5, micro_batches=2)
+    training = loader()
+    seen = [(last, samples, batch.indices.tolist()) for last, samples, batch in training.epoch(2)]
+    expected = [
+        (cut is update[-1], sum(map(len, update)), cut.tolist()) for update in stream.epoch(2) for cut in update
+    ]
+    assert seen == expected and len(training) == 4 == sum(last for last, _, _ in seen)
+    assert [batch.size for _, _, batch in training.epoch(2)] == [len(indices) for _, _, indices in seen]
+
+
+def test_an_epoch_can_begin_in_its_middle_and_be_left_early() -> None:
+    training = loader(2)
+    whole = [batch for _, _, batch in training.epoch(1)]
+    for number, _ in enumerate(training.epoch(0)):
+        if number == 2:
+            break
+    late = [batch for _, _, batch in training.epoch(1, start_update=2)]
+    assert len(late) == len(whole) - 4 and all(map(same, late, whole[4:]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_global_generator_moves(workers: int) -> None:
+    states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
+    for _ in loader(workers).epoch(0):
+        pass
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert str(np.random.get_state(legacy=False)) == states[1] and random.getstate() == states[2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_evaluation_shows_each_image_once(world_size: int) -> None:
+    seen: list[int] = []
+    for rank in range(world_size):
+        images = EvalDataset(SYNTHETIC, (16, 16), backend=SyntheticBackend())
+        evaluation = EvalLoader(images, 4, as_floats, workers=rank % 2, world_size=world_size, rank=rank)
+        batches = list(evaluation)
+        assert len(batches) == len(evaluation)
+        seen += [index for batch in batches for index in batch.indices.tolist()]
+        assert all(batch.classes.tolist() == SYNTHETIC.classes[batch.indices.numpy()].tolist() for batch in batches)
+        assert [same(a, b) for a, b in zip(batches, evaluation, strict=True)] == [True] * len(batches)
+    assert sorted(seen) == list(range(26))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> ImageFolder:
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        path = tmp_path / "train" / f"c{i % 2}" / f"{i:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
+        if i in (3, 4, 5):
+            path.write_bytes(path.read_bytes()[:500])
+    return scan_folder(tmp_path / "train")
+
+
+def train_on(folder: ImageFolder, skips: SkipCounter, workers: int = 0) -> Iterator[Batch]:
+    stream = IndexStream(len(folder), 4, seed=1)
+    training = TrainLoader(TrainDataset(folder, CONFIG, 1), stream, as_floats, workers=workers, skips=skips)
+    for epoch in (0, 1):
+        for _, _, batch in training.epoch(epoch):
+            yield batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fault_24_truncated_images_are_counted_and_training_goes_on(broken: ImageFolder, workers: int) -> None:
+    skips = SkipCounter(len(broken))
+    batches = list(train_on(broken, skips, workers))
+    assert [batch.size for batch in batches] == [4] * 6
+    bad = {broken.path(i) for i in range(12) if os.path.getsize(broken.path(i)) == 500}
+    assert set(skips.reasons) == bad and skips.total == 3 and skips.events >= 6
+    assert skips.events == sum(len(batch.skipped) for batch in batches)
+
+
+def test_fault_24_more_broken_images_than_allowed_stop_the_run(broken: ImageFolder) -> None:
+    told = refusal(train_on(broken, SkipCounter(len(broken), limit=2), workers=1))
+    assert re.fullmatch(r"3 of 12 images can't be read, more than --max-bad-images 2; .*\.jpg .*", told)
+    list(train_on(broken, SkipCounter(len(broken), limit=3)))
+
+
+def test_fault_24_broken_images_in_validation_are_left_out_and_counted(broken: ImageFolder) -> None:
+    evaluation = EvalLoader(EvalDataset(broken, (16, 16)), 1, as_floats)
+    batches = list(evaluation)
+    assert sum(batch.size for batch in batches) == 9 and evaluation.skips.total == 3
+    assert all(batch.size > 0 for batch in batches)
+
+
+def test_fault_27_validation_without_a_readable_image_is_refused(broken: ImageFolder) -> None:
+    for index in range(len(broken)):
+        Path(broken.path(index)).write_bytes(b"")
+    evaluation = EvalLoader(EvalDataset(broken, (16, 16)), 2, as_floats, skips=SkipCounter(12, limit=12))
+    assert re.fullmatch(r"not one of 12 images in .*train can be read, .*00\.jpg \(empty file\)", refusal(evaluation))
+
+
+def test_skip_limit_and_lines() -> None:
+    assert [SkipCounter(n).allowed for n in (5, 20_000, 1_281_167)] == [10, 20, 100]
+    assert SkipCounter(5, limit=0).allowed == 0
+    counter = SkipCounter(1000)
+    counter.record([Skipped("a\n", "empty file"), Skipped("a\n", "empty file")])
+    assert counter.take_lines() == ["left out a\\n: empty file"] and counter.take_lines() == []
+    counter.record([Skipped("a\n", "empty file")])
+    assert counter.take_lines() == [] and (counter.total, counter.events) == (1, 3)
+
+
+class Hostile(SyntheticBackend):
+    """Hangs, kills its process or reports, at one image."""
+
+    def __init__(self, deed: str) -> None:
+        super().__init__((40, 50))
+        self.deed = deed
+
+    def open(self, path: str) -> Encoded:
+        if path.endswith("00000013"):
+            if self.deed == "hang":
+                time.sleep(4)
+            if self.deed == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise UserError("label 13.pt is damaged: make it again")
+        return super().open(path)
+
+
+def test_fault_22_killed_worker_is_told_with_a_memory_hint() -> None:
+    told = refusal(loader(2, Hostile("die")).epoch(0))
+    assert re.fullmatch(
+        r"a data worker (was killed by signal: Killed|exited unexpectedly): .*memory; lower --workers.*", told
+    )
+
+
+def test_fault_23_hung_storage_names_the_file() -> None:
+    told = refusal(loader(2, Hostile("hang"), timeout=1.0).epoch(0))
+    assert re.fullmatch(r"no batch after 1 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; check.*", told)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_user_errors_in_workers_stay_one_line(workers: int) -> None:
+    assert refusal(loader(workers, Hostile("report")).epoch(0)) == "label 13.pt is damaged: make it again"
+
+
+def test_other_worker_errors_are_not_touched() -> None:
+    assert worker_fault(RuntimeError("CUDA error: out of memory")) is None
+    assert "ulimit -n" in str(worker_fault(RuntimeError("Too many open files. Communication with the workers ...")))
+    shm = "unable to write to file </torch_1_2>: No space left on device (28)"
+    assert "--shm-size" in str(worker_fault(RuntimeError(shm)))
+
+
+def test_fault_41_batch_larger_than_the_data_set() -> None:
+    with pytest.raises(UserError, match="26 images.*32"):
+        TrainLoader(dataset(), IndexStream(len(SYNTHETIC), 32, seed=0), as_floats)
+
+
+def test_fault_58_no_workers_takes_every_option() -> None:
+    training = loader(0, persistent_workers=True, pin_memory=True, prefetch=True, timeout=5.0)
+    assert len(list(training.epoch(0))) == 7
+
+
+def test_reading_board_is_clear_when_a_batch_is_done() -> None:
+    images = dataset()
+    images[BatchKey(0, (1, 2))]
+    assert images.board.longest() is None
+    images.board.mark(4)
+    longest = images.board.longest()
+    assert longest is not None and longest[0] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prefetching_on_cuda_changes_nothing() -> None:
+    plain = loader(2, device="cuda", prefetch=False)
+    ahead = loader(2, device="cuda", prefetch=True, pin_memory=True)
+    host = loader(0)
+    for (_, _, a), (_, _, b), (_, _, c) in zip(plain.epoch(0), ahead.epoch(0), host.epoch(0), strict=True):
+        assert a.images.is_cuda and b.images.is_cuda and same(a, b)
+        assert torch.equal(b.images.cpu(), c.images)

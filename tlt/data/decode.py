@@ -1,0 +1,249 @@
+"""From a file to a resized crop: uint8, antialiased, EXIF orientation ignored.
+
+A backend only decodes, crops and resizes; flips, warps and colours are the device stage's. `torchvision` decodes JPEG
+with libjpeg-turbo and resizes with torch (about half the time), `pil` does both with Pillow, as timm does. They differ
+by at most one grey level, but for about 1 in 10,000 bicubic values where an overshoot is clipped between the two axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from tlt.errors import UserError
+
+DEFAULT_MAX_PIXELS = 50_000_000
+JPEG_MAGIC = b"\xff\xd8\xff"
+
+# Registered by Pillow, but stubs without a decoder, or run a program (EPS).
+_NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+
+_PIL_FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "box": Image.Resampling.BOX,
+    "bilinear": Image.Resampling.BILINEAR,
+    "hamming": Image.Resampling.HAMMING,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+_TORCH_FILTERS = ("bilinear", "bicubic")
+INTERPOLATIONS = tuple(_PIL_FILTERS)
+
+Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
+Size = tuple[int, int]  # height, width
+
+
+class BadImage(Exception):
+    """An image that can't be read or decoded. The text is the reason, without the path."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A file as read, with the size that its header states. `data` is empty for sources without files."""
+
+    path: str
+    data: bytearray
+    width: int
+    height: int
+
+
+class Backend(Protocol):
+    """Where pixels come from. Objects are picklable and hold no open file, so that workers can share them."""
+
+    def open(self, path: str) -> Encoded:
+        """Read the file, once, and its header. Raises BadImage."""
+
+    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
+        """Crop (None: the whole image) resized to `size`: uint8 (3, h, w). Raises BadImage."""
+
+
+class PilBackend:
+    """Pillow decodes, crops and resizes: what timm does."""
+
+    name = "pil"
+
+    def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
+        self.max_pixels = max_pixels
+
+    def open(self, path: str) -> Encoded:
+        data = read_file(path)
+        width, height = read_size(data, self.max_pixels)
+        return Encoded(path, data, width, height)
+
+    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
+        return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
+
+    def _rgb(self, encoded: Encoded) -> Image.Image:
+        with _pillow(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
+            return _same_size(image.convert("RGB"), encoded)
+
+
+class TorchvisionBackend(PilBackend):
+    """JPEG by torchvision and bilinear or bicubic resizing by torch; all else as PilBackend."""
+
+    name = "torchvision"
+
+    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
+        is_jpeg = encoded.data[:3] == JPEG_MAGIC
+        pixels = _decode_jpeg(encoded) if is_jpeg else _to_tensor(self._rgb(encoded))
+        return resized_crop(pixels, crop, size, interpolation)
+
+
+BACKENDS = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
+
+
+def create_backend(name: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> Backend:
+    """The file backend of a name of `BACKENDS`.
+
+    Raises:
+        UserError: Unknown name.
+    """
+    if name not in BACKENDS:
+        raise UserError(f"--data-backend {name}: known ones for image files are {', '.join(BACKENDS)}")
+    return BACKENDS[name](max_pixels)
+
+
+@functools.cache
+def image_formats() -> tuple[str, ...]:
+    """Pillow's formats that can be decoded without running a program, the common ones first."""
+    Image.init()
+    common = ("JPEG", "PNG")
+    return common + tuple(sorted(set(Image.OPEN) - set(common) - _NO_DECODER))
+
+
+@functools.cache
+def image_extensions() -> frozenset[str]:
+    """Lower-case file suffixes of `image_formats`."""
+    formats = {*image_formats(), "MPO"}
+    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
+
+
+def read_file(path: str) -> bytearray:
+    """All bytes of a regular file.
+
+    Raises:
+        BadImage: Not there, not readable, empty, or no regular file. A pipe is refused and not waited for.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb", buffering=0) as file:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise BadImage("not a regular file")
+            data = bytearray(info.st_size)
+            view, done = memoryview(data), 0
+            while done < len(data) and (count := file.readinto(view[done:])):
+                done += count
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from error
+    if done == 0 or done < len(data):
+        raise BadImage(f"file ends after {done} of {len(data)} bytes" if data else "empty file")
+    return data
+
+
+def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+    """Width and height from the header, without decoding.
+
+    Raises:
+        BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
+    """
+    with _pillow(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
+        width, height = image.size
+    if width * height > max_pixels:
+        raise BadImage(f"{width} x {height} pixels are more than --max-pixels {max_pixels}")
+    return width, height
+
+
+def resized_crop(pixels: Tensor, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
+    """Crop and resize with antialiasing, within one grey level of Pillow (see the module's text).
+
+    Args:
+        pixels: (3, H, W) uint8.
+        crop: Window in pixels; None: everything.
+        size: Height and width of the result.
+        interpolation: A name of `INTERPOLATIONS`.
+
+    Returns:
+        (3, h, w) uint8.
+    """
+    if interpolation not in _TORCH_FILTERS:
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        return _to_tensor(_pil_resized_crop(image, crop, size, interpolation))
+    if crop is not None:
+        x, y, width, height = crop
+        pixels = pixels[:, y : y + height, x : x + width]
+    if pixels.shape[1:] == size:
+        return pixels
+    return F.interpolate(pixels[None], size=size, mode=interpolation, align_corners=False, antialias=True)[0]
+
+
+def _pil_resized_crop(image: Image.Image, crop: Crop | None, size: Size, interpolation: str) -> Image.Image:
+    if crop is not None:
+        x, y, width, height = crop
+        image = image.crop((x, y, x + width, y + height))
+    return image.resize((size[1], size[0]), _PIL_FILTERS[interpolation])
+
+
+def _to_tensor(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _decode_jpeg(encoded: Encoded) -> Tensor:
+    raw = torch.frombuffer(encoded.data, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        # torchvision >= 0.29 announces the end of its decoders with every call.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            pixels = decode_jpeg(raw, ImageReadMode.RGB)  # (3, H, W), EXIF orientation not applied
+        except RuntimeError as error:
+            raise BadImage(f"JPEG can't be decoded: {_first_line(error)}") from error
+    if pixels.shape != (3, encoded.height, encoded.width):
+        raise BadImage("decoded size differs from the header's")
+    return pixels
+
+
+def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
+    if image.size != (encoded.width, encoded.height):
+        raise BadImage("decoded size differs from the header's")
+    return image
+
+
+@contextmanager
+def _pillow(max_pixels: int) -> Iterator[None]:
+    """Run Pillow with our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
+    saved = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = max_pixels
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (BadImage, MemoryError):
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise BadImage("no image format that Pillow can decode") from error
+    except Image.DecompressionBombError as error:
+        raise BadImage(f"more than --max-pixels {max_pixels} pixels ({_first_line(error)})") from error
+    except Exception as error:
+        # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
+        raise BadImage(f"{_first_line(error) or type(error).__name__}") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = saved
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

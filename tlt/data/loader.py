@@ -1,0 +1,399 @@
+"""Loaders: worker processes make host batches, the device stage finishes them, one batch ahead on CUDA.
+
+What is loaded is a function of (seed, epoch, index stream); workers, pinning and prefetching change nothing. No loader
+holds random state, and none touches torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, Fault, HostBatch, ReadingBoard, Skipped, TrainDataset
+from tlt.data.folder import printable
+from tlt.data.index_stream import IndexStream, eval_indices
+from tlt.data.plan import Plan
+from tlt.errors import UserError
+from tlt.label_map import LabelBatch
+
+DEFAULT_TIMEOUT = 300.0  # seconds
+PREFETCH_FACTOR = 2  # batches ready or in the making per worker
+_DEATH_NOTICE = 2.0  # seconds
+SKIP_SHARE, SKIP_FLOOR, SKIP_CEILING = 0.001, 10, 100
+_DEAD_WORKER = re.compile(r"DataLoader worker \(pid\D*[\d, ]+\) (is killed by signal: [^.]*|exited unexpectedly)")
+
+Finish = Callable[[Tensor, HostBatch], Tensor]
+
+
+@dataclass
+class Batch:
+    """One micro-batch on the training device; B images of (H, W)."""
+
+    images: Tensor  # (B, 3, H, W) float32, normalised and erased
+    classes: Tensor  # (B,) int64
+    indices: Tensor  # (B,) int64, of the images shown (a replaced image's is the replacement's)
+    affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source
+    visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows
+    labels: LabelBatch | None
+    skipped: list[Skipped]  # images that could not be read
+    bad_labels: list[Skipped]  # images whose label map was replaced
+    size: int  # B
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch."""
+        found = [self.images, self.classes, self.indices, self.affine, self.visible]
+        return found + ([self.labels.values, self.labels.ids, self.labels.area] if self.labels else [])
+
+
+@dataclass
+class SkipCounter:
+    """Counts the images that can't be read, each once however often it comes up.
+
+    Attributes:
+        images: Size of the data set.
+        limit: How many of them may fail (`--max-bad-images`); None: 0.1 % of the images, but no fewer than 10 and no
+            more than 100.
+        reasons: Path -> reason of those that did.
+        events: How often a place in a batch had to be filled otherwise or left out.
+    """
+
+    images: int
+    limit: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    events: int = 0
+    _lines: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def allowed(self) -> int:
+        if self.limit is not None:
+            return self.limit
+        return min(SKIP_CEILING, max(SKIP_FLOOR, math.floor(SKIP_SHARE * self.images)))
+
+    @property
+    def total(self) -> int:
+        """Images that failed so far."""
+        return len(self.reasons)
+
+    def record(self, skipped: Iterable[Skipped]) -> None:
+        """Count. Raises UserError when more than `allowed` images failed."""
+        for path, reason in skipped:
+            self.events += 1
+            if path not in self.reasons:
+                self.reasons[path] = reason
+                self._lines.append(f"left out {printable(path)}: {reason}")
+        if self.total > self.allowed:
+            path, reason = next(reversed(self.reasons.items()))
+            raise UserError(
+                f"{self.total} of {self.images} images can't be read, more than --max-bad-images {self.allowed}; "
+                f"the last one is {printable(path)} ({reason}): mend them or raise the limit"
+            )
+
+    def take_lines(self) -> list[str]:
+        """One line for each image that failed for the first time since the last call, for the log."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+class TrainLoader:
+    """Augmented micro-batches of one rank.
+
+    Args:
+        dataset: What to load.
+        index_stream: Which images, in which order; cuts them into updates and micro-batches.
+        device_stage: Finishes (images uint8 on the device, plan) to float32 images.
+        device: Training device.
+        workers: Worker processes; 0 loads in this process.
+        pin_memory: Copy through page-locked memory (CUDA only).
+        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on.
+        persistent_workers: Keep the workers from epoch to epoch.
+        timeout: Seconds to wait for a batch before giving up, naming the file in hand; 0 waits for ever. Without
+            workers there is nobody to watch.
+        skips: Counter of unreadable images; None: a new one with the default limit.
+    """
+
+    def __init__(
+        self,
+        dataset: TrainDataset,
+        index_stream: IndexStream,
+        device_stage: Callable[[Tensor, Plan], Tensor],
+        device: torch.device | str = "cpu",
+        workers: int = 0,
+        pin_memory: bool = False,
+        prefetch: bool = True,
+        persistent_workers: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+        skips: SkipCounter | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.index_stream = index_stream
+        self.skips = skips or SkipCounter(len(dataset))
+        self._workers = _Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        self._feed = _Feed(functools.partial(_augmented, device_stage), torch.device(device), prefetch)
+
+    def __len__(self) -> int:
+        """Updates per epoch."""
+        return self.index_stream.updates_per_epoch
+
+    def epoch(self, epoch: int, start_update: int = 0) -> Iterator[tuple[bool, int, Batch]]:
+        """Yield `(last, samples, batch)` for each micro-batch from update `start_update` on.
+
+        `last` marks the last micro-batch of its update, `samples` counts this rank's images in the update.
+
+        Raises:
+            UserError: Too many unreadable images, a bad label map, a hung or killed worker.
+        """
+        for host, batch in self._feed.run(self._workers.run(lambda: self._keys(epoch, start_update)), self.skips):
+            yield host.key.last, host.key.update_samples, batch
+
+    def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:
+        for micro_batches in self.index_stream.epoch(epoch, start_update):
+            samples = sum(len(indices) for indices in micro_batches)
+            for number, indices in enumerate(micro_batches, start=1):
+                yield BatchKey(epoch, tuple(indices.tolist()), number == len(micro_batches), samples)
+
+
+class EvalLoader:
+    """Every image of this rank once, in order; images that can't be read are left out and counted in `skips`.
+
+    Args:
+        batch_size: Images per batch.
+        stage: Normalises (images uint8 on the device) to float32.
+        world_size, rank: The images are dealt to the ranks in turn.
+        The others: as `TrainLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: EvalDataset,
+        batch_size: int,
+        stage: Callable[[Tensor], Tensor],
+        device: torch.device | str = "cpu",
+        workers: int = 0,
+        pin_memory: bool = False,
+        prefetch: bool = True,
+        persistent_workers: bool = True,
+        timeout: float = DEFAULT_TIMEOUT,
+        skips: SkipCounter | None = None,
+        world_size: int = 1,
+        rank: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.skips = skips or SkipCounter(len(dataset))
+        self._indices = eval_indices(len(dataset), world_size, rank).tolist()
+        self._workers = _Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        self._feed = _Feed(lambda images, host: stage(images), torch.device(device), prefetch)
+
+    def __len__(self) -> int:
+        """Batches of this rank."""
+        return math.ceil(len(self._indices) / self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches. Raises UserError as `TrainLoader.epoch`, and where not one image can be read."""
+        shown = 0
+        for _, batch in self._feed.run(self._workers.run(self._keys), self.skips):
+            shown += batch.size
+            if batch.size:
+                yield batch
+        if self._indices and not shown:
+            path, reason = next(iter(self.skips.reasons.items()))
+            raise UserError(
+                f"not one of {len(self._indices)} images in {printable(self.dataset.root)} can be read, the first is "
+                f"{printable(path)} ({reason})"
+            )
+
+    def _keys(self) -> Iterator[BatchKey]:
+        for start in range(0, len(self._indices), self.batch_size):
+            yield BatchKey(0, tuple(self._indices[start : start + self.batch_size]))
+
+
+def _augmented(stage: Callable[[Tensor, Plan], Tensor], images: Tensor, host: HostBatch) -> Tensor:
+    assert host.plan is not None
+    return stage(images, host.plan)
+
+
+class _Feed:
+    """From host batches to batches on the device."""
+
+    def __init__(self, finish: Finish, device: torch.device, prefetch: bool) -> None:
+        self.finish = finish
+        self.device = device
+        self.ahead = prefetch and device.type == "cuda"
+
+    def run(self, hosts: Iterator[HostBatch], skips: SkipCounter) -> Iterator[tuple[HostBatch, Batch]]:
+        counted = _counted(hosts, skips)
+        return self._run_ahead(counted) if self.ahead else ((host, self._move(host)) for host in counted)
+
+    def _run_ahead(self, hosts: Iterator[HostBatch]) -> Iterator[tuple[HostBatch, Batch]]:
+        stream = torch.cuda.Stream(self.device)
+        waiting: tuple[HostBatch, Batch, torch.cuda.Event] | None = None
+        for host in hosts:
+            with torch.cuda.stream(stream):
+                batch = self._move(host)
+                done = stream.record_event()
+            if waiting is not None:
+                yield self._handed_over(*waiting)
+            waiting = host, batch, done
+        if waiting is not None:
+            yield self._handed_over(*waiting)
+
+    def _handed_over(self, host: HostBatch, batch: Batch, done: torch.cuda.Event) -> tuple[HostBatch, Batch]:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(done)
+        for tensor in batch.tensors():
+            # Made on the side stream: its memory must not be given away before the current stream is done with it.
+            tensor.record_stream(current)
+        return host, batch
+
+    def _move(self, host: HostBatch) -> Batch:
+        move = functools.partial(Tensor.to, device=self.device, non_blocking=True)
+        with torch.no_grad():
+            images = self.finish(move(host.images), host)
+        return Batch(
+            images=images,
+            classes=move(host.classes),
+            indices=move(host.indices),
+            affine=move(host.affine),
+            visible=move(host.visible),
+            labels=host.labels.to(self.device, non_blocking=True) if host.labels else None,
+            skipped=host.skipped,
+            bad_labels=host.bad_labels,
+            size=len(host.indices),
+        )
+
+
+def _counted(hosts: Iterator[HostBatch], skips: SkipCounter) -> Iterator[HostBatch]:
+    for host in hosts:
+        skips.record(host.skipped)
+        yield host
+
+
+class _Keys(Sampler[BatchKey]):
+    """The sampler of one DataLoader; what it yields is set before each pass."""
+
+    def __init__(self) -> None:
+        self.source: Callable[[], Iterator[BatchKey]] = _no_keys
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        return self.source()
+
+
+class _Workers:
+    """The worker processes of one dataset.
+
+    Nothing here, nor in the loaders, may refer back to its owner: torch's iterator must be freed by its last reference.
+    In a cycle the collector ends the queues' threads first, and each worker is then waited for in vain for 5 s.
+    """
+
+    def __init__(
+        self,
+        dataset: BatchDataset,
+        workers: int,
+        pin_memory: bool,
+        persistent: bool,
+        timeout: float,
+        device: torch.device,
+    ) -> None:
+        dataset.board = ReadingBoard(workers)
+        self.dataset = dataset
+        self.workers = workers
+        self.keys = _Keys()
+        self.loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=self.keys,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory and device.type == "cuda",
+            timeout=timeout if workers else 0,
+            worker_init_fn=_ignore_signals,
+            prefetch_factor=PREFETCH_FACTOR if workers else None,
+            persistent_workers=persistent and workers > 0,
+            # DataLoader draws a seed at each pass, which would move the global generator.
+            generator=torch.Generator(),
+        )
+
+    def run(self, keys: Callable[[], Iterator[BatchKey]]) -> Iterator[HostBatch]:
+        self.keys.source = keys
+        try:
+            for batch in self.loader:
+                if isinstance(batch, Fault):
+                    raise UserError(batch.message)
+                yield batch
+        except (RuntimeError, OSError, EOFError) as error:
+            if explained := self._explained(error):
+                try:
+                    raise explained from error
+                finally:
+                    del explained  # its traceback holds this frame
+            raise
+        finally:
+            self.keys.source = _no_keys
+
+    def _explained(self, error: Exception) -> UserError | None:
+        if not self.workers:
+            return None
+        if isinstance(error, RuntimeError):
+            return self._hung() if "DataLoader timed out" in str(error) else worker_fault(error)
+        # A tensor could not be fetched from its worker. If that is because the worker died, torch's signal handler is
+        # about to raise, here or in the middle of something else.
+        try:
+            time.sleep(_DEATH_NOTICE)
+        except RuntimeError as death:
+            return worker_fault(death)
+        return None
+
+    def _hung(self) -> UserError:
+        limit = f"no batch after {self.loader.timeout:g} s (--loader-timeout)"
+        longest = self.dataset.board.longest()
+        if longest is None:
+            return UserError(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
+        path, seconds = printable(self.dataset.path(longest[0])), longest[1]
+        return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
+
+
+def worker_fault(error: RuntimeError) -> UserError | None:
+    """The user's view of a dead data worker, None for other errors.
+
+    torch notices a dead worker in a signal handler, so that the error can come up anywhere in the main process: a
+    program passes what it catches around its loop.
+    """
+    text = str(error)
+    if match := _DEAD_WORKER.search(text):
+        how = match[1].replace("is killed", "was killed")
+        return UserError(
+            f"a data worker {how}: most likely too little memory; lower --workers or --batch-size, and in a container "
+            "give /dev/shm more room (docker --shm-size)"
+        )
+    if "No space left on device" in text or "unable to allocate shared memory" in text:
+        return UserError(
+            "no room in shared memory (/dev/shm) for a batch: lower --workers or --batch-size, or make it larger "
+            "(docker --shm-size)"
+        )
+    if "Too many open files" in text or "received 0 items of ancdata" in text:
+        return UserError("too many open files between the data workers: raise the limit (ulimit -n) or lower --workers")
+    return None
+
+
+def _no_keys() -> Iterator[BatchKey]:
+    return iter(())
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """Ctrl-C and Slurm's warning reach all processes of a job; the main process decides what becomes of the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,0 +1,156 @@
+"""Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) for training without token labels: timm's, with the caller's
+generator in place of numpy's global one, and for batches of any size.
+
+Sample i is mixed with sample B - 1 - i, as in timm; the middle one of an odd batch with itself, which changes nothing.
+
+Legend: B images of (H, W), C classes, R = 1 in mode "batch", else B. `lam` is the share of a sample that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tlt.errors import UserError
+from tlt.targets import one_hot
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MODES = ("batch", "pair", "elem")
+
+
+class Mixup:
+    """Mixes images and gives their soft targets. Arguments as `timm.data.Mixup`.
+
+    Args:
+        mixup_alpha: Beta(alpha, alpha) of Mixup's lam; 0: no Mixup.
+        cutmix_alpha: The same for CutMix; 0: no CutMix.
+        cutmix_minmax: Smallest and largest side of CutMix's box as a share of the image, in place of `cutmix_alpha`.
+        prob: Probability that a batch (pair, sample) is mixed.
+        switch_prob: Probability of CutMix where both are on.
+        mode: One draw per "batch", per "pair" of samples, or per sample ("elem").
+        label_smoothing: Of the targets.
+        num_classes: C.
+
+    Raises:
+        UserError: Neither is on, or an unknown mode, naming the flag.
+    """
+
+    def __init__(
+        self,
+        mixup_alpha: float = 1.0,
+        cutmix_alpha: float = 0.0,
+        cutmix_minmax: Sequence[float] | None = None,
+        prob: float = 1.0,
+        switch_prob: float = 0.5,
+        mode: str = "batch",
+        label_smoothing: float = 0.1,
+        num_classes: int = 1000,
+    ) -> None:
+        if mode not in MODES:
+            raise UserError(f"--mixup-mode {mode}: choose from {', '.join(MODES)}")
+        if cutmix_minmax is not None and not (
+            len(cutmix_minmax) == 2 and 0 <= cutmix_minmax[0] < cutmix_minmax[1] <= 1
+        ):
+            raise UserError(f"--cutmix-minmax {' '.join(map(str, cutmix_minmax))}: give two shares, the smaller first")
+        self.mixup_alpha = mixup_alpha
+        self.cutmix_alpha = cutmix_alpha if cutmix_minmax is None else 1.0
+        if max(self.mixup_alpha, self.cutmix_alpha) <= 0:
+            raise UserError("--mixup and --cutmix are both 0: one of them must be positive to mix")
+        self.minmax = cutmix_minmax
+        self.prob = prob
+        self.switch_prob = switch_prob
+        self.mode = mode
+        self.label_smoothing = label_smoothing
+        self.num_classes = num_classes
+
+    def __call__(self, images: Tensor, classes: Tensor, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Mix a batch.
+
+        Args:
+            images: (B, 3, H, W) float, left as they are.
+            classes: (B,) int64 on the same device.
+            generator: Made by the caller from (seed, step, rank); drawn from in timm's order.
+
+        Returns:
+            Mixed images (B, 3, H, W) and targets (B, C).
+        """
+        lam, stays = self._draw(len(images), (images.shape[-2], images.shape[-1]), generator)
+        share = torch.from_numpy(lam).to(images.device, images.dtype, non_blocking=True)[:, None]  # (R, 1)
+        weight = torch.from_numpy(stays).to(images.device, images.dtype, non_blocking=True)  # (R, 1, H or 1, W or 1)
+        targets = one_hot(classes, self.num_classes, self.label_smoothing, images.dtype)
+        return _blend(images, weight), _blend(targets, share)
+
+    def _draw(self, batch: int, size: tuple[int, int], generator: np.random.Generator) -> tuple[Floats, Floats]:
+        """Share of each sample that stays (R,), and of each pixel (R, 1, H or 1, W or 1)."""
+        if self.mode == "batch":
+            lam, cutmix = self._draw_batch(generator)
+        else:
+            lam, cutmix = self._draw_rows(batch // 2 if self.mode == "pair" else batch, generator)
+        boxes = [self._box(lam[i], size, generator) if cut and lam[i] != 1 else None for i, cut in enumerate(cutmix)]
+        if self.mode == "pair":
+            middle = batch % 2
+            boxes = boxes + [None] * middle + boxes[::-1]
+            lam = np.concatenate([lam, np.ones(middle), lam[::-1]])
+        return _shares(lam, boxes, size)
+
+    def _draw_batch(self, generator: np.random.Generator) -> tuple[Floats, list[bool]]:
+        if generator.random() >= self.prob:
+            return np.ones(1), [False]
+        cutmix = self._both and generator.random() < self.switch_prob or self.mixup_alpha <= 0
+        alpha = self.cutmix_alpha if cutmix else self.mixup_alpha
+        return np.array([generator.beta(alpha, alpha)]), [bool(cutmix)]
+
+    def _draw_rows(self, rows: int, generator: np.random.Generator) -> tuple[Floats, list[bool]]:
+        cutmix = np.full(rows, self.mixup_alpha <= 0)
+        if self._both:
+            cutmix = generator.random(rows) < self.switch_prob
+        lam = np.ones(rows)
+        for chosen, alpha in ((cutmix, self.cutmix_alpha), (~cutmix, self.mixup_alpha)):
+            if alpha > 0:
+                lam = np.where(chosen, generator.beta(alpha, alpha, size=rows), lam)
+        return np.where(generator.random(rows) < self.prob, lam, 1.0), cutmix.tolist()
+
+    @property
+    def _both(self) -> bool:
+        return self.mixup_alpha > 0 and self.cutmix_alpha > 0
+
+    def _box(self, lam: float, size: tuple[int, int], generator: np.random.Generator) -> Ints:
+        """Top, left, bottom, right in pixels, half-open."""
+        if self.minmax is not None:
+            low, high = self.minmax
+            cut = np.array(
+                [generator.integers(int(side * low), max(int(side * high), int(side * low) + 1)) for side in size]
+            )
+            start = np.array([generator.integers(0, side - c + 1) for side, c in zip(size, cut, strict=True)])
+            return np.concatenate([start, start + cut])
+        sides = np.array(size)
+        cut = (sides * np.sqrt(1 - lam)).astype(np.int64)
+        centre = np.array([generator.integers(0, side) for side in size])
+        return np.concatenate([(centre - cut // 2).clip(0), np.minimum(centre + (cut + 1) // 2, sides)])
+
+
+def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int]) -> tuple[Floats, Floats]:
+    """`lam` with the boxes' true areas (R,), and what stays of every pixel (R, 1, H or 1, W or 1)."""
+    height, width = size
+    if all(box is None for box in boxes):
+        return lam, lam[:, None, None, None]
+    lam = lam.copy()
+    stays = np.broadcast_to(lam[:, None, None, None], (len(lam), 1, height, width)).copy()
+    for row, box in enumerate(boxes):
+        if box is not None:
+            top, left, bottom, right = box
+            stays[row] = 1.0
+            stays[row, :, top:bottom, left:right] = 0.0
+            lam[row] = 1.0 - (bottom - top) * (right - left) / (height * width)
+    return lam, stays
+
+
+def _blend(values: Tensor, weight: Tensor) -> Tensor:
+    """weight * values + (1 - weight) * values of the partner."""
+    return values * weight + values.flip(0) * (1 - weight)
