@@ -24,8 +24,8 @@ def test_a_run_leaves_all_its_records(
 ) -> None:
     data = make_dataset()
     labels = make_labels(data)
-    ended = call("train", f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1", "--token-label-data",
-                 labels, "--output", tmp_path, "--experiment", "run")  # fmt: skip
+    flags = f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1 --output {tmp_path}"
+    ended = call("train", flags, "--token-label-data", labels, "--experiment", "run")
     assert ended.code == 0, ended.err
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} >= {
@@ -99,8 +99,9 @@ def test_fault_11_resume_within_an_epoch_goes_on_with_its_next_update(
 def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
     call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
 ) -> None:
-    data = make_dataset(train=21)  # updates of 8, 8 and 5 images; micro-batches of 3 end in 2 of 8, and in 2 of 5
-    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0 --output {tmp_path}"
+    data = make_dataset(train=21)  # updates of 8, 8 and 5 images, the last one in micro-batches of 2, 2 and 1
+    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0"
+    flags += f" --output {tmp_path}"
     labels = make_labels(data)
     large = call("train", flags, "--token-label-data", labels, "--experiment", "large")
     small = call(
@@ -181,6 +182,37 @@ def test_another_timm_model_trains_without_token_labels(
     ended = call("train", flags, "--output", tmp_path)
     assert ended.code == 0, ended.err
     assert "bfloat16 autocast" in ended.out
+
+
+def test_fault_24_broken_images_are_named_counted_and_limited(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    broken = [sorted((data / split / "red").iterdir())[0] for split in ("train", "validation")]
+    for image in broken:
+        image.write_bytes(image.read_bytes()[:300])
+    flags = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment"
+    ended = call("train", f"{flags} some")
+    assert ended.code == 0, ended.err
+    assert all(image.name in ended.out for image in broken)
+    epoch = metrics(tmp_path / "some", "epoch")[0]
+    assert (epoch["unreadable_images"], epoch["eval_images"]) == (1, 7)
+    assert "1 unreadable images left out" in ended.out
+    stopped = call("train", f"{flags} none --max-bad-images 0")
+    assert stopped.code == 2 and "--max-bad-images 0" in stopped.err
+
+
+def test_fault_45_a_missing_label_stops_before_the_first_step_or_is_left_out(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    labels = make_labels(data)
+    missing = sorted((labels / "green").iterdir())[0]
+    missing.unlink()
+    flags = f"{data} {QUICK} --epochs 1 --token-label --token-label-data {labels} --output {tmp_path} --experiment"
+    stopped = call("train", f"{flags} stop")
+    assert stopped.code == 2 and missing.stem in stopped.err and "epoch 1 [" not in stopped.out
+    assert call("train", f"{flags} skip --bad-label skip").code == 0
 
 
 def test_synthetic_data_needs_no_disk(call: Call, tmp_path: Path) -> None:

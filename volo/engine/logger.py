@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from tqdm import tqdm
@@ -47,6 +48,14 @@ class Logger:
             tqdm.write(text, file=sys.stdout)
         if self.directory is not None:
             self.directory.log(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+    def faults(self, lines: Iterable[str]) -> None:
+        """Print what went wrong with this rank's data; every rank speaks, because each reads other images."""
+        for text in lines:
+            if self.world.is_primary:
+                self.line(f"warning: {text}")
+            else:
+                print(f"[rank {self.world.rank}] warning: {text}", file=sys.stderr, flush=True)
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if somebody watches."""

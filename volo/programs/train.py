@@ -10,7 +10,8 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torchvision.utils import save_image
 
 import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
-from tlt.data.loader import Batch, EvalLoader, TrainLoader
+from tlt.data.loader import Batch, EvalLoader, TrainLoader, worker_fault
 from volo.engine.checkpoint import (
     CheckpointDir,
     Resume,
@@ -86,21 +87,22 @@ def train(args: Namespace, world: World) -> None:
         args.seed,
         args.log_interval,
         args.freeze_bn,
-        on_batch=image_saver(args, setup, logger),
+        on_batch=batch_watcher(args, setup, logger),
         on_update=recovery_saver(args, state, checkpoints, logger),
     )
     if args.finetune and state.update == 0:
         logger.line(f"before fine-tuning: {evaluate(state.model, setup.validation, setup.precision, world)}")
-    for epoch in range(state.epoch, setup.schedule.total_epochs):
-        logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
-        objective = objective_of_epoch(setup.objective, args, epoch)
-        totals = train_epoch(
-            setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
-        )
-        state.epoch = epoch + 1
-        evaluations = validate_epoch(args, setup, world, logger)
-        best = save_epoch(args, setup, evaluations, checkpoints, logger)
-        logger.epoch(epoch, totals, evaluations, best)
+    with explained_worker_death():
+        for epoch in range(state.epoch, setup.schedule.total_epochs):
+            logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
+            objective = objective_of_epoch(setup.objective, args, epoch)
+            totals = train_epoch(
+                setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
+            )
+            state.epoch = epoch + 1
+            evaluations = validate_epoch(args, setup, world, logger)
+            best = save_epoch(args, setup, evaluations, checkpoints, logger)
+            logger.epoch(epoch, totals, evaluations, best)
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
@@ -232,17 +234,29 @@ def open_run(
     return checkpoints
 
 
-def image_saver(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None] | None:
-    """`--save-images`: write the input of a step as a picture once per `--log-interval`, on rank 0."""
-    if not args.save_images or logger.directory is None:
-        return None
-    directory = logger.directory.path
+@contextmanager
+def explained_worker_death() -> Iterator[None]:
+    """torch raises the death of a data worker anywhere in the main process: tell it in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if fault := worker_fault(error):
+            raise fault from error
+        raise
 
-    def save(update: int, batch: Batch) -> None:
-        if update % args.log_interval == 0:
-            save_image(batch.images, directory / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
-    return save
+def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None]:
+    """Look at every batch before it is used: tell unreadable images and labels, write pictures for `--save-images`."""
+    known: set[str] = set()
+
+    def watch(update: int, batch: Batch) -> None:
+        bad = [label for label in batch.bad_labels if label.path not in known]
+        known.update(label.path for label in bad)
+        logger.faults([*setup.loader.skips.take_lines(), *(f"label of {path}: {reason}" for path, reason in bad)])
+        if args.save_images and logger.directory is not None and update % args.log_interval == 0:
+            save_image(batch.images, logger.directory.path / f"train-batch-{update}.jpg", padding=0, normalize=True)
+
+    return watch
 
 
 def recovery_saver(
@@ -275,6 +289,7 @@ def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) 
     evaluations = {}
     for name, (_, called) in models.items():
         evaluations[name] = evaluate(called, setup.validation, setup.precision, world)
+        logger.faults(setup.validation.skips.take_lines())
         logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 

@@ -103,6 +103,8 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = _Progress(args.log_freq, loader, world, real)
     result = evaluate(called, loader, precision, world, watch)
+    for line in loader.skips.take_lines():
+        print(f"warning: {line}")
     if world.is_primary:
         print(result, flush=True)
     return _row(args, model, settings, result) | (real.accuracy() if real else {})
