@@ -9,6 +9,7 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -231,6 +232,8 @@ def open_run(
             logger.line(message)
     logger.total_updates = setup.schedule.total_updates
     logger.line(f"run directory: {directory}")
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.line("no learning curve will be drawn: pip install 'volo-tlt[plot]'")
     return checkpoints
 
 
