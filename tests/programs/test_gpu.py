@@ -27,7 +27,8 @@ def test_losses_are_those_of_the_cpu(
     data = make_dataset()
     labels = make_labels(data)
     # Dropout and stochastic depth draw other numbers on a GPU.
-    flags = f"{data} {QUICK} --epochs 2 --lr 1e-4 --drop-path 0 --token-label --token-label-data {labels} --output {tmp_path}"
+    flags = f"{data} {QUICK} --epochs 2 --lr 1e-4 --drop-path 0 --token-label --token-label-data {labels}"
+    flags += f" --output {tmp_path}"
     assert call("train", f"{flags} --experiment cpu --device cpu").code == 0
     ended = call("train", f"{flags} --experiment gpu --device cuda --pin-mem --channels-last {amp}")
     assert ended.code == 0, ended.err
