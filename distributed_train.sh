@@ -3,8 +3,8 @@
 #
 #     ./distributed_train.sh N DATA --model volo_d1 [flags of train.py]
 #
-# Environment: PYTHON (default: python3), OMP_NUM_THREADS (default: (cores - 1) / N on a machine without GPUs, else cores / N),
-# DRY_RUN=1 prints the command instead of running it.
+# Environment: PYTHON (default: python3 of the active environment, else of .venv here), OMP_NUM_THREADS (default: (cores - 1) / N
+# on a machine without GPUs, else cores / N), DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
 
 case "${1:-}" in
@@ -22,7 +22,9 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
 fi
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-command=("${PYTHON:-python3}" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$here/train.py" "$@")
+# Without an active environment, the one that `make` has made beside this file.
+[ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$here/.venv/bin/python" ] || PYTHON=$here/.venv/bin/python
+command=("${PYTHON:-python3}" "$here/volo/programs/launch.py" --standalone --nproc-per-node "$processes" "$here/train.py" "$@")
 if [ -n "${DRY_RUN:-}" ]; then
   echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]@Q}"
   exit 0

@@ -93,3 +93,8 @@ def test_with_batchnorm_and_mixtoken_two_ranks_equal_the_two_halves_computed_apa
 
 def test_the_launcher_says_how_it_is_called() -> None:
     assert "usage" in launch(0, "", code=2)
+
+
+def test_a_mistake_ends_all_processes_with_its_line_and_exit_code(dataset: tuple[Path, Path]) -> None:
+    out = launch(2, f"{FLAGS} --model volo_d9", dataset[0], code=2)
+    assert "[rank 0] error: --model volo_d9" in out and "Traceback" not in out
