@@ -40,12 +40,12 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
     ),
     "volo_d0": (
         "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {SIZE} -b 16 --lr 1e-3 --warmup-epochs 2 --drop-path 0.05 {LABELS}",
-        20,
+        f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05 {LABELS}",
+        24,
     ),
     "volo_d0_fine": (
         "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 3e-4 --warmup-epochs 0 --drop-path 0.05 {LABELS} "
+        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 2e-4 --warmup-epochs 0 --drop-path 0.05 {LABELS} "
         f"--finetune {OUTPUT}/volo_d0/model_best.pth.tar",
         6,
     ),

@@ -532,7 +532,7 @@ def killed_again_and_again(directory: Path) -> None:
         assert found.messages == [] and found.path == directory / "last.pth.tar" and found.checkpoint is not None
     straight = build(seed=99, ema=False, scaler=False)
     train(straight, found.checkpoint["epoch"] + 1)
-    assert found.checkpoint["epoch"] > 12
+    assert found.checkpoint["epoch"] >= 11  # one epoch saved in each of the 12 lives, at least; counted from 0
     assert all(torch.equal(v, found.checkpoint["state_dict"][k]) for k, v in straight.model.state_dict().items())
     print("OK")
 
