@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import timm.data.mixup as timm_mixup
 import torch
+from packaging.version import Version
 
 from tlt.data.mix import Mixup
 from tlt.errors import UserError
@@ -31,6 +33,7 @@ def drawing_from(generator: np.random.Generator) -> types.SimpleNamespace:
     )
 
 
+@pytest.mark.skipif(Version(timm.__version__) < Version("1.0.31"), reason="older timm cuts boxes one pixel smaller")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_same_draws_give_timms_images_and_targets(
