@@ -21,6 +21,7 @@ from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_files import Names, find_labels
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
+from tlt.weights import refused_name, short_reason
 
 FORMAT = "volo-tlt label tree, version 1"
 METADATA_NAME = "labels.json"
@@ -148,7 +149,9 @@ def _load_tensor(path: str | Path, shown: str) -> torch.Tensor:
     except FileNotFoundError as error:
         raise UserError(f"{shown} does not exist") from error
     except Exception as error:  # whatever the bytes of a damaged file lead to
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if name := refused_name(error):
+            raise UserError(f"{shown} is refused: it holds {name}, not a tensor (nothing of it was run)") from error
+        reason = short_reason(error).split(". ")[0]
         raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
     if not isinstance(content, torch.Tensor):
         raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")

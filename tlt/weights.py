@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
 import safetensors.torch
@@ -33,6 +34,7 @@ _NOT_A_CHECKPOINT = (
     (b"\x1f\x8b", "compressed with gzip: decompress it first"),
 )
 _UNPACKED = "an unpacked checkpoint: give the .pth.tar as it was downloaded, it is not an archive to unpack"
+_UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
 
@@ -92,15 +94,29 @@ def _one_line_errors(path: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        refused = _REFUSED.search(str(error)) if type(error).__name__ == "UnpicklingError" else None
-        if refused:
-            name = next(group for group in refused.groups() if group)
+        if name := refused_name(error):
             raise UserError(
                 f"{path} is refused: it holds {name}, neither a tensor nor plain data (nothing of it was run); "
                 "save it with weights, numbers and text only"
             ) from error
-        reason = " ".join(str(error).split())[:200] or "it ends too early"
+        reason = short_reason(error)
         raise UserError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
+
+
+def refused_name(error: Exception) -> str | None:
+    """Name of the class or function because of which `torch.load(weights_only=True)` refused a file, if it was one."""
+    refused = _REFUSED.search(str(error)) if isinstance(error, UnpicklingError) else None
+    return next(group for group in refused.groups() if group) if refused else None
+
+
+def short_reason(error: Exception) -> str:
+    """What a reader of foreign bytes says, on one line."""
+    text = str(error)
+    if isinstance(error, UnpicklingError):
+        # The rest of torch's text advises to load the file without this protection.
+        found = _UNPICKLER_SAYS.search(text)
+        text = found[1] if found else "neither tensors nor plain data"
+    return " ".join(text.split())[:200] or "it ends too early"
 
 
 def _kind(file: BinaryIO, path: str | Path) -> str:

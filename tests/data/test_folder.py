@@ -91,6 +91,10 @@ def test_fault_29_empty_class_folder_keeps_its_number(tree: Path) -> None:
     assert folder.classes.tolist() == [1, 0, 0, 0, 3, 3]
     assert folder.warnings == [f"{tree}: 1 classes without images keep their number: 'n5' (class 2)"]
 
+    val = shutil.copytree(tree, tree.parent / "val")
+    (val / "n5").rmdir()
+    compare_classes(folder, scan_folder(val, folder.class_names))
+
 
 def test_fault_30_class_missing_in_one_split(tree: Path) -> None:
     val = tree.parent / "val"

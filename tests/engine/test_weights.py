@@ -8,6 +8,7 @@ import io
 import math
 import os
 import pathlib
+import pickle
 import random
 import tarfile
 import zipfile
@@ -115,6 +116,13 @@ def test_refusal_names_the_class(tmp_path: Path, value: Any, name: str) -> None:
     torch.save({"state_dict": weights(), "x": value}, tmp_path / "x")
     with pytest.raises(UserError, match=f"it holds {name}, neither a tensor nor plain data"):
         read_checkpoint(tmp_path / "x")
+
+
+def test_nobody_is_advised_to_load_unsafely(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(pickle.dumps({"x": Payload(tmp_path / "witness")}, protocol=4))
+    with pytest.warns(UserWarning, match="protocol 4"):
+        said = refusal(tmp_path / "x")
+    assert "damaged or not a checkpoint" in said and "weights_only" not in said
 
 
 def test_bit_flip_names_the_record(good: Path) -> None:

@@ -191,6 +191,11 @@ def test_features_only_volo_is_a_pyramid(shape, make_images):
     assert first(make_images(1, 64))[0].shape == (1, 32, 8, 8)
 
 
+def test_hooks_on_a_stage_are_called(make_images):
+    hooked = timm.create_model("volo_test", features_only=True, feature_cls="hook", img_size=64)
+    assert [tuple(m.shape) for m in hooked(make_images(2, 64))] == [(2, 8, 8, 32), (2, 4, 4, 64)]
+
+
 def test_features_only_lvvit(make_images):
     features = timm.create_model("lvvit_test", features_only=True, out_indices=(0, 1), img_size=64).eval()
     maps = features(make_images(2, 64, 32))

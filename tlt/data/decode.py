@@ -237,7 +237,9 @@ def _pillow(max_pixels: int) -> Iterator[None]:
     except Image.UnidentifiedImageError as error:
         raise BadImage("no image format that Pillow can decode") from error
     except Image.DecompressionBombError as error:
-        raise BadImage(f"more than --max-pixels {max_pixels} pixels ({_first_line(error)})") from error
+        # Pillow speaks of twice the limit, from where on it refuses by itself.
+        size = _first_line(error).partition(" exceeds ")[0]
+        raise BadImage(f"more than --max-pixels {max_pixels} pixels: {size}") from error
     except Exception as error:
         # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
         raise BadImage(f"{_first_line(error) or type(error).__name__}") from error

@@ -122,12 +122,13 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
 
 
 def compare_classes(train: ImageFolder, val: ImageFolder) -> None:
-    """Check that both splits have the same class folders.
+    """Check that both splits have the same class folders; one that is empty in training need not be in `val`.
 
     Raises:
         UserError: A class is in one of them only; names both lists.
     """
-    only_train = [name for name in train.class_names if name not in set(val.folder_names)]
+    trained = {train.class_names[index] for index in np.unique(train.classes)}
+    only_train = [name for name in train.class_names if name in trained - set(val.folder_names)]
     only_val = [name for name in val.folder_names if name not in set(train.class_names)]
     if only_train or only_val:
         raise UserError(
