@@ -67,8 +67,8 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
     for _ in range(3):
         names.append(choose_directory(_args(tmp_path), (224, 224)).name)
         (tmp_path / names[-1]).mkdir()
-    start = "20260102-030405-volo_d1-224"
-    assert names == [start, f"{start}-2", f"{start}-3"]
+    start = "20260102-030405"
+    assert names == [f"{start}-volo_d1-224", f"{start}-2-volo_d1-224", f"{start}-3-volo_d1-224"]
 
 
 def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ BAD = [
     ("--torchscript", "--torchcompile"),
     ("--torchcompile bogus", "--torchcompile bogus"),
     ("--start-epoch 9", "--start-epoch 9"),
-    ("--model resnet10t --pretrained", "published weights can't be fetched"),
+    ("--model cs3darknet_s --pretrained", "published weights can't be fetched"),  # there are none
     ("--opt fusedlamb", "apex"),
     ("--opt adamww", "adamw"),
     ("--experimemt x", "--experiment"),

@@ -49,7 +49,7 @@ def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:
         return resumed
     if not args.experiment:
         earlier = sorted(p.parent for p in root.glob(f"*{suffix}/args.yaml")) if args.resume == "auto" else []
-        return earlier[-1] if earlier else _unused(root / (datetime.now().strftime("%Y%m%d-%H%M%S") + suffix))
+        return earlier[-1] if earlier else _unused(root, suffix)
     directory = root / args.experiment
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
@@ -65,10 +65,11 @@ def _is_named(directory: Path, args: Namespace) -> bool:
     return not args.output or Path(args.output).resolve() == directory.resolve().parent
 
 
-def _unused(directory: Path) -> Path:
-    """`directory`, or with a number where a run has it that started in the same second."""
-    numbered = (directory.with_name(f"{directory.name}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([directory], numbered) if not path.exists())
+def _unused(root: Path, suffix: str) -> Path:
+    """A directory named after the present second, with a number where another run has started in it."""
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([now], (f"{now}-{number}" for number in itertools.count(2)))
+    return next(path for path in (root / (name + suffix) for name in names) if not path.exists())
 
 
 class RunDirectory:
