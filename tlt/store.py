@@ -140,7 +140,11 @@ def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL
             can't be trained on (see `LabelMap.validate`). The message starts with the file.
     """
     shown = f"label {printable(str(path))}"
-    tensor = _load_tensor(path, shown)
+    return map_of(read_tensor(path, shown), shown, num_classes, area)
+
+
+def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """The map in the tensor of a label file; see `read_map`. `shown` starts its messages."""
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
@@ -158,7 +162,8 @@ def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL
     return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
 
 
-def _load_tensor(path: str | Path, shown: str) -> torch.Tensor:
+def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
+    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:

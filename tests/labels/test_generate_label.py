@@ -15,9 +15,9 @@ from timm.data import create_transform
 
 import volo  # noqa: F401  (registers the models)
 from tlt.data.folder import scan_folder
+from tlt.progress import Progress
 from tlt.store import PublishedTree, TreeMetadata, read_map
 from volo.cli import generate_label
-from volo.programs.generate_label import Progress
 
 SIZE = 64
 
