@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tlt.data.folder import printable
+from tlt.data.folder import natural_key, printable
 from tlt.errors import UserError
 
 
@@ -150,3 +150,17 @@ def _label_files(root: str, folder: str) -> set[str]:
     except OSError as error:
         path = printable(os.path.join(root, folder))
         raise UserError(f"label folder {path} can't be read ({error.strerror}): mend its permissions") from error
+
+
+def label_files_below(tree: str) -> tuple[list[str], list[str]]:
+    """Label files and other files below a folder, relative to it, in natural order."""
+    labels: list[str] = []
+    other: list[str] = []
+    for folder, _, files in os.walk(tree):
+        relative = os.path.relpath(folder, tree)
+        for name in files:
+            path = name if relative == "." else os.path.join(relative, name)
+            hidden = name.startswith(".")  # what a killed writer left
+            (labels if name.endswith(".pt") and not hidden else other).append(path)
+    labels.sort(key=lambda name: (natural_key(name), name))
+    return labels, sorted(other)

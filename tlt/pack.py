@@ -18,7 +18,7 @@ from tlt.archive_writer import ArchiveWriter, make_header
 from tlt.data.decode import BadImage, read_file, read_size
 from tlt.data.folder import ImageFolder, find_split, natural_key, printable, scan_folder
 from tlt.errors import UserError
-from tlt.label_files import TreeListing, find_labels
+from tlt.label_files import TreeListing, find_labels, label_files_below
 from tlt.label_map import Area, LabelMap, centre_square
 from tlt.progress import Progress
 from tlt.store import METADATA_NAME, TreeMetadata, map_of, read_map, read_tensor
@@ -93,7 +93,8 @@ def find_sources(tree: str, folder: ImageFolder | None) -> Sources:
     Raises:
         UserError: None at all, or one of them fits two images.
     """
-    files, other = _walk(tree)
+    files, other = label_files_below(tree)
+    other = [name for name in other if name != METADATA_NAME]
     notes = [f"left out {len(other)} files that are no labels, such as {printable(other[0])}"] if other else []
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
@@ -114,20 +115,6 @@ def find_sources(tree: str, folder: ImageFolder | None) -> Sources:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
     images = [folder.paths[row] for row in rows] + [""] * len(extra)
     return Sources(labels + extra, images, np.append(folder.classes[rows], [-1] * len(extra)), notes)
-
-
-def _walk(tree: str) -> tuple[list[str], list[str]]:
-    """Label files and other files, relative, in natural order."""
-    labels: list[str] = []
-    other: list[str] = []
-    for folder, _, files in os.walk(tree):
-        relative = os.path.relpath(folder, tree)
-        for name in files:
-            path = name if relative == "." else os.path.join(relative, name)
-            hidden = name.startswith(".")  # what a killed writer left
-            (labels if name.endswith(".pt") and not hidden else other).append(path)
-    labels.sort(key=lambda name: (natural_key(name), name))
-    return labels, sorted(name for name in other if name != METADATA_NAME)
 
 
 def _first_map(tree: str, sources: Sources, metadata: TreeMetadata | None) -> LabelMap:

@@ -211,8 +211,11 @@ class PublishedTree(LabelStore):
 
     def path(self, index: int) -> str:
         """Label file of image `index`."""
-        relative = self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
-        return os.path.join(self.root, relative)
+        return os.path.join(self.root, self.label(index))
+
+    def label(self, index: int) -> str:
+        """Label file of image `index`, relative to the tree."""
+        return self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"
