@@ -8,6 +8,7 @@ by the crc32 of a row when it is read. `tlt check` compares the files with their
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,9 @@ class Rows:
     """The files of an archive, mapped: rows by number.
 
     Travels to other processes as its path; a forked process uses the same mapping.
+
+    Attributes:
+        keys: (records,) crc32 of each row's label file, with which the row's crc32 begins: a row is bound to its name.
     """
 
     def __init__(self, root: str | Path, header: Header) -> None:
@@ -73,6 +77,9 @@ class Rows:
             MappedFile(os.path.join(self.root, shard_name(shard)), header.shard_fields(shard))
             for shard in range(header.shards)
         ]
+        block, ends = self._names.tensors["labels"].tobytes(), self._names.tensors["label_ends"].tolist()
+        pairs = zip([0, *ends], ends, strict=False)
+        self.keys = np.fromiter((zlib.crc32(block[start:end]) for start, end in pairs), np.uint32, header.records)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "header": self.header}
@@ -106,8 +113,9 @@ class Rows:
 
     def valid(self, row: int) -> bool:
         """Whether a row is what was written."""
-        tensors, place = self._place(row)
-        return int(tensors["crc32"][place]) == row_crc(tensors, place, self.label(row))
+        shard, place = self._place(row)
+        shard.check_length()
+        return int(shard.tensors["crc32"][place]) == row_crc(shard.rows, place, int(self.keys[row]))
 
     def tensors(self, row: int) -> tuple[dict[str, np.ndarray], int]:
         """The tensors of a row's shard, and its place in them.
@@ -115,21 +123,17 @@ class Rows:
         Raises:
             UserError: The row is damaged.
         """
-        tensors, place = self._place(row)
-        label = self.label(row)
-        if int(tensors["crc32"][place]) != row_crc(tensors, place, label):
-            shard = self._shards[row // self.header.shard_records].path
+        shard, place = self._place(row)
+        if not self.valid(row):
             raise UserError(
-                f"label of {printable(os.fsdecode(label))} in {printable(shard)}, row {place}, is damaged "
-                "(crc32 is wrong): copy the archive again, or pack it again"
+                f"label of {printable(os.fsdecode(self.label(row)))} in {printable(shard.path)}, row {place}, is "
+                "damaged (crc32 is wrong): copy the archive again, or pack it again"
             )
-        return tensors, place
+        return shard.tensors, place
 
-    def _place(self, row: int) -> tuple[dict[str, np.ndarray], int]:
+    def _place(self, row: int) -> tuple[MappedFile, int]:
         shard, place = divmod(row, self.header.shard_records)
-        mapped = self._shards[shard]
-        mapped.check_length()
-        return mapped.tensors, place
+        return self._shards[shard], place
 
 
 class LabelArchive(LabelStore):
@@ -178,10 +182,10 @@ class LabelArchive(LabelStore):
     def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         tensors, place = self.rows.tensors(int(self._row_of[index]))
         values, ids = tensors["values"][place], tensors["ids"][place]
-        if ((values.view(np.uint16) & _HALF_EXPONENT) == _HALF_EXPONENT).any():
+        # Class ids were compared with the manifest's largest one when it was made, and haven't changed since. Values
+        # were looked at too, but not by whatever other program may have written the archive.
+        if np.maximum.reduce(values.view(np.uint16) & _HALF_EXPONENT, axis=None) == _HALF_EXPONENT:
             raise UserError(f"{self.source(index)}: a label value is NaN or infinite; make this label again")
-        if int(ids.max()) > self.manifest.max_id or int(ids.min()) < 0:
-            raise UserError(f"{self.source(index)}: class id {ids.max()} is above the archive's {self.manifest.max_id}")
         x0, y0, x1, y1 = tensors["area"][place].tolist()
         if width and height:
             self._compare_size(index, tensors["size"][place].tolist(), width, height)

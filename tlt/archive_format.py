@@ -19,7 +19,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,7 @@ class MappedFile:
             name: np.frombuffer(self._map, numpy_dtype(dtype), int(np.prod(shape)), places[name]).reshape(shape)
             for name, (dtype, shape) in tensors.items()
         }
+        self.rows = row_bytes(self.tensors)  # of a shard; [] of other files
 
     def check_length(self) -> None:
         """Raise UserError if the file was cut since it was opened: touching what is gone would kill the process."""
@@ -274,13 +275,16 @@ _REMEDY = "copy the archive again, or pack it again"
 ROW_FIELDS = ("ids", "values", "log_sum_exp", "size", "area", "form")  # what a row's crc32 covers, in this order
 
 
-def row_crc(tensors: Mapping[str, np.ndarray], row: int, label: bytes) -> int:
-    """The crc32 of a row: of its label file's name, then of its tensors."""
-    crc = zlib.crc32(label)
-    for name in ROW_FIELDS:
-        if name in tensors:
-            crc = zlib.crc32(tensors[name][row : row + 1].data, crc)
+def row_crc(rows: Iterable[np.ndarray], row: int, crc: int) -> int:
+    """The crc32 of a row, continued from that of its label file's name: of its bytes in each of `row_bytes`."""
+    for each in rows:
+        crc = zlib.crc32(each[row].data, crc)
     return crc
+
+
+def row_bytes(tensors: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """(n, bytes) uint8 views of the tensors of a shard that a row's crc32 covers."""
+    return [tensors[name].reshape(len(tensors[name]), -1).view(np.uint8) for name in ROW_FIELDS if name in tensors]
 
 
 def sha256_of(path: str | Path) -> str:

@@ -28,6 +28,7 @@ from tlt.archive_format import (
     file_places,
     names_fields,
     numpy_dtype,
+    row_bytes,
     row_crc,
     sha256_of,
     shard_name,
@@ -219,7 +220,7 @@ class ArchiveWriter:
         stored = {
             name: np.ascontiguousarray(tensor, numpy_dtype(fields[name][0]))[None] for name, tensor in tensors.items()
         }
-        crc = np.array([row_crc(stored, 0, self.rows.label(row))], numpy_dtype("U32"))
+        crc = np.array([row_crc(row_bytes(stored), 0, int(self.rows.keys[row]))], numpy_dtype("U32"))
         try:
             for name, tensor in [*stored.items(), ("crc32", crc)]:  # the crc32 last: it says that the row is there
                 # Not through the memory map: a full disk would kill the process there, here it is an error.
