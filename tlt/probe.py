@@ -81,7 +81,10 @@ class Verdict:
 
     def _conclusion(self) -> str:
         if self.fits < _FITS:
-            return "verdict: the maps don't fit these images in any of the four ways; are they another data set's?"
+            return (
+                "verdict: the maps don't fit these images clearly better than other images' maps do; they are another "
+                "data set's, or have too few cells to tell (the order of the four ways may still be right)"
+            )
         axes, area = HYPOTHESES[self.best]
         said = axes if self.sure_axes >= _SURE else "axes not certain"
         covered = area if self.sure_area >= _SURE else "area not certain"
