@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from tests.programs.conftest import QUICK, Ended, metrics
+from tlt.cli import main as tlt_command
 
 Call = Callable[..., Ended]
 
@@ -263,3 +264,21 @@ def test_debug_shows_where(call: Call, make_dataset: Callable[..., Path]) -> Non
 
     with pytest.raises(UserError):
         call("train", f"{make_dataset()} {QUICK} --val-split nowhere --debug")
+
+
+def test_an_archive_trains_as_its_tree_does(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    tree, archive = make_labels(data), tmp_path / "labels.tlt"
+    assert tlt_command(["pack", str(tree), str(archive), "--images", str(data)]) == 0
+    flags = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
+    losses = []
+    for labels, workers in ((tree, "0"), (archive, "2")):
+        ended = call("train", flags, labels, "--experiment", f"run{workers}", "-j", workers)
+        assert ended.code == 0, ended.err
+        losses.append([record["loss"] for record in metrics(tmp_path / f"run{workers}")])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    (archive / "00000.safetensors").write_bytes(b"")
+    ended = call("train", flags, archive, "--experiment", "cut")
+    assert ended.code == 2 and "00000.safetensors has 0 bytes instead of" in ended.err

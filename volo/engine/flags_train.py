@@ -125,7 +125,7 @@ TOKEN_LABELS = Group(
             "--token-label-data",
             default="",
             metavar="DIR",
-            help="label maps: DIR/CLASS/IMAGE.pt, see generate_label.py",
+            help="label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
         ),
         flag(
             "--token-label-size",
