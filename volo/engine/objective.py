@@ -22,7 +22,8 @@ from tlt.data.mix import Mixup
 from tlt.errors import UserError
 from tlt.loss import LossTerms, token_label_loss
 from tlt.models.token_labeling import TokenLabelModel
-from tlt.targets import make_targets
+from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets
+from tlt.targets import Targets, make_targets
 from volo.engine.model import TimmModel
 
 # Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
@@ -83,7 +84,24 @@ class TokenLabelObjective:
             cls_logits, token_logits = model(batch.images, dense=True, mix_box=box)
         else:
             cls_logits, token_logits = model(batch.images, mix_box=box), None
-        targets = make_targets(
+        return token_label_loss(
+            cls_logits,
+            token_logits,
+            self.targets(batch),
+            box,
+            cls_weight=self.cls_weight,
+            dense_weight=self.dense_weight,
+            ground_truth=self.ground_truth,
+            gt_weight_agree=self.gt_weight_agree,
+            gt_weight_disagree=self.gt_weight_disagree,
+        )
+
+    def targets(self, batch: Batch) -> Targets | SparseTargets:
+        """What the outputs for `batch` are compared with: sparse unless there are fewer classes than a sparse label has
+        entries. Both forms are the same targets."""
+        sparse = entries_per_token(batch.labels, self.grid) <= self.num_classes
+        make = make_sparse_targets if sparse else make_targets
+        return make(
             batch.labels,
             batch.affine,
             batch.visible,
@@ -92,17 +110,6 @@ class TokenLabelObjective:
             self.num_classes,
             self.smoothing,
             self.token_label_size,
-        )
-        return token_label_loss(
-            cls_logits,
-            token_logits,
-            targets,
-            box,
-            cls_weight=self.cls_weight,
-            dense_weight=self.dense_weight,
-            ground_truth=self.ground_truth,
-            gt_weight_agree=self.gt_weight_agree,
-            gt_weight_disagree=self.gt_weight_disagree,
         )
 
     def _box(self, step: StepKey, device: torch.device) -> Tensor:
