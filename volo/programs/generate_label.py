@@ -6,7 +6,8 @@
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
 OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
 The whole image is shown to the annotator, squashed to its input size, so that every crop of it has labels. The same
-command goes on where it was stopped. The annotator is a timm ConvNet or a VOLO or LV-ViT model.
+command goes on where it was stopped. The annotator is a timm ConvNet, Swin or vision transformer with average pooling,
+or a model with a dense head: VOLO, LV-ViT.
 """
 
 from __future__ import annotations
