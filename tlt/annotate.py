@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
-from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import TOKEN_LABEL_MODELS
 
 _SUGGESTION = (
     "use a ConvNet (resnet50, convnext_tiny, dm_nfnet_f0), Swin, a vision transformer with average pooling, or a model "
@@ -53,7 +53,7 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         UserError: The model's features are not a map, its logits not their mean, or its dense head is switched off.
     """
-    if isinstance(model, TokenLabelModel):
+    if isinstance(model, TOKEN_LABEL_MODELS):
         _, tokens = model(images, dense=True)  # (B, h * w, C)
         return tokens.unflatten(1, model.token_grid((images.shape[-2], images.shape[-1])))
     return _head_everywhere(model, *_features(model, images))
@@ -70,7 +70,7 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
     Raises:
         UserError: They differ; the message names the model and both sizes.
     """
-    if isinstance(model, TokenLabelModel):
+    if isinstance(model, TOKEN_LABEL_MODELS):
         return
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         features, tokens = _features(model, images)

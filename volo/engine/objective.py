@@ -21,7 +21,7 @@ from tlt.data.loader import Batch
 from tlt.data.mix import Mixup
 from tlt.errors import UserError
 from tlt.loss import LossTerms, token_label_loss
-from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import make_targets
 from volo.engine.model import TimmModel
 
@@ -139,8 +139,8 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
     """
     if not args.token_label:
         return ClassObjective(args.smoothing, _mixup(args, model.num_classes))
-    if not isinstance(model, TokenLabelModel):
-        raise UserError(f"--model {args.model} has no dense head for --token-label: use a VOLO or LV-ViT model")
+    if not isinstance(model, TOKEN_LABEL_MODELS):
+        raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
     if args.token_label_size not in (None, 1) and grid != (args.token_label_size, args.token_label_size):
         raise UserError(
