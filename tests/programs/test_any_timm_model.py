@@ -178,3 +178,35 @@ def test_models_that_can_t_are_one_line_with_exit_code_2(
         assert ended.code == 0, ended.err
         return
     assert ended.code == 2 and named in ended.err and len(ended.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("model", ["volo_test --img-size 32", "test_vit4"])
+def test_mixup_and_cutmix_beside_token_labels(
+    call: Call,
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    mode: str,
+    model: str,
+) -> None:
+    data = make_dataset(train=15)  # batches of 5
+    labels = make_labels(data)
+    flags = f"{data} {SMALL} -b 5 --epochs 2 --lr 1e-3 --token-label --token-label-data {labels} --mixup 0.8 --cutmix 1"
+    flags += f" --mixup-mode {mode} --mixup-off-epoch 1 --output {tmp_path} --model {model} --experiment"
+    ended = call("train", f"{flags} run")
+    assert ended.code == 0, ended.err
+    assert all(r["loss"] == pytest.approx(r["cls_loss"] + 0.5 * r["dense_loss"]) for r in metrics(tmp_path / "run"))
+    whole = load(tmp_path / "run" / "last.pth.tar")["state_dict"]
+    resumed = call("train", f"{flags} run --resume", tmp_path / "run" / "checkpoint-0.pth.tar")
+    assert resumed.code == 0 and "1 epochs, 3 updates done" in resumed.out, resumed.err
+    again = load(tmp_path / "run" / "last.pth.tar")["state_dict"]
+    assert all(torch.equal(v, again[n]) for n, v in whole.items())
+
+
+def test_no_labels_at_all_is_plain_cross_entropy(call: Call, data: Path, tmp_path: Path) -> None:
+    flags = f"{data} {SMALL} --epochs 1 --lr 1e-3 --output {tmp_path} --model test_vit --experiment"
+    assert call("train", f"{flags} plain").code == 0
+    assert call("train", f"{flags} labels --token-label --no-mix-token").code == 0
+    one, two = (metrics(tmp_path / name) for name in ("plain", "labels"))
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-5) and two[0]["dense_loss"] == 0

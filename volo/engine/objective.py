@@ -20,7 +20,8 @@ from tlt.data.counter import key
 from tlt.data.loader import Batch
 from tlt.data.mix import Mixup
 from tlt.errors import UserError
-from tlt.loss import LossTerms, token_label_loss
+from tlt.loss import LossTerms
+from tlt.mixed_loss import mixed_token_label_loss
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import make_targets
 from volo.engine.model import TimmModel
@@ -63,6 +64,7 @@ class TokenLabelObjective:
         token_label_size: None: one label per token; 1: one label per crop, no dense loss (ReLabel mode).
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
+        mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
     """
 
     grid: tuple[int, int]
@@ -76,13 +78,16 @@ class TokenLabelObjective:
     gt_weight_disagree: float = 0.1
     dense: bool = True
     mix_token: bool = True
+    mix: Mixup | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
         box = self._box(step, batch.images.device) if self.mix_token else None
+        shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        images = batch.images if shares is None else shares.blend_images(batch.images)
         if self.dense:
-            cls_logits, token_logits = model(batch.images, dense=True, mix_box=box)
+            cls_logits, token_logits = model(images, dense=True, mix_box=box)
         else:
-            cls_logits, token_logits = model(batch.images, mix_box=box), None
+            cls_logits, token_logits = model(images, mix_box=box), None
         targets = make_targets(
             batch.labels,
             batch.affine,
@@ -93,7 +98,7 @@ class TokenLabelObjective:
             self.smoothing,
             self.token_label_size,
         )
-        return token_label_loss(
+        return mixed_token_label_loss(
             cls_logits,
             token_logits,
             targets,
@@ -103,6 +108,7 @@ class TokenLabelObjective:
             ground_truth=self.ground_truth,
             gt_weight_agree=self.gt_weight_agree,
             gt_weight_disagree=self.gt_weight_disagree,
+            shares=shares,
         )
 
     def _box(self, step: StepKey, device: torch.device) -> Tensor:
@@ -161,6 +167,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
         args.gt_weight_disagree,
         dense=model.dense_head and args.token_label_size != 1,
         mix_token=not args.no_mix_token,
+        mix=_mixup(args, model.num_classes),
     )
 
 

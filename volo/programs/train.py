@@ -13,7 +13,7 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ from volo.engine.model import (
     prepare_model,
     wrap_model,
 )
-from volo.engine.objective import ClassObjective, Objective, make_objective
+from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of
@@ -173,9 +173,10 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 def objective_of_epoch(objective: Objective, args: Namespace, epoch: int) -> Objective:
     """The objective, without Mixup and CutMix from `--mixup-off-epoch` on."""
-    if isinstance(objective, ClassObjective) and args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
-        return ClassObjective(objective.smoothing)
-    return objective
+    if not args.mixup_off_epoch or epoch < args.mixup_off_epoch:
+        return objective
+    assert isinstance(objective, ClassObjective | TokenLabelObjective)
+    return replace(objective, mix=None)
 
 
 def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> None:
