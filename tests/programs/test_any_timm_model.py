@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import timm
 import torch
 
 from tests.programs.conftest import QUICK, Ended, launch, metrics
+from tlt.data.mix import Mixup
 from tlt.models.wrap import with_dense_head
 from tlt.store import read_map
 from volo.cli import generate_label
+from volo.engine.objective import TokenLabelObjective
+from volo.programs.train import objective_of_epoch
 
 Call = Callable[..., Ended]
 SMALL = QUICK.replace("--model volo_test --img-size 32", "--img-size 64")
@@ -210,3 +214,17 @@ def test_no_labels_at_all_is_plain_cross_entropy(call: Call, data: Path, tmp_pat
     assert call("train", f"{flags} labels --token-label --no-mix-token").code == 0
     one, two = (metrics(tmp_path / name) for name in ("plain", "labels"))
     assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-5) and two[0]["dense_loss"] == 0
+
+
+def test_ranks_do_not_wait_for_a_dense_head_that_nothing_trains(data: Path, labels: Path, tmp_path: Path) -> None:
+    flags = f"{SMALL} -b 4 --epochs 1 --token-label --token-label-data {labels} --token-label-size 1 --model test_vit"
+    launch(2, f"{flags} --output {tmp_path} --experiment run", data)
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_mixing_stops_where_mixup_off_epoch_says() -> None:
+    objective = TokenLabelObjective((2, 2), 4, mix=Mixup(0.8, num_classes=4))
+    args = Namespace(mixup_off_epoch=3)
+    assert objective_of_epoch(objective, args, 2) is objective
+    later = objective_of_epoch(objective, args, 3)
+    assert isinstance(later, TokenLabelObjective) and later.mix is None and later.grid == (2, 2)
