@@ -120,10 +120,10 @@ def test_a_refused_annotator_leaves_nothing(
     command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = [*command]
-    refused[3], refused[5] = "convnext_atto", annotator("convnext_atto")
+    refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
     assert generate_label(refused) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --model convnext_atto can't annotate") and error.count("\n") == 1
+    assert error.startswith("error: --model mobilenetv3_small_050 can't annotate") and error.count("\n") == 1
     assert not out_of(command).exists()
     assert generate_label(command) == 0
 

@@ -6,7 +6,8 @@
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
 OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
 The whole image is shown to the annotator, squashed to its input size, so that every crop of it has labels. The same
-command goes on where it was stopped. The annotator is a timm ConvNet or a VOLO or LV-ViT model.
+command goes on where it was stopped. The annotator is a timm ConvNet, Swin or vision transformer with average pooling,
+or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token labels.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tlt.data.folder import ImageFolder, find_split, printable, scan_folder
 from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import dense_head_of, with_dense_head
 from tlt.progress import Progress
 from tlt.store import TreeMetadata
 from tlt.weights import read_checkpoint
@@ -37,7 +39,7 @@ from volo.engine.distributed import choose_device
 from volo.engine.finetune import load_weights
 from volo.engine.label_job import LabelJob
 from volo.engine.metrics import Sums, correct_in_top
-from volo.engine.model import build_model, eval_settings
+from volo.engine.model import build_model, eval_settings, image_size_of
 from volo.engine.model_config import model_config_of
 from volo.engine.precision import resolve_amp_dtype
 
@@ -83,6 +85,8 @@ def load_annotator(args: Namespace) -> tuple[nn.Module, dict[str, Any]]:
     model = build_model(args, **(recorded.get("kwargs", {}) if args.model == recorded.get("name") else {}))
     if isinstance(model, TokenLabelModel) and not recorded.get("dense_head", True):
         model.set_dense_head(False)
+    if recorded.get("dense_head") and dense_head_of(checkpoint, args.use_ema or None, args.checkpoint):
+        model = with_dense_head(model, image_size_of(args))
     load_weights(model, args.checkpoint, args.use_ema or None, checkpoint)
     return model, recorded
 
