@@ -234,6 +234,10 @@ def test_data_dir_as_a_flag() -> None:
         ("--epochs 0", "--epochs: 0 is out of range: at least 1"),
         ("--hflip 1.5", "--hflip: 1.5 is out of range: 0 to 1"),
         ("--lr nan", "--lr: nan is not a finite number"),
+        ("--crop-pct 0", "--crop-pct: 0 is out of range: it must be above 0"),
+        ("--std 0", "--std: 0 is out of range: it must be above 0"),
+        ("--bn-eps 0", "--bn-eps: 0 is out of range: it must be above 0"),
+        (f"--seed {2**63}", "is out of range"),
         ("--mixup-mode bogus", "--mixup-mode: invalid choice: 'bogus'"),
         ("--model-kwargs depth", "'depth' is not KEY=VALUE"),
         ("--sched plateau", "function of the update number"),
@@ -274,6 +278,14 @@ def test_data_dir_as_a_flag() -> None:
         ("--token-label --token-label-data l --token-label-size 1 --dense-weight 1", "without dense targets"),
         ("--token-label --bad-label skip", "--bad-label skip has no effect without --token-label-data"),
         ("--token-label --token-label-data l --gt-weight-agree 0.7", "without --ground-truth"),
+        ("--token-label --cls-weight 0", "--cls-weight 0 leaves nothing to train"),
+        (
+            "--token-label --token-label-data l --cls-weight 0 --dense-weight 0",
+            "--cls-weight 0 leaves nothing to train",
+        ),
+        ("--no-aug --hflip 0.3", "--hflip 0.3 has no effect without augmentation (--no-aug)"),
+        ("--outlooker-drop-path", "without --drop-path above 0"),
+        ("--torchcompile eager --torchcompile-mode reduce-overhead", "without --torchcompile inductor"),
         ("--mixup-prob 0.5", "without --mixup or --cutmix"),
         ("--mixup 0.2 --mixup-switch-prob 0.1", "without --mixup and --cutmix"),
         ("--model-ema-decay 0.9", "without --model-ema"),
@@ -286,6 +298,7 @@ def test_data_dir_as_a_flag() -> None:
         ("--warmup-epochs 0 --warmup-lr 1e-4", "without --warmup-epochs"),
         ("--decay-epochs 5", "without --sched step"),
         ("--decay-rate 0.5", "without --sched step, poly"),
+        ("--sched step --cooldown-epochs 5", "--cooldown-epochs 5 has no effect without --sched cosine"),
         ("--sched step --min-lr 0", "--min-lr 0.0 has no effect without --sched cosine"),
         ("--lr-cycle-mul 2", "without --lr-cycle-limit above 1"),
         ("--reprob 0 --recount 2", "without --reprob"),
@@ -320,6 +333,12 @@ def test_what_is_honoured_but_may_surprise_is_noted(line: str, note: str) -> Non
     assert parse_train(["/data"]).notes == []
     notes = parse_train(["/data", *line.split()]).notes
     assert len(notes) == 1 and note in notes[0]
+
+
+def test_what_says_what_happens_anyway_is_taken() -> None:
+    flags = "/data --sched step --cooldown-epochs 0 --no-aug --outlooker-drop-path --drop-path 0.1"
+    args = parse_train(flags.split())
+    assert args.cooldown_epochs == 0 and args.no_aug and args.outlooker_drop_path
 
 
 def test_aliases_set_what_they_stand_for() -> None:
@@ -367,6 +386,7 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
         (LABELLED | {"token_label_size": 1}, "--img-size 384", {"token_label_size": 1}),
         ({"validation_batch_size_multiplier": 2}, "--validation-batch-size 8", {"validation_batch_size_multiplier": 1}),
         ({"drop_path": 0.5}, "--drop-connect 0.1", {"drop_path": 0.1}),
+        ({"aa": "rand-m5", "reprob": 0.1}, "--no-aug", {"no_aug": True, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}),
         ({"pretrained": True}, "--finetune f", {"pretrained": False, "finetune": "f"}),
         (
             {"token_label": True, "token_label_data": "l", "dense_weight": 1.0, "ground_truth": True},

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tlt.errors import UserError
+from volo.engine import run_directory
+from volo.engine.distributed import World
+from volo.engine.logger import Logger
 from volo.engine.run_directory import RunDirectory, choose_directory, read_summary
 
 
@@ -38,6 +43,43 @@ def test_resume_goes_on_in_the_directory_of_the_run(tmp_path: Path) -> None:
     assert auto.name == "20260102-000000-volo_d1-224"
     named = tmp_path / "20260101-000000-volo_d1-224" / "last.pth.tar"
     assert choose_directory(_args(tmp_path, resume=str(named)), (224, 224)) == named.parent
+
+
+def test_resume_of_a_file_starts_another_run_where_one_is_named(tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "args.yaml").touch()
+    file = str(one / "last.pth.tar")
+    for changes in ({}, {"experiment": "one"}):
+        assert choose_directory(_args(tmp_path, resume=file, **changes), (224, 224)) == one
+    assert choose_directory(_args(tmp_path, resume=file, experiment="two"), (224, 224)) == tmp_path / "two"
+    assert choose_directory(_args(tmp_path / "elsewhere", resume=file), (224, 224)).parent == tmp_path / "elsewhere"
+
+
+def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr(run_directory, "datetime", Clock)
+    names = []
+    for _ in range(3):
+        names.append(choose_directory(_args(tmp_path), (224, 224)).name)
+        (tmp_path / names[-1]).mkdir()
+    start = "20260102-030405-volo_d1-224"
+    assert names == [start, f"{start}-2", f"{start}-3"]
+
+
+def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        logger = Logger(World(rank, rank, 2, torch.device("cpu")))
+        logger.line("learning rate 0.1")
+        if rank == 0:
+            logger.open(RunDirectory(tmp_path))
+        logger.line("epoch 1")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["learning rate 0.1", "epoch 1"]
 
 
 def test_records(tmp_path: Path) -> None:

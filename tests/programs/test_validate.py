@@ -114,6 +114,17 @@ def test_bad_input_is_one_line_with_exit_code_2(call: Call, trained: tuple[Path,
     assert named in ended.err and len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err
 
 
+def test_flags_win_over_how_the_checkpoints_model_was_built(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    flags = f"{data} {QUICK} --epochs 1 --lr 2e-3 --gp avg --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    path, out = tmp_path / "run" / "last.pth.tar", tmp_path / "a.json"
+    recorded, same, other = (_rows(call, data, path, out, gp)[0]["loss"] for gp in ("", "--gp avg", "--gp token"))
+    assert recorded == same != other
+
+
 def test_an_empty_directory_is_named(call: Call, trained: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     ended = call("validate", f"{trained[0]} -j 0 --checkpoint {tmp_path / 'empty'}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from tlt.errors import UserError
 from volo.engine.config import load_yaml
-from volo.engine.flag_rules import check_train, check_validate, resolve_aliases
+from volo.engine.flag_rules import AUGMENTATION_FLAGS, check_train, check_validate, resolve_aliases
 from volo.engine.flag_table import FlagParser
 from volo.engine.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
 from volo.engine.flags_train import TRAIN_GROUPS
@@ -115,6 +115,8 @@ def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[
         void |= one if other & given.keys() else set()
     if given.get("token_label") is False:
         void.update(_TOKEN_LABEL_FLAGS)
+    if given.get("no_aug"):
+        void.update(AUGMENTATION_FLAGS)
     if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
         void.add("token_label_size")  # it belongs to the recipe's image size
     return {dest: value for dest, value in recipe.items() if dest not in void}

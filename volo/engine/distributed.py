@@ -50,7 +50,7 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
 
     Raises:
-        UserError: A GPU is asked for that this machine doesn't have.
+        UserError: A GPU is asked for that this machine doesn't have, or something that is neither CPU nor GPU.
     """
     name = requested or "auto"
     if name == "auto":
@@ -59,6 +59,8 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: cpu, cuda and cuda:N are the devices that this project runs on")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         device = torch.device("cuda", local_rank if device.index is None else device.index)

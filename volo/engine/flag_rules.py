@@ -13,6 +13,9 @@ from volo.engine.flags_train import SCHEDULES
 _FOLDERS = ("", "imagefolder", "image_folder", "folder")
 _COMPILE = "TorchScript is not supported: use --torchcompile"
 _DENSE = "dense targets (--token-label-data, and no --token-label-size 1)"
+CYCLIC = ("cosine", "tanh", "poly")
+# What --no-aug leaves no room for; --train-interpolation it uses.
+AUGMENTATION_FLAGS = ("scale", "ratio", "hflip", "vflip", "aa", "color_jitter", "reprob", "remode", "recount")
 _SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
 
 # Flags that can only stay at their default, and why.
@@ -50,7 +53,7 @@ def _mixes(args: Namespace) -> bool:
 
 _NEEDS_PRECISION = (
     Need(("amp_dtype",), "--amp", lambda a: a.amp),
-    Need(("torchcompile_mode",), "--torchcompile", lambda a: a.torchcompile is not None),
+    Need(("torchcompile_mode",), "--torchcompile inductor", lambda a: a.torchcompile == "inductor"),
 )
 _NEEDS_VALIDATE = (
     *_NEEDS_PRECISION,
@@ -77,17 +80,17 @@ _NEEDS_TRAIN = (
     Need(("no_resume_opt",), "--resume", lambda a: bool(a.resume)),
     Need(("warmup_lr", "warmup_prefix"), "--warmup-epochs", lambda a: a.warmup_epochs > 0),
     Need(("remode", "recount"), "--reprob", lambda a: a.reprob > 0),
+    Need(AUGMENTATION_FLAGS, "augmentation (--no-aug)", lambda a: not a.no_aug),
+    Need(("outlooker_drop_path",), "--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs),
     Need(("decay_epochs",), "--sched step", lambda a: a.sched == "step"),
     Need(
         ("decay_rate",),
         "--sched step, poly or several cosine cycles",
         lambda a: a.sched in ("step", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
     ),
-    Need(
-        ("min_lr", "cooldown_epochs", "lr_cycle_limit"),
-        "--sched cosine, tanh or poly",
-        lambda a: a.sched in ("cosine", "tanh", "poly"),
-    ),
+    Need(("min_lr", "lr_cycle_limit"), "--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC),
+    # 0 says what happens.
+    Need(("cooldown_epochs",), "--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC or a.cooldown_epochs == 0),
     Need(("lr_cycle_mul",), "--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1),
 )
 
@@ -121,6 +124,8 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_weights(args)
     notes = _settle_token_labels(args)
     _check_needs(args, flags, _NEEDS_TRAIN)
+    if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
+        raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
     _check_mixing(args)
     return notes + _remarks(args)
 
@@ -255,10 +260,10 @@ def _remarks(args: Namespace) -> list[str]:
     notes = []
     if args.token_label and _mixes(args) and not args.no_mix_token:
         notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
-    if args.aa and args.aa != "none" and args.color_jitter != 0.4 and not args.no_aug:
+    if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
     if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
         notes.append(f"--warmup-epochs {args.warmup_epochs} covers all of --epochs {args.epochs}")
-    if args.lr is not None and args.lr < args.min_lr and args.sched in ("cosine", "tanh", "poly"):
+    if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC:
         notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")
     return notes

@@ -21,7 +21,7 @@ from tlt.errors import UserError
 
 @dataclass(frozen=True)
 class Number:
-    """Argument type: an int or a finite float inside [low, high].
+    """Argument type: an int or a finite float inside [low, high], or above 0 and up to high where `positive`.
 
     Raises:
         argparse.ArgumentTypeError: the text is no such number; argparse puts the flag's name before the message.
@@ -30,6 +30,7 @@ class Number:
     kind: type[int] | type[float]
     low: float = -math.inf
     high: float = math.inf
+    positive: bool = False
 
     def __call__(self, text: str) -> int | float:
         try:
@@ -38,13 +39,15 @@ class Number:
             raise argparse.ArgumentTypeError(f"invalid {self.kind.__name__} value: {text!r}") from None
         if not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-        if not self.low <= value <= self.high:
+        if not self.low <= value <= self.high or (self.positive and value <= 0):
             raise argparse.ArgumentTypeError(f"{text} is out of range: {self.range_text}")
         return value
 
     @property
     def range_text(self) -> str:
         """The allowed range in words."""
+        if self.positive:
+            return "it must be above 0"
         if math.isinf(self.high):
             return f"at least {self.low:g}"
         if math.isinf(self.low):
@@ -57,6 +60,8 @@ COUNT = Number(int, low=0)
 POSITIVE = Number(int, low=1)
 FLOAT = Number(float)
 AMOUNT = Number(float, low=0)
+ABOVE_ZERO = Number(float, positive=True)
+SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 
 

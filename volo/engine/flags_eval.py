@@ -6,7 +6,7 @@ what it is.
 
 from __future__ import annotations
 
-from volo.engine.flag_table import AMOUNT, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
+from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_train import COMPILE_MODES, INTERPOLATIONS, POOLS
 
 _MODEL = (
@@ -22,9 +22,9 @@ _MODEL = (
 _IMAGES = (
     flag("--img-size", default=None, type=POSITIVE, metavar="N", help="image side in px (the model's own)"),
     flag("--input-size", default=None, type=POSITIVE, nargs=3, metavar="N", help="channels, height and width in px"),
-    flag("--crop-pct", default=None, type=AMOUNT, metavar="R", help="crop / resized side (the model's own)"),
+    flag("--crop-pct", default=None, type=ABOVE_ZERO, metavar="R", help="crop / resized side (the model's own)"),
     flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
-    flag("--std", default=None, type=AMOUNT, nargs="+", metavar="S", help="pixel deviations in 0..1 (the model's own)"),
+    flag("--std", default=None, type=ABOVE_ZERO, nargs="+", metavar="S", help="their deviations (the model's own)"),
     flag("--interpolation", default="", choices=INTERPOLATIONS, help="resize filter (the model's own)"),
     flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
     switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),

@@ -6,7 +6,7 @@ means something, `--lr` and `--token-label-size`, are told in docs/flags.md); ne
 
 from __future__ import annotations
 
-from volo.engine.flag_table import AMOUNT, COUNT, FLOAT, INT, POSITIVE, SHARE, Group, flag, switch
+from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, INT, POSITIVE, SEED, SHARE, Group, flag, switch
 
 INTERPOLATIONS = ("", "bilinear", "bicubic")
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
@@ -20,7 +20,7 @@ RUN = Group(
         flag("--output", default="", metavar="DIR", help="folder for run directories (output/train)"),
         flag("--experiment", default="", metavar="NAME", help="name of the run directory (TIME-MODEL-SIZE)"),
         flag(
-            "--seed", default=42, type=COUNT, metavar="N", help="seed of weights, data order, augmentation and MixToken"
+            "--seed", default=42, type=SEED, metavar="N", help="seed of weights, data order, augmentation and MixToken"
         ),
         flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
         switch("--dry-run", help="check flags, data and model, print what would run, and stop before the first step"),
@@ -48,7 +48,7 @@ DATA = Group(
         flag(
             "--crop-pct",
             default=None,
-            type=AMOUNT,
+            type=ABOVE_ZERO,
             metavar="R",
             help="validation crop / resized side (the model's own)",
         ),
@@ -56,7 +56,7 @@ DATA = Group(
         flag(
             "--std",
             default=None,
-            type=AMOUNT,
+            type=ABOVE_ZERO,
             nargs="+",
             metavar="S",
             help="pixel deviations in 0..1 (the model's own)",
@@ -220,7 +220,7 @@ SCHEDULE = Group(
 AUGMENTATION = Group(
     "Augmentation",
     (
-        switch("--no-aug", help="resize and centre crop alone; overrides the other flags of this group"),
+        switch("--no-aug", help="squash the image to its size and do nothing else to it; not with the flags below"),
         flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
         flag("--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"),
         flag("--hflip", default=0.5, type=SHARE, metavar="P", help="probability of a horizontal flip"),
@@ -271,7 +271,7 @@ BATCH_NORM = Group(
     "BatchNorm",
     (
         flag("--bn-momentum", default=None, type=SHARE, metavar="M", help="momentum of every BatchNorm"),
-        flag("--bn-eps", default=None, type=AMOUNT, metavar="E", help="epsilon of every BatchNorm"),
+        flag("--bn-eps", default=None, type=ABOVE_ZERO, metavar="E", help="epsilon of every BatchNorm"),
         switch("--bn-tf", help="TensorFlow's momentum 0.01 and epsilon 1e-3"),
         switch("--sync-bn", help="statistics over all ranks"),
         switch("--freeze-bn", help="normalise by the running statistics and leave them as they are"),

@@ -27,7 +27,7 @@ class Logger:
     """Console and run directory of rank 0; on the other ranks every method does nothing.
 
     Attributes:
-        directory: The run's records; None before there are any, and on other ranks.
+        directory: The run's records; None before `open`, and on other ranks.
         total_updates: Of the whole run, for the ETA.
     """
 
@@ -36,7 +36,15 @@ class Logger:
         self.directory: RunDirectory | None = None
         self.total_updates = 0
         self._bar: tqdm | None = None
+        self._before: list[str] = []  # lines for log.txt from before there was one
         self._seconds, self._updates = 0.0, 0
+
+    def open(self, directory: RunDirectory) -> None:
+        """Keep records in `directory` from now on; what was printed before goes to its log.txt, too."""
+        self.directory = directory
+        for text in self._before:
+            directory.log(text)
+        self._before.clear()
 
     def line(self, text: str) -> None:
         """Print one line and keep it in log.txt."""
@@ -46,8 +54,11 @@ class Logger:
             print(text, flush=True)
         else:
             tqdm.write(text, file=sys.stdout)
+        stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"
         if self.directory is not None:
-            self.directory.log(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+            self.directory.log(stamped)
+        else:
+            self._before.append(stamped)
 
     def faults(self, lines: Iterable[str]) -> None:
         """Print what went wrong with this rank's data; every rank speaks, because each reads other images."""

@@ -34,14 +34,15 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
     return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
 
 
-def build_model(args: Namespace, **overrides: Any) -> TimmModel:
+def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> TimmModel:
     """Build `args.model` on the CPU.
 
     Args:
-        overrides: Keyword arguments of the model that win over the flags (a checkpoint's own, say).
+        recorded: Keyword arguments of the model from a checkpoint; flags win over them.
 
     Raises:
-        UserError: Unknown model name (the nearest ones are shown), or an argument the model doesn't know.
+        UserError: Unknown model name (the nearest ones are shown), an argument the model doesn't know, or published
+            weights that don't exist or can't be fetched.
     """
     name = args.model
     if not timm.is_model(name):
@@ -49,11 +50,18 @@ def build_model(args: Namespace, **overrides: Any) -> TimmModel:
         raise UserError(
             f"--model {name}: timm knows no such model" + (f"; did you mean {', '.join(near)}?" if near else "")
         )
-    kwargs = _model_kwargs(args) | overrides
+    kwargs = (recorded or {}) | _model_kwargs(args)
     try:
         return timm.create_model(name, **kwargs)
-    except TypeError as error:
+    except (TypeError, AssertionError) as error:
         raise UserError(f"--model {name} cannot be built with {kwargs}: {error}") from error
+    except (OSError, RuntimeError) as error:  # what a hub raises without a network derives from OSError
+        if not kwargs["pretrained"]:
+            raise
+        raise UserError(
+            f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of "
+            "them with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
+        ) from error
 
 
 def _model_kwargs(args: Namespace) -> dict[str, Any]:
@@ -136,10 +144,18 @@ def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
 
 
 def compile_model(model: TimmModel, args: Namespace) -> TimmModel:
-    """Compile the model if `--torchcompile` says so."""
+    """Compile the model (or any function) if `--torchcompile` says so.
+
+    Raises:
+        UserError: torch knows no such backend.
+    """
     if not args.torchcompile:
         return model
-    return torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
+    try:
+        return torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
+    except torch._dynamo.exc.InvalidBackend as error:
+        known = ", ".join(torch.compiler.list_backends())
+        raise UserError(f"--torchcompile {args.torchcompile}: no such backend, there are {known}") from error
 
 
 def set_batchnorm(model: nn.Module, args: Namespace) -> None:

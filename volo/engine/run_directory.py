@@ -12,6 +12,7 @@ curve.png        learning curves (where matplotlib is installed)
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import platform
@@ -35,25 +36,39 @@ def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:
     """Return where this run writes; creates nothing.
 
     `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`.
-    With `--resume FILE` it is the directory of the file, if that is a run's; with `--resume auto` and no name, the
-    newest run of this model and size.
+    With `--resume FILE` it is the directory of the file, if that is a run's and neither flag names another place; with
+    `--resume auto` and no name, the newest run of this model and size.
 
     Raises:
         UserError: The directory holds another run's checkpoints and nobody asked to resume it.
     """
     root = Path(args.output or DEFAULT_ROOT)
     suffix = f"-{args.model.replace('/', '_')}-{max(image_size)}"
-    if args.resume and args.resume != "auto" and (Path(args.resume).parent / "args.yaml").is_file():
-        return Path(args.resume).parent
+    resumed = Path(args.resume).parent if args.resume not in ("", "auto") else None
+    if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
+        return resumed
     if not args.experiment:
         earlier = sorted(p.parent for p in root.glob(f"*{suffix}/args.yaml")) if args.resume == "auto" else []
-        return earlier[-1] if earlier else root / (datetime.now().strftime("%Y%m%d-%H%M%S") + suffix)
+        return earlier[-1] if earlier else _unused(root / (datetime.now().strftime("%Y%m%d-%H%M%S") + suffix))
     directory = root / args.experiment
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
             f"{directory} already holds checkpoints: continue it with --resume auto, or name another --experiment"
         )
     return directory
+
+
+def _is_named(directory: Path, args: Namespace) -> bool:
+    """Whether `--output` and `--experiment`, where given, mean `directory`."""
+    if args.experiment:
+        return (Path(args.output or DEFAULT_ROOT) / args.experiment).resolve() == directory.resolve()
+    return not args.output or Path(args.output).resolve() == directory.resolve().parent
+
+
+def _unused(directory: Path) -> Path:
+    """`directory`, or with a number where a run has it that started in the same second."""
+    numbered = (directory.with_name(f"{directory.name}-{number}") for number in itertools.count(2))
+    return next(path for path in itertools.chain([directory], numbered) if not path.exists())
 
 
 class RunDirectory:

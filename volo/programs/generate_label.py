@@ -39,7 +39,7 @@ from volo.engine.distributed import choose_device
 from volo.engine.finetune import load_weights
 from volo.engine.label_job import LabelJob
 from volo.engine.metrics import Sums, correct_in_top
-from volo.engine.model import build_model, eval_settings, image_size_of
+from volo.engine.model import build_model, compile_model, eval_settings, image_size_of
 from volo.engine.model_config import model_config_of
 from volo.engine.precision import resolve_amp_dtype
 
@@ -82,7 +82,7 @@ def load_annotator(args: Namespace) -> tuple[nn.Module, dict[str, Any]]:
     args.num_classes = args.num_classes or recorded.get("num_classes")
     if args.img_size is None and args.input_size is None:
         args.img_size = recorded.get("img_size")
-    model = build_model(args, **(recorded.get("kwargs", {}) if args.model == recorded.get("name") else {}))
+    model = build_model(args, recorded.get("kwargs") if args.model == recorded.get("name") else None)
     if isinstance(model, TokenLabelModel) and not recorded.get("dense_head", True):
         model.set_dense_head(False)
     if recorded.get("dense_head") and dense_head_of(checkpoint, args.use_ema or None, args.checkpoint):
@@ -134,9 +134,7 @@ def annotator(args: Namespace, model: nn.Module, device: torch.device) -> Callab
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             return dense_logits(model, images)
 
-    if args.torchcompile:
-        return torch.compile(annotate, backend=args.torchcompile, mode=args.torchcompile_mode)
-    return annotate
+    return compile_model(annotate, args)
 
 
 def describe(args: Namespace, settings: dict[str, Any], folder: ImageFolder, shape: torch.Size) -> TreeMetadata:

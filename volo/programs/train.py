@@ -24,6 +24,7 @@ from torchvision.utils import save_image
 import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader, worker_fault
+from tlt.errors import UserError
 from volo.engine.checkpoint import (
     CheckpointDir,
     Resume,
@@ -223,6 +224,9 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
     for message in messages:
         logger.line(message)
     if args.start_epoch is not None:
+        last = setup.schedule.total_epochs - 1
+        if args.start_epoch > last:
+            raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
         state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
     return path
 
@@ -235,8 +239,9 @@ def open_run(
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
         if world.is_primary:
-            logger.directory = RunDirectory(directory)
-            logger.directory.record_start(args, world.size, str(world.device))
+            run_directory = RunDirectory(directory)
+            run_directory.record_start(args, world.size, str(world.device))
+            logger.open(run_directory)
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
     if checkpoints is not None and resumed is not None:
         for message in checkpoints.restore(setup.state, resumed):

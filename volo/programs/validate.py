@@ -88,7 +88,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
-    model = build_model(args, **config.get("kwargs", {}))
+    model = build_model(args, config.get("kwargs") if args.model == config.get("name") else None)
     if path is not None:
         load_weights(model, path, args.use_ema, checkpoint)
     if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
