@@ -6,7 +6,8 @@ Importing it registers `lvvit_t`, `lvvit_s`, `lvvit_m` and `lvvit_l` with timm. 
 import sys
 from pathlib import Path
 
-_PROGRAMS = {"train", "validate", "generate_label", "volo-train", "volo-validate", "volo-generate-label"}
+_NAMES = ("train", "validate", "generate_label", "benchmark")
+_PROGRAMS = {*_NAMES, *(f"volo-{name.replace('_', '-')}" for name in _NAMES), "tlt"}
 
 # A program that only prints its --help needs no model and must not spend seconds on importing torch.
 answering_help = Path(sys.argv[0]).stem in _PROGRAMS and not {"-h", "--help"}.isdisjoint(sys.argv[1:])

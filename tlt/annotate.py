@@ -1,11 +1,20 @@
 """Dense logits from an annotator network: what it sees at every place of its last feature map.
 
-A ConvNet that averages its last map and puts a linear layer on the mean can put that layer on every place instead: the
-mean of these dense logits is then its ordinary output. Where that does not hold (a norm or an activation behind the
-pooling, attention pooling, a class token), the dense logits are nobody's opinion, and `check_dense` refuses the
-network. VOLO and LV-ViT have a head that was trained to label their tokens, and use that.
+A network that averages its last map and puts a linear layer on the mean can put that layer on every place instead: the
+mean of these dense logits is then its ordinary output. This holds for most ConvNets, for Swin, and for vision
+transformers that normalise before they average.
 
-Shapes: B images, C classes, maps of `h x w` places.
+Where a layer norm or RMS norm stands between the average and the linear layer (ConvNeXt, most vision transformers with
+average pooling), the head is not linear, and the mean of what it says of each place alone is not its output. Such a
+norm is linear but for one number, the deviation it divides by; and the network has computed that number, from the
+average. Dense logits here divide every place by this deviation of its image. Their mean is the output, exactly; a
+place's logits differ from those that the head would give it alone by one positive factor before the constant term, so
+that what is dim in the image stays dim.
+
+Where neither holds (an activation behind the pooling, attention pooling, a class token) there are no exact dense
+logits, and `check_dense` refuses the network. Models with a dense head were trained to label their places, and use it.
+
+Shapes: B images, C classes, maps of `h x w` places, `channels` features.
 """
 
 from __future__ import annotations
@@ -17,11 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
+from tlt.models.wrap import TOKEN_LABEL_MODELS
 
-_SUGGESTION = "use a ConvNet such as resnet50, regnety_016, efficientnet_b0 or dm_nfnet_f0, or a VOLO or LV-ViT model"
+_SUGGESTION = (
+    "use a ConvNet (resnet50, convnext_tiny, dm_nfnet_f0), Swin, a vision transformer with average pooling, or a model "
+    "with a dense head"
+)
 # Of the largest logit. Linear heads agree to about 1e-6 in float32, and to a few 1e-4 in TF32.
 _TOLERANCE = 1e-3
+_OTHER_SOURCES = {"token": "its class token", "map": "attention pooling"}
 
 
 @torch.no_grad()
@@ -29,42 +43,43 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
     """Logits of every place.
 
     Args:
-        model: A TokenLabelModel, or a timm model with `forward_features` and `forward_head`, in evaluation mode.
+        model: A model with a dense head, or a timm model with `forward_features` and `forward_head`, in evaluation
+            mode.
         images: (B, 3, H, W), normalised.
 
     Returns:
         (B, h, w, C).
 
     Raises:
-        UserError: The model's features are not a map, or its dense head is switched off.
+        UserError: The model's features are not a map, its logits not their mean, or its dense head is switched off.
     """
-    if isinstance(model, TokenLabelModel):
+    if isinstance(model, TOKEN_LABEL_MODELS):
         _, tokens = model(images, dense=True)  # (B, h * w, C)
         return tokens.unflatten(1, model.token_grid((images.shape[-2], images.shape[-1])))
-    return _head_everywhere(model, _feature_map(model, images))
+    return _head_everywhere(model, *_features(model, images))
 
 
 def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:
     """Refuse an annotator whose mean over its dense logits is not its own output.
 
     Args:
-        model: In evaluation mode. A TokenLabelModel passes: its dense head is a head of its own.
+        model: In evaluation mode. A model with a dense head passes: that is a head of its own.
         images: (B, 3, H, W), normalised; two or more real images are enough. Compared in float32.
         name: How the message calls the model.
 
     Raises:
         UserError: They differ; the message names the model and both sizes.
     """
-    if isinstance(model, TokenLabelModel):
+    if isinstance(model, TOKEN_LABEL_MODELS):
         return
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-        features = _feature_map(model, images)
+        features, tokens = _features(model, images)
         # Untrained or small features can leave a nonlinear head in its nearly linear range, and small images can leave
         # a map of one place: large features of both signs do neither.
         probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
         pairs = [
-            (model(images), _head_everywhere(model, features)),
-            (_head(model, 10 * probe), _head_everywhere(model, 10 * probe)),
+            (model(images), _head_everywhere(model, features, tokens)),
+            (_head(model, 10 * probe, tokens), _head_everywhere(model, 10 * probe, tokens)),
         ]
     for own, dense in pairs:
         _compare(own, dense.mean((1, 2)), name)
@@ -94,30 +109,43 @@ def _compare(own: Tensor, mean: Tensor, name: str) -> None:
         )
 
 
-def _feature_map(model: nn.Module, images: Tensor) -> Tensor:
-    """(B, h, w, channels) of a timm model's last features."""
+def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
+    """(B, h, w, channels) of a timm model's last features, and whether the model keeps them as tokens."""
     kind = type(model).__name__
     if not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
         raise UserError(f"{kind} has no forward_features and forward_head; {_SUGGESTION}")
     features = cast(Callable[[Tensor], Any], model.forward_features)(images)
-    if not isinstance(features, Tensor) or features.ndim != 4:
-        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise UserError(f"{kind} can't annotate: its features are {shape}, not a map (B, C, h, w); {_SUGGESTION}")
-    return features if _is_channels_last(model) else features.permute(0, 2, 3, 1)
+    tokens, pool = isinstance(features, Tensor) and features.ndim == 3, getattr(model, "global_pool", "avg")
+    if tokens and pool != "avg":
+        source = _OTHER_SOURCES.get(pool, f"global pooling {pool!r}")
+        raise UserError(f"{kind} can't annotate: its logits come from {source}, not from its patches; {_SUGGESTION}")
+    try:
+        return feature_map(model, features, (images.shape[-2], images.shape[-1])), tokens
+    except UserError as error:
+        raise UserError(f"{error}, so it can't annotate; {_SUGGESTION}") from error
 
 
-def _head(model: nn.Module, features: Tensor) -> Tensor:
+def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
     """(B, h, w, channels) -> (B, C): the model's own way from its features to its output."""
     head = cast(Callable[[Tensor], Tensor], model.forward_head)
-    return head(features if _is_channels_last(model) else features.permute(0, 3, 1, 2))
+    if tokens:
+        # Class token and registers take no part in an average; where they do, `check_dense` sees it.
+        prefix = features.new_zeros(features.shape[0], prefix_tokens(model), features.shape[-1])
+        return head(torch.cat([prefix, features.flatten(1, 2)], dim=1))
+    return head(features if is_channels_last(model) else features.permute(0, 3, 1, 2))
 
 
-def _head_everywhere(model: nn.Module, features: Tensor) -> Tensor:
-    """(B, h, w, channels) -> (B, h, w, C): the head on every place as if it were an image of its own, so that whatever
-    the head does is done."""
+def _head_everywhere(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
+    """(B, h, w, channels) -> (B, h, w, C): the head on every place, see the module's description."""
+    norm = norm_after_pooling(model)
+    if norm is not None:
+        classifier = cast(Callable[[], nn.Module], model.get_classifier)()
+        if getattr(classifier, "in_features", None) != features.shape[-1]:
+            raise UserError(
+                f"{type(model).__name__} can't annotate: there is another layer between the norm of its head and its "
+                f"classifier; {_SUGGESTION}"
+            )
+        return classifier(norm_with_scale_of(norm, features, features.mean((1, 2))).to(features.dtype))
+    # As if every place were an image of its own, so that whatever the head does is done.
     batch, h, w, channels = features.shape
-    return _head(model, features.reshape(batch * h * w, 1, 1, channels)).view(batch, h, w, -1)
-
-
-def _is_channels_last(model: nn.Module) -> bool:
-    return str(getattr(model, "output_fmt", "NCHW")).upper().endswith("NHWC")
+    return _head(model, features.reshape(batch * h * w, 1, 1, channels), tokens).view(batch, h, w, -1)

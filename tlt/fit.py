@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tlt.models.pos_embed import adapt_state_dict
 from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 from tlt.weights import clean_state_dict, unwrap
 
 
@@ -68,6 +69,8 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
     names = [classifier] if isinstance(classifier, str) else list(classifier)
     if isinstance(model, TokenLabelModel):
         names += ["head", "aux_head"]
+    if isinstance(model, WithDenseHead):
+        names += DENSE_LAYERS
     return tuple(dict.fromkeys(names))
 
 

@@ -10,10 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from tlt.data.folder import printable
+from tlt.data.folder import natural_key, printable
 from tlt.errors import UserError
 
 
@@ -55,11 +56,36 @@ class Found:
     missing: set[int] = field(default_factory=set)
 
 
-def find_labels(root: str, names: Sequence[str]) -> Found:
-    """Match images with label files, at the cost of one directory listing per folder.
+class Listing(Protocol):
+    """The label files there are."""
+
+    root: str
+
+    def files(self, folder: str) -> set[str]:
+        """Names of the label files in a folder, relative to the root."""
+
+    def has(self, path: str) -> bool:
+        """Whether there is this label file, relative to the root."""
+
+
+class TreeListing:
+    """The label files below a folder."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def files(self, folder: str) -> set[str]:
+        return _label_files(self.root, folder)
+
+    def has(self, path: str) -> bool:
+        return os.path.isfile(os.path.join(self.root, path))
+
+
+def find_labels(listing: Listing, names: Sequence[str]) -> Found:
+    """Match images with label files, at the cost of one listing per folder.
 
     Args:
-        root: The label tree.
+        listing: The label files.
         names: Image paths relative to the image folder.
 
     Raises:
@@ -71,7 +97,7 @@ def find_labels(root: str, names: Sequence[str]) -> Found:
         by_folder.setdefault(os.path.dirname(name), []).append(index)
     found, open_cases = Found(), []
     for folder, indices in by_folder.items():
-        files = free[folder] = _label_files(root, folder)
+        files = free[folder] = listing.files(folder)
         for index in indices:
             label = os.path.basename(names[index]) + ".pt"
             if label in files:
@@ -82,17 +108,18 @@ def find_labels(root: str, names: Sequence[str]) -> Found:
                 files.remove(label)
             else:
                 open_cases.append(index)
-    _match_published(root, names, free, open_cases, found)
+    _match_published(listing, names, free, open_cases, found)
     return found
 
 
 def _match_published(
-    root: str, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: Found
+    listing: Listing, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: Found
 ) -> None:
+    root = listing.root
     claims: dict[str, list[int]] = {}
     for index in open_cases:
         own = os.path.splitext(names[index])[0] + ".pt"
-        if os.path.isfile(os.path.join(root, own)):
+        if listing.has(own):
             raise UserError(
                 f"label {printable(os.path.join(root, own))} fits {printable(names[index])} and another image; "
                 "make the labels again with generate_label.py, which tells the two apart"
@@ -101,7 +128,7 @@ def _match_published(
     for label, indices in claims.items():
         folder, file = os.path.split(label)
         if folder not in free:
-            free[folder] = _label_files(root, folder)
+            free[folder] = listing.files(folder)
         if file not in free[folder]:
             found.missing.update(indices)
         elif len(indices) > 1:
@@ -123,3 +150,17 @@ def _label_files(root: str, folder: str) -> set[str]:
     except OSError as error:
         path = printable(os.path.join(root, folder))
         raise UserError(f"label folder {path} can't be read ({error.strerror}): mend its permissions") from error
+
+
+def label_files_below(tree: str) -> tuple[list[str], list[str]]:
+    """Label files and other files below a folder, relative to it, in natural order."""
+    labels: list[str] = []
+    other: list[str] = []
+    for folder, _, files in os.walk(tree):
+        relative = os.path.relpath(folder, tree)
+        for name in files:
+            path = name if relative == "." else os.path.join(relative, name)
+            hidden = name.startswith(".")  # what a killed writer left
+            (labels if name.endswith(".pt") and not hidden else other).append(path)
+    labels.sort(key=lambda name: (natural_key(name), name))
+    return labels, sorted(other)

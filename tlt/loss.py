@@ -9,13 +9,15 @@ Shapes: B images, N tokens, C classes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt.groups import image_groups
 from tlt.mixtoken import Box, mixed_share
+from tlt.sparse_targets import SparseLabels, SparseTargets
 from tlt.targets import Targets
 
 
@@ -30,7 +32,7 @@ class LossTerms(NamedTuple):
 def token_label_loss(
     cls_logits: Tensor,
     token_logits: Tensor | None,
-    targets: Targets,
+    targets: Targets | SparseTargets,
     mix_box: Box | None = None,
     *,
     cls_weight: float = 1.0,
@@ -44,7 +46,8 @@ def token_label_loss(
     Args:
         cls_logits: (B, C).
         token_logits: (B, N, C), un-mixed; None where the dense head is off.
-        targets: From `tlt.targets.make_targets`. Without token targets (label size 1) the dense loss is 0.
+        targets: From `tlt.sparse_targets.make_sparse_targets`, or dense from `tlt.targets.make_targets`: the same loss.
+            Without token targets (label size 1) the dense loss is 0.
         mix_box: MixToken's box `(row0, col0, row1, col1)` in tokens, ints or an int tensor; None for no mixing. The
             class target is mixed with the partner's (sample B - 1 - i) by the share of tokens the box covers.
         cls_weight, dense_weight: A term of weight 0 is not computed, so that a head which is not trained can't spoil
@@ -79,11 +82,58 @@ def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return losses.view(logits.shape[:-1])
 
 
+def sparse_cross_entropy(logits: Tensor, target: SparseLabels) -> Tensor:
+    """(B, N, C) logits and sparse soft labels -> (B, N) cross-entropy, computed in at least float32.
+
+    Equals `soft_cross_entropy(logits, target.dense(C))` without any tensor of that size but the logits' gradient. The
+    labels get no gradient.
+    """
+    losses: Tensor = _SparseCrossEntropy.apply(logits, target.base, target.ids, target.excess)
+    return losses
+
+
+class _SparseCrossEntropy(torch.autograd.Function):
+    """With labels t = base + excess: loss = -sum t log softmax(x), and d loss / d x = sum(t) softmax(x) - t.
+
+    The softmax is computed again in the backward pass: keeping it would take the memory of the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, base: Tensor, ids: Tensor, excess: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, base, ids, excess)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        losses = torch.empty(logits.shape[:-1], dtype=dtype, device=logits.device)
+        for rows in _groups(logits):
+            scores = torch.log_softmax(logits[rows], -1, dtype=dtype)
+            listed = (scores.gather(-1, ids[rows].long()) * excess[rows]).sum(-1)
+            losses[rows] = -(scores.sum(-1) * base[rows] + listed)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, base, ids, excess = ctx.saved_tensors
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        mass = base * logits.shape[-1] + excess.sum(-1)  # (B, N), 1 up to rounding for labels of ours
+        result = torch.empty_like(logits)
+        for rows in _groups(logits):
+            part = torch.softmax(logits[rows], -1, dtype=dtype)
+            part.mul_(mass[rows, :, None]).sub_(base[rows, :, None])
+            # At most one entry per class is not 0, so the order of CUDA's atomic additions can't matter.
+            part.scatter_add_(-1, ids[rows].long(), -excess[rows].to(dtype))
+            result[rows] = part.mul_(grad[rows, :, None])
+        return result, None, None, None
+
+
+def _groups(logits: Tensor) -> list[slice]:
+    batch, tokens, classes = logits.shape
+    return image_groups(batch, tokens * classes, logits.device)
+
+
 def _terms(
     cls_logits: Tensor,
     token_logits: Tensor | None,
     cls_target: Tensor,
-    tokens: Tensor | None,
+    tokens: Tensor | SparseLabels | None,
     weight: Tensor | None,
     share: float | Tensor,
     cls_weight: float,
@@ -96,7 +146,10 @@ def _terms(
         mixed = cls_target * (1 - share) + cls_target.flip(0) * share
         cls = soft_cross_entropy(cls_logits, mixed).mean()
     if dense_weight and token_logits is not None and tokens is not None:
-        losses = soft_cross_entropy(token_logits, tokens)  # (B, N)
+        if isinstance(tokens, SparseLabels):
+            losses = sparse_cross_entropy(token_logits, tokens)  # (B, N)
+        else:
+            losses = soft_cross_entropy(token_logits, tokens)  # (B, N)
         dense = (losses if weight is None else losses * weight).mean()
     return LossTerms(cls_weight * cls + dense_weight * dense, cls, dense)
 

@@ -19,14 +19,13 @@ import torch
 
 from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.label_files import Names, find_labels
-from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
+from tlt.label_files import TreeListing, find_labels
+from tlt.label_map import FULL_AREA, Area, LabelMap
+from tlt.label_store import AREAS, LabelStore
 from tlt.weights import refused_name, short_reason
 
 FORMAT = "volo-tlt label tree, version 1"
 METADATA_NAME = "labels.json"
-AREAS = ("full", "center")
-BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
 
 # Largest class id up to which every id is a number of its own.
 _EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
@@ -57,8 +56,12 @@ class TreeMetadata:
         """Write as JSON, replacing `path` in one step."""
         path = Path(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        temporary.write_text(self.text())
         os.replace(temporary, path)
+
+    def text(self) -> str:
+        """What `write` writes."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: str | Path) -> TreeMetadata | None:
@@ -68,10 +71,23 @@ class TreeMetadata:
             UserError: The file is something else.
         """
         try:
-            content = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
+            raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | Path) -> TreeMetadata:
+        """The metadata in the text of a file `path`.
+
+        Raises:
+            UserError: The text is something else.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
             raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise UserError(f"{printable(str(path))} does not describe a label tree ({FORMAT})")
@@ -125,7 +141,11 @@ def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL
             can't be trained on (see `LabelMap.validate`). The message starts with the file.
     """
     shown = f"label {printable(str(path))}"
-    tensor = _load_tensor(path, shown)
+    return map_of(read_tensor(path, shown), shown, num_classes, area)
+
+
+def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """The map in the tensor of a label file; see `read_map`. `shown` starts its messages."""
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
@@ -143,7 +163,8 @@ def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL
     return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
 
 
-def _load_tensor(path: str | Path, shown: str) -> torch.Tensor:
+def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
+    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
@@ -158,25 +179,13 @@ def _load_tensor(path: str | Path, shown: str) -> torch.Tensor:
     return content
 
 
-class PublishedTree:
+class PublishedTree(LabelStore):
     """The label maps of a list of images, found and checked when constructed.
 
     The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
     take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
 
-    Args:
-        root: The tree.
-        names: Image paths relative to the image folder, in row order.
-        area: `"full"` or `"center"`, what part of the images the maps cover; None: as `labels.json` says, else full.
-        num_classes: Class ids must be below it.
-        bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
-            that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
-        class_names: Compared with the tree's, if it has any.
-
-    Attributes:
-        metadata: What `labels.json` says, or None.
-        shape: (k, h, w) of every map.
-        warnings: One line each, for rank 0 to print once.
+    Args and attributes: those of `LabelStore`.
 
     Raises:
         UserError: No such folder, two images with one label file, made for other classes, all labels missing; with
@@ -192,111 +201,30 @@ class PublishedTree:
         bad_label: str = "stop",
         class_names: Sequence[str] | None = None,
     ) -> None:
-        self.root, self.num_classes, self.bad_label = os.fspath(root), num_classes, bad_label
-        self._names = Names(names)
-        if bad_label not in BAD_LABEL_POLICIES:
-            raise UserError(f"--bad-label {bad_label} is none of {', '.join(BAD_LABEL_POLICIES)}")
-        if area is not None and area not in AREAS:
-            raise UserError(f"--token-label-area {area} is none of {', '.join(AREAS)}")
+        super().__init__(root, names, num_classes, bad_label)
         if not os.path.isdir(self.root):
             raise UserError(f"--token-label-data {printable(self.root)} does not exist or is not a folder")
-        self.warnings: list[str] = []
-        self._faults: list[tuple[str, str]] = []
         self.metadata = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
-        if self.metadata is not None:
-            self._compare(self.metadata, class_names)
-        self.area = self._resolve_area(area)
-        found = find_labels(self.root, names)
+        self._compare(class_names)
+        self._resolve_area(area, self.metadata.area if self.metadata else "full")
+        found = find_labels(TreeListing(self.root), names)
         self._other_name, self._missing = found.other_name, found.missing
         self._refuse_missing(names)
         self.shape = self._first_shape()
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def path(self, index: int) -> str:
         """Label file of image `index`."""
-        relative = self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
-        return os.path.join(self.root, relative)
+        return os.path.join(self.root, self.label(index))
 
-    def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
-        """The map of image `index`, of shape `self.shape`.
+    def label(self, index: int) -> str:
+        """Label file of image `index`, relative to the tree."""
+        return self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
 
-        Args:
-            width, height: Size of the source image, needed where the maps cover its centred square.
+    def source(self, index: int) -> str:
+        return f"label {printable(self.path(index))}"
 
-        Raises:
-            UserError: The map is unusable and the policy is `"stop"`.
-        """
-        if index in self._missing:
-            return self._replacement()
-        try:
-            label_map = read_map(self.path(index), self.num_classes, self._area_of(width, height))
-            if label_map.shape != self.shape:
-                raise UserError(f"label {printable(self.path(index))}: {self._shapes(label_map.shape)}")
-        except UserError as error:
-            if self.bad_label == "stop":
-                raise
-            self._faults.append((self._names[index], str(error)))
-            return self._replacement()
-        return label_map
-
-    def take_faults(self) -> list[tuple[str, str]]:
-        """(image, reason) of the maps replaced by `read` since the last call, in this process."""
-        faults, self._faults = self._faults, []
-        return faults
-
-    def _replacement(self) -> LabelMap:
-        return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
-
-    def _shapes(self, shape: tuple[int, int, int]) -> str:
-        return f"shape (k, h, w) = {shape}, but the tree's is {self.shape}; make it again with the others' settings"
-
-    def _area_of(self, width: int | None, height: int | None) -> Area:
-        if not isinstance(self.area, str):
-            return self.area
-        if self.area == "full":
-            return FULL_AREA
-        if not width or not height:
-            raise ValueError("maps of the centred square can only be placed with the size of the source image")
-        return centre_square(width, height)
-
-    def _resolve_area(self, asked: str | None) -> str | Area:
-        recorded = self.metadata.area if self.metadata else "full"
-        if asked is not None and self.metadata is not None and asked != recorded:
-            self.warnings.append(
-                f"--token-label-area {asked} overrides {recorded} of {printable(self.root)}/labels.json"
-            )
-        return asked or recorded
-
-    def _compare(self, metadata: TreeMetadata, class_names: Sequence[str] | None) -> None:
-        where = f"--token-label-data {printable(self.root)}"
-        if self.num_classes is not None and metadata.num_classes != self.num_classes:
-            raise UserError(
-                f"{where} has labels of {metadata.num_classes} classes, but the model has {self.num_classes}: give "
-                f"--num-classes {metadata.num_classes} or make labels with an annotator for {self.num_classes} classes"
-            )
-        if class_names is None or metadata.class_names is None or list(class_names) == metadata.class_names:
-            return
-        pairs = enumerate(zip(metadata.class_names, class_names, strict=False))
-        first = next((f"class {i} is {printable(a)} there, {printable(b)} here" for i, (a, b) in pairs if a != b), "")
-        counts = f"{len(metadata.class_names)} classes there, {len(class_names)} here"
-        raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
-
-    def _refuse_missing(self, names: Sequence[str]) -> None:
-        known = set(self.metadata.skipped) if self.metadata else set()
-        missing = [names[index] for index in sorted(self._missing) if names[index] not in known]
-        if not missing:
-            return
-        text = (
-            f"{len(missing)} of {len(names)} images have no label in {printable(self.root)}, the first is "
-            f"{printable(missing[0])} (looked for {printable(os.path.splitext(missing[0])[0])}.pt)"
-        )
-        if self.bad_label == "stop" or len(self._missing) == len(names):
-            raise UserError(
-                f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing"
-            )
-        self.warnings.append(f"{text}; --bad-label {self.bad_label}")
+    def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+        return read_map(self.path(index), self.num_classes, self._area_of(width, height))
 
     def _first_shape(self) -> tuple[int, int, int]:
         if self.metadata is not None:

@@ -138,7 +138,7 @@ def make_targets(
     Raises:
         UserError: `token_label_size` is neither 1 nor the model's grid.
     """
-    _check_size(token_label_size, grid)
+    check_size(token_label_size, grid)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     classes = classes.long()
     truth = one_hot(classes, num_classes, smoothing, dtype)
@@ -155,7 +155,7 @@ def make_targets(
     return Targets(cls, tokens, weight, classes, smoothing, grid)
 
 
-def _check_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
+def check_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
     if token_label_size not in (None, 1) and (token_label_size, token_label_size) != tuple(grid):
         raise UserError(
             f"--token-label-size {token_label_size} does not fit the model's {grid[0]} x {grid[1]} tokens; "
@@ -189,16 +189,16 @@ def _cell_weights(
     area = area.to(affine.dtype)
     low, high = torch.maximum(area[:, :2], visible[:, :2]), torch.minimum(area[:, 2:], visible[:, 2:])  # (B, 2)
     for index in range(n * n):
-        point = _source_points(affine, grid, ((index // n + 0.5) / n, (index % n + 0.5) / n))  # (B, N, 2)
+        point = source_points(affine, grid, ((index // n + 0.5) / n, (index % n + 0.5) / n))  # (B, N, 2)
         # Strict, so that an empty area covers nothing.
         inside = ((point > low[:, None]) & (point < high[:, None])).all(-1).to(affine.dtype)  # (B, N)
-        across, down = _hat_weights(point, area, map_size)
+        across, down = hat_weights(point, area, map_size)
         weights.addcmul_((down * inside[..., None])[..., None], across[..., None, :])
         count += inside
     return weights.div_(count.clamp(min=1)[..., None, None]).flatten(2), count / (n * n)
 
 
-def _source_points(affine: torch.Tensor, grid: tuple[int, int], offset: tuple[float, float]) -> torch.Tensor:
+def source_points(affine: torch.Tensor, grid: tuple[int, int], offset: tuple[float, float]) -> torch.Tensor:
     """(B, N, 2) source `(x, y)` of the point at `offset` = (row share, column share) inside every token."""
     rows, cols = grid
     y = (torch.arange(rows, dtype=affine.dtype, device=affine.device) + offset[0]) / rows
@@ -208,7 +208,7 @@ def _source_points(affine: torch.Tensor, grid: tuple[int, int], offset: tuple[fl
     return (points + affine[:, None, None, :, 2]).flatten(1, 2)
 
 
-def _hat_weights(
+def hat_weights(
     point: torch.Tensor, area: torch.Tensor, map_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bilinear weights of the map's columns (B, N, w) and rows (B, N, h) at (B, N, 2) source points."""

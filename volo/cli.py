@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from volo.engine import args
+from volo.engine import args, flags_benchmark
 from volo.engine.console import run_program
 
 
@@ -21,3 +21,8 @@ def validate(argv: Sequence[str] | None = None) -> int:
 def generate_label(argv: Sequence[str] | None = None) -> int:
     """`python generate_label.py`, `volo-generate-label`: make token labels (`volo.programs.generate_label`)."""
     return run_program(args.parse_generate_label, "volo.programs.generate_label", argv)
+
+
+def benchmark(argv: Sequence[str] | None = None) -> int:
+    """`python benchmark.py`, `volo-benchmark`: measure this machine (`volo.programs.benchmark`)."""
+    return run_program(flags_benchmark.parse_benchmark, "volo.programs.benchmark", argv)

@@ -260,8 +260,6 @@ def test_data_dir_as_a_flag() -> None:
         ("--dataset hfds/imagenet", "image folders"),
         ("--input-size 1 28 28", "RGB"),
         # contradictions
-        ("--token-label --mixup 0.8", "MixToken mixes already"),
-        ("--token-label --cutmix-minmax 0.2 0.8", "MixToken mixes already"),
         ("--finetune a --resume b", "--finetune has no effect with --resume b"),
         ("--finetune a --initial-checkpoint b", "--initial-checkpoint and --finetune name different weights"),
         ("--pretrained --finetune a", "--pretrained and --finetune name different weights"),

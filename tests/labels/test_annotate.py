@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import timm
@@ -12,7 +14,7 @@ from tlt.annotate import check_dense, dense_logits, top_classes
 from tlt.errors import UserError
 
 
-def build(name: str, **kwargs: int) -> torch.nn.Module:
+def build(name: str, **kwargs: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     return timm.create_model(name, num_classes=7, **kwargs).eval()
 
@@ -35,16 +37,130 @@ def test_places_are_where_the_linear_layer_sees_them() -> None:
     torch.testing.assert_close(dense_logits(model, images), expected)
 
 
-@pytest.mark.parametrize("name", ["convnext_atto", "mobilenetv3_small_050", "ghostnet_050"])
+SWIN = {"img_size": 64, "window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+AVERAGING: dict[str, dict[str, Any]] = {
+    "test_convnext": {},  # norm in the head
+    "test_convnext2": {},
+    "test_vit2": {"img_size": (64, 96)},  # class token, average of the patches, layer norm behind it
+    "test_vit4": {"img_size": (64, 96)},  # registers, RMS norm behind the average
+    "test_vit": {"img_size": (64, 96), "global_pool": "avg", "class_token": False},
+    "deit3_small_patch16_224": {
+        "img_size": (64, 96), "embed_dim": 32, "depth": 1, "num_heads": 2, "global_pool": "avg", "fc_norm": False,
+    },  # norm before the average
+    "swin_tiny_patch4_window7_224": {**SWIN, "img_size": (64, 96), "window_size": 2},  # channels last
+    "swinv2_cr_tiny_224": {**SWIN, "img_size": (64, 96)},  # a Swin with channels first
+}  # fmt: skip
+
+
+def shaken(name: str, **kwargs: Any) -> torch.nn.Module:
+    """A model whose norms have weights and biases of their own; as initialised they hide mistakes."""
+    model = build(name, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_the_mean_of_dense_logits_is_the_output_of_whatever_averages(name: str) -> None:
+    model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        dense, own = dense_logits(model, images), model(images)
+    assert dense.shape[0] == 2 and dense.shape[2] > dense.shape[1] > 1 and dense.shape[3] == 7
+    torch.testing.assert_close(dense.mean((1, 2)), own, rtol=1e-5, atol=1e-5)
+    check_dense(model, images)
+
+
+@pytest.mark.parametrize("name", ["test_convnext", "test_vit2", "test_vit4"])
+def test_a_norm_behind_the_average_divides_every_place_by_its_image_s_deviation(name: str) -> None:
+    """Against the model's own head, which is given each place alone: its logits less the constant term differ by the
+    ratio of the two deviations, a number per place and the same for every class."""
+    model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        features = model.forward_features(images)
+        if name == "test_convnext":
+            places = features.double().permute(0, 2, 3, 1)
+            norm = model.head.norm
+            alone = model.forward_head(features.permute(0, 2, 3, 1).reshape(-1, features.shape[1], 1, 1))
+        else:
+            places = features[:, model.num_prefix_tokens :].double().unflatten(1, (4, 6))
+            norm = model.fc_norm
+            alone = model.head(norm(places.float())).flatten(0, 2)
+        shift = norm.bias if getattr(norm, "bias", None) is not None else torch.zeros(places.shape[-1])
+        constant = model.get_classifier()(shift).double()
+    centred = name != "test_vit4"  # an RMS norm is not
+    deviation = [
+        np.sqrt(np.square(x - x.mean(-1, keepdims=True) * centred).mean(-1) + norm.eps)
+        for x in (places.numpy(), places.numpy().mean((1, 2), keepdims=True))
+    ]
+    factor = torch.from_numpy(deviation[0] / deviation[1])[..., None]
+    expected = constant + factor * (alone.view(*places.shape[:3], 7).double() - constant)
+    assert (factor - 1).abs().max() > 1e-3
+    torch.testing.assert_close(dense_logits(model, images).double(), expected, rtol=0, atol=1e-5)
+
+
+def test_places_of_a_swin_are_its_channels_last_map() -> None:
+    model, images = shaken("swin_tiny_patch4_window7_224", **SWIN), torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        features = model.forward_features(images).double().numpy()
+    weight, bias = (p.detach().double().numpy() for p in (model.head.fc.weight, model.head.fc.bias))
+    expected = np.einsum("bhwc,kc->bhwk", features, weight) + bias
+    np.testing.assert_allclose(dense_logits(model, images).numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "ghostnet_050"])
 def test_heads_that_are_not_linear_are_refused_by_name(name: str) -> None:
     """ghostnet's untrained head is linear to 2e-4 on its own features."""
     with pytest.raises(UserError, match=f"{name} can't annotate: the mean of its dense logits"):
         check_dense(build(name), torch.randn(2, 3, 64, 64), name)
 
 
-def test_a_class_token_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"features are \(2, \d+, \d+\), not a map"):
-        check_dense(build("test_vit"), torch.randn(2, 3, 160, 160))
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("test_vit", "its logits come from its class token"),
+        ("test_vit3", "its logits come from attention pooling"),
+        ("test_mambaout", "another layer between the norm of its head and its classifier"),
+        ("crossvit_9_240", "they are list"),
+        ("levit_128s", "16 tokens, it doesn't say which patch each shows"),
+    ],
+)
+def test_models_without_an_opinion_of_each_place_are_refused_with_the_reason(name: str, reason: str) -> None:
+    model = build(name)
+    with pytest.raises(UserError, match=reason):
+        check_dense(model, torch.randn(2, *model.pretrained_cfg["input_size"]))
+
+
+def test_an_average_that_counts_the_class_token_is_refused() -> None:
+    model = build("test_vit2", img_size=64, pool_include_prefix=True)
+    with pytest.raises(UserError, match="the mean of its dense logits"):
+        check_dense(model, torch.randn(2, 3, 64, 64))
+
+
+@pytest.mark.parametrize("name", ["test_convnext", "test_vit2"])
+def test_half_precision_and_channels_last_change_little(name: str) -> None:
+    model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
+    full = dense_logits(model, images)
+    model = model.to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = dense_logits(model, images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(half.float(), full, rtol=0.05, atol=0.05 * full.std().item())
+    torch.testing.assert_close(dense_logits(model, images), full, rtol=1e-4, atol=1e-4)
+
+
+def test_the_classes_of_imagenet_22k_keep_their_numbers() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("test_convnext", num_classes=21_841).eval()
+    images = torch.randn(1, 3, 64, 64)
+    check_dense(model, images)
+    dense = dense_logits(model, images)
+    values, ids = top_classes(dense, 5)
+    assert dense.shape == (1, 2, 2, 21_841) and int(ids.max()) > 2**14
+    order = np.argsort(-dense.numpy(), axis=-1)[..., :5].transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(ids.numpy(), order)
+    np.testing.assert_allclose(values.numpy(), np.sort(-dense.numpy())[..., :5].transpose(0, 3, 1, 2) * -1, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])

@@ -15,9 +15,9 @@ from timm.data import create_transform
 
 import volo  # noqa: F401  (registers the models)
 from tlt.data.folder import scan_folder
+from tlt.progress import Progress
 from tlt.store import PublishedTree, TreeMetadata, read_map
 from volo.cli import generate_label
-from volo.programs.generate_label import Progress
 
 SIZE = 64
 
@@ -120,10 +120,10 @@ def test_a_refused_annotator_leaves_nothing(
     command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused = [*command]
-    refused[3], refused[5] = "convnext_atto", annotator("convnext_atto")
+    refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
     assert generate_label(refused) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --model convnext_atto can't annotate") and error.count("\n") == 1
+    assert error.startswith("error: --model mobilenetv3_small_050 can't annotate") and error.count("\n") == 1
     assert not out_of(command).exists()
     assert generate_label(command) == 0
 
@@ -233,7 +233,7 @@ def test_progress_has_an_eta_where_nobody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 5.0, 20.0, 20.0, 40.0])
-    monkeypatch.setattr("volo.programs.generate_label.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("tlt.progress.time.monotonic", lambda: next(clock))
     progress = Progress("labelling", 100)
     progress.step(10)
     progress.step(30)

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from tests.programs.conftest import QUICK, Ended, metrics
+from tlt.cli import main as tlt_command
 
 Call = Callable[..., Ended]
 
@@ -224,8 +225,8 @@ def test_synthetic_data_needs_no_disk(call: Call, tmp_path: Path) -> None:
 BAD = [
     ("--model volo_d9", "volo_d"),
     ("--token-label --token-label-size 14", "--token-label-size 14"),
-    ("--token-label --model test_resnet", "dense head"),
-    ("--token-label --mixup 0.8", "MixToken"),
+    ("--token-label --model levit_128s --img-size 224", "dense head"),
+    ("--token-label --mixup 0.8", None),
     ("--num-classes 3", "4 class folders"),
     ("-b 64", "64"),
     ("--sync-bn", None),  # alone, nothing to synchronise: honoured
@@ -266,3 +267,21 @@ def test_debug_shows_where(call: Call, make_dataset: Callable[..., Path]) -> Non
 
     with pytest.raises(UserError):
         call("train", f"{make_dataset()} {QUICK} --val-split nowhere --debug")
+
+
+def test_an_archive_trains_as_its_tree_does(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    tree, archive = make_labels(data), tmp_path / "labels.tlt"
+    assert tlt_command(["pack", str(tree), str(archive), "--images", str(data)]) == 0
+    flags = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
+    losses = []
+    for labels, workers in ((tree, "0"), (archive, "2")):
+        ended = call("train", flags, labels, "--experiment", f"run{workers}", "-j", workers)
+        assert ended.code == 0, ended.err
+        losses.append([record["loss"] for record in metrics(tmp_path / f"run{workers}")])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    (archive / "00000.safetensors").write_bytes(b"")
+    ended = call("train", flags, archive, "--experiment", "cut")
+    assert ended.code == 2 and "00000.safetensors has 0 bytes instead of" in ended.err

@@ -28,7 +28,8 @@ from tlt.data.mix import Mixup
 from tlt.data.plan import AugmentConfig
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, LabelBatch, LabelMap
-from tlt.store import PublishedTree
+from tlt.label_store import LabelStore
+from tlt.labels import open_labels
 from tlt.targets import make_targets, one_hot
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -198,7 +199,7 @@ class TokenLabelDataset(Dataset[tuple[Tensor, int, LabelMap | None]]):
     Item i is (uint8 image (3, H, W) as stored, class, label map or None).
     """
 
-    def __init__(self, folder: ImageFolder, labels: PublishedTree | None) -> None:
+    def __init__(self, folder: ImageFolder, labels: LabelStore | None) -> None:
         self.folder, self.labels = folder, labels
         self._backend = TorchvisionBackend()
 
@@ -223,7 +224,7 @@ def create_token_label_dataset(
     if dataset not in ("", "folder"):
         raise UserError(f"dataset {dataset!r}: only image folders have token labels; leave it empty")
     folder = scan_folder(find_split(root, split, allow_root=True))
-    return TokenLabelDataset(folder, PublishedTree(label_root, folder.paths) if label_root else None)
+    return TokenLabelDataset(folder, open_labels(label_root, folder.paths) if label_root else None)
 
 
 def create_token_label_loader(

@@ -1,5 +1,5 @@
-"""Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) for training without token labels: timm's, with the caller's
-generator in place of numpy's global one, and for batches of any size.
+"""Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899): timm's, with the caller's generator in place of numpy's
+global one, and for batches of any size. Token labels are mixed alike by `tlt.mixed_loss`.
 
 Sample i is mixed with sample B - 1 - i, as in timm; the middle one of an odd batch with itself, which changes nothing.
 
@@ -9,10 +9,12 @@ Legend: B images of (H, W), C classes, R = 1 in mode "batch", else B. `lam` is t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.errors import UserError
@@ -22,6 +24,33 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MODES = ("batch", "pair", "elem")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What stays of a mixed batch; the rest of sample i is the partner's.
+
+    Attributes:
+        samples: (R, 1) of each sample's label.
+        pixels: (R, 1, H or 1, W or 1) of each pixel.
+    """
+
+    samples: Tensor
+    pixels: Tensor
+
+    def blend_images(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> the mixed images."""
+        return _blend(images, self.pixels.to(images.dtype))
+
+    def blend_labels(self, labels: Tensor) -> Tensor:
+        """(B, C) soft labels of the images -> those of the mixed ones."""
+        return _blend(labels, self.samples.to(labels.dtype))
+
+    def of_tokens(self, grid: tuple[int, int], like: Tensor) -> Tensor:
+        """(R, N) of each token: the mean over its pixels, in the dtype of `like`."""
+        if self.pixels.shape[2:] == (1, 1):
+            return self.samples.to(like.dtype).expand(-1, grid[0] * grid[1])
+        return F.adaptive_avg_pool2d(self.pixels.to(like.dtype), grid).flatten(1)
 
 
 class Mixup:
@@ -80,11 +109,17 @@ class Mixup:
         Returns:
             Mixed images (B, 3, H, W) and targets (B, C).
         """
-        lam, stays = self._draw(len(images), (images.shape[-2], images.shape[-1]), generator)
-        share = torch.from_numpy(lam).to(images.device, images.dtype, non_blocking=True)[:, None]  # (R, 1)
-        weight = torch.from_numpy(stays).to(images.device, images.dtype, non_blocking=True)  # (R, 1, H or 1, W or 1)
+        shares = self.draw(images, generator)
         targets = one_hot(classes, self.num_classes, self.label_smoothing, images.dtype)
-        return _blend(images, weight), _blend(targets, share)
+        return shares.blend_images(images), shares.blend_labels(targets)
+
+    def draw(self, images: Tensor, generator: np.random.Generator) -> Shares:
+        """Decide how a batch is mixed, (B, 3, H, W); the images are left as they are."""
+        lam, stays = self._draw(len(images), (images.shape[-2], images.shape[-1]), generator)
+        samples, pixels = (
+            torch.from_numpy(values).to(images.device, images.dtype, non_blocking=True) for values in (lam, stays)
+        )
+        return Shares(samples[:, None], pixels)
 
     def _draw(self, batch: int, size: tuple[int, int], generator: np.random.Generator) -> tuple[Floats, Floats]:
         """Share of each sample that stays (R,), and of each pixel (R, 1, H or 1, W or 1)."""

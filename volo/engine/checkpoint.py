@@ -222,7 +222,7 @@ class CheckpointDir:
         state.best, state.outdated = best, outdated
         try:
             payload = state.state_dict(metric)
-            if broken := first_non_finite(payload["state_dict"]):
+            if broken := first_non_finite(payload["state_dict"] | payload.get("dense_head", {})):
                 raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
             save_checkpoint(self.directory / LAST, payload)
         except BaseException:

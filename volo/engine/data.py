@@ -15,7 +15,7 @@ from tlt.data.index_stream import IndexStream
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
-from tlt.store import PublishedTree
+from tlt.labels import open_labels as open_label_store
 from volo.engine.distributed import World
 
 # Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
@@ -60,7 +60,7 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
         return SyntheticLabels(folder), [
             f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
         ]
-    tree = PublishedTree(
+    labels = open_label_store(
         args.token_label_data,
         folder.paths,
         area=args.token_label_area,
@@ -68,7 +68,7 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
         bad_label=args.bad_label,
         class_names=folder.class_names,
     )
-    return tree, tree.warnings
+    return labels, labels.warnings
 
 
 def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.fit import Fit, fit_state_dict, head_names
+from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
 from tlt.weights import (
     check_finite,
     clean_state_dict,
     load_clean,
     read_checkpoint,
-    state_dict_of,
     unwrap,
     weights_entry,
 )
@@ -65,7 +65,8 @@ class FinetuneReport:
 def load_weights(
     model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
 ) -> FinetuneReport:
-    """Load weights that must fit: all names, all shapes. Only the position embedding may be of another image size.
+    """Load weights that must fit: all names, all shapes. Only the position embedding may be of another image size, and
+    the dense head that `with_dense_head` gave to a timm model may be missing from the file.
 
     Args:
         model: Bare, or wrapped by DDP or torch.compile.
@@ -77,9 +78,12 @@ def load_weights(
         UserError: The file can't be read, holds NaN, or belongs to another model (saying which, if that can be told).
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
-    state = state_dict_of(checkpoint, use_ema, path)
+    state = joined_state_dict(model, checkpoint, use_ema, path)
     fit = fit_state_dict(model, state, trained_size(checkpoint))
-    if needed(fit.missing) or fit.dropped or set(fit.resized) - {"pos_embed"}:
+    missing = needed(fit.missing)
+    if isinstance(unwrap(model), WithDenseHead):
+        missing = [n for n in missing if not is_dense_head(n)]
+    if missing or fit.dropped or set(fit.resized) - {"pos_embed"}:
         raise UserError(explain_misfit(model, fit, checkpoint, state, path))
     check_finite(fit.weights, path)
     load_clean(model, fit.weights, strict=False)
@@ -98,7 +102,7 @@ def load_finetune(
         UserError: The file can't be read, holds NaN, is another architecture's, or next to nothing of it fits.
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
-    state = state_dict_of(checkpoint, use_ema, path)
+    state = joined_state_dict(model, checkpoint, use_ema, path)
     fit = fit_state_dict(model, state, trained_size(checkpoint))
     report = _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
     if _backbone_misfits(fit) and (other := other_architecture(model, checkpoint, state)):

@@ -251,8 +251,6 @@ def _settle_token_labels(args: Namespace) -> list[str]:
 
 
 def _check_mixing(args: Namespace) -> None:
-    if args.token_label and _mixes(args):
-        raise UserError("--mixup and --cutmix exclude --token-label: MixToken mixes already; set them to 0")
     if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
         raise UserError("--cutmix-minmax takes two numbers, the least and the most")
 
@@ -260,6 +258,8 @@ def _check_mixing(args: Namespace) -> None:
 def _remarks(args: Namespace) -> list[str]:
     """What is honoured but may surprise."""
     notes = []
+    if args.token_label and _mixes(args) and not args.no_mix_token:
+        notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
     if args.warmup_epochs >= args.epochs and not args.warmup_prefix:

@@ -125,7 +125,7 @@ TOKEN_LABELS = Group(
             "--token-label-data",
             default="",
             metavar="DIR",
-            help="label maps: DIR/CLASS/IMAGE.pt, see generate_label.py",
+            help="label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
         ),
         flag(
             "--token-label-size",
@@ -250,8 +250,8 @@ REGULARISATION = Group(
         flag("--drop-connect", default=None, type=SHARE, metavar="P", help="old name of --drop-path"),
         flag("--drop-block", default=None, type=SHARE, metavar="P", help="DropBlock rate; no model here has it"),
         switch("--outlooker-drop-path", help="stochastic depth in the outlooker stage as well (published: not there)"),
-        flag("--mixup", default=0.0, type=AMOUNT, metavar="A", help="Mixup alpha; 0: off (not with --token-label)"),
-        flag("--cutmix", default=0.0, type=AMOUNT, metavar="A", help="CutMix alpha; 0: off (not with --token-label)"),
+        flag("--mixup", default=0.0, type=AMOUNT, metavar="A", help="Mixup alpha; 0: off"),
+        flag("--cutmix", default=0.0, type=AMOUNT, metavar="A", help="CutMix alpha; 0: off"),
         flag(
             "--cutmix-minmax", default=None, type=SHARE, nargs="+", metavar="R", help="CutMix box sides, least and most"
         ),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tlt.errors import UserError
-from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.engine.distributed import World
 
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
@@ -109,6 +109,23 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
     return resolve_data_config(settings | asked, model=model, use_test_size=False)
 
 
+def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:
+    """Make a timm model fit for `--token-label`; VOLO and LV-ViT are, and without the flag nothing happens.
+
+    Raises:
+        UserError: It has no spatial features, or MixToken is on and images can't be mixed behind its embedding.
+    """
+    if not args.token_label:
+        return model
+    model = with_dense_head(model, image_size)
+    if isinstance(model, WithDenseHead):
+        if not args.no_mix_token:
+            model.check_mix_token()
+        if args.token_label_size == 1:  # nothing trains it then
+            model.set_dense_head(False)
+    return model
+
+
 def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     """Apply BatchNorm flags, gradient checkpointing, memory format and SyncBN, and move the model to its device."""
     set_batchnorm(model, args)
@@ -175,7 +192,7 @@ def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
 
 def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:
     """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
-    heads = [model.get_classifier()] + ([model.aux_head] if isinstance(model, TokenLabelModel) else [])
+    heads = [model.get_classifier()] + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
     for head in heads:
         if not isinstance(head, nn.Linear):
             raise UserError("--head-init-scale and --head-init-bias need a linear head")

@@ -20,9 +20,11 @@ from tlt.data.counter import key
 from tlt.data.loader import Batch
 from tlt.data.mix import Mixup
 from tlt.errors import UserError
-from tlt.loss import LossTerms, token_label_loss
-from tlt.models.token_labeling import TokenLabelModel
-from tlt.targets import make_targets
+from tlt.loss import LossTerms
+from tlt.mixed_loss import mixed_token_label_loss
+from tlt.models.wrap import TOKEN_LABEL_MODELS
+from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets
+from tlt.targets import Targets, make_targets
 from volo.engine.model import TimmModel
 
 # Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
@@ -63,6 +65,7 @@ class TokenLabelObjective:
         token_label_size: None: one label per token; 1: one label per crop, no dense loss (ReLabel mode).
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
+        mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
     """
 
     grid: tuple[int, int]
@@ -76,14 +79,35 @@ class TokenLabelObjective:
     gt_weight_disagree: float = 0.1
     dense: bool = True
     mix_token: bool = True
+    mix: Mixup | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
         box = self._box(step, batch.images.device) if self.mix_token else None
+        shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        images = batch.images if shares is None else shares.blend_images(batch.images)
         if self.dense:
-            cls_logits, token_logits = model(batch.images, dense=True, mix_box=box)
+            cls_logits, token_logits = model(images, dense=True, mix_box=box)
         else:
-            cls_logits, token_logits = model(batch.images, mix_box=box), None
-        targets = make_targets(
+            cls_logits, token_logits = model(images, mix_box=box), None
+        return mixed_token_label_loss(
+            cls_logits,
+            token_logits,
+            self.targets(batch),
+            box,
+            cls_weight=self.cls_weight,
+            dense_weight=self.dense_weight,
+            ground_truth=self.ground_truth,
+            gt_weight_agree=self.gt_weight_agree,
+            gt_weight_disagree=self.gt_weight_disagree,
+            shares=shares,
+        )
+
+    def targets(self, batch: Batch) -> Targets | SparseTargets:
+        """What the outputs for `batch` are compared with: sparse unless there are fewer classes than a sparse label has
+        entries. Both forms are the same targets."""
+        sparse = entries_per_token(batch.labels, self.grid) <= self.num_classes
+        make = make_sparse_targets if sparse else make_targets
+        return make(
             batch.labels,
             batch.affine,
             batch.visible,
@@ -92,17 +116,6 @@ class TokenLabelObjective:
             self.num_classes,
             self.smoothing,
             self.token_label_size,
-        )
-        return token_label_loss(
-            cls_logits,
-            token_logits,
-            targets,
-            box,
-            cls_weight=self.cls_weight,
-            dense_weight=self.dense_weight,
-            ground_truth=self.ground_truth,
-            gt_weight_agree=self.gt_weight_agree,
-            gt_weight_disagree=self.gt_weight_disagree,
         )
 
     def _box(self, step: StepKey, device: torch.device) -> Tensor:
@@ -139,8 +152,8 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
     """
     if not args.token_label:
         return ClassObjective(args.smoothing, _mixup(args, model.num_classes))
-    if not isinstance(model, TokenLabelModel):
-        raise UserError(f"--model {args.model} has no dense head for --token-label: use a VOLO or LV-ViT model")
+    if not isinstance(model, TOKEN_LABEL_MODELS):
+        raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
     if args.token_label_size not in (None, 1) and grid != (args.token_label_size, args.token_label_size):
         raise UserError(
@@ -161,6 +174,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
         args.gt_weight_disagree,
         dense=model.dense_head and args.token_label_size != 1,
         mix_token=not args.no_mix_token,
+        mix=_mixup(args, model.num_classes),
     )
 
 

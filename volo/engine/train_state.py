@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.fit import fit_state_dict
-from tlt.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean, state_dict_of
+from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
+from tlt.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
 from volo.engine.finetune import explain_misfit, needed
 from volo.engine.optimizer_state import check_optimizer_state, load_optimizer_state
 from volo.engine.run_directory import plain
@@ -69,14 +70,16 @@ class TrainState:
             "metric": metric,
             "best": [list(entry) for entry in self.best],
             "outdated": list(self.outdated),
-            "state_dict": clean_state_dict(self.model),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_class": type(self.optimizer).__name__,
         }
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
-        if self.ema is not None:
-            payload[EMA_KEYS[0]] = clean_state_dict(self.ema.module)
+        averaged = {} if self.ema is None else {EMA_KEYS[0]: self.ema.module}
+        for entry, model in {"state_dict": self.model, **averaged}.items():
+            payload[entry], dense = split_state_dict(model)
+            if dense:
+                payload[DENSE_ENTRIES[entry]] = dense
         return payload
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
@@ -115,7 +118,7 @@ class TrainState:
         return messages
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
-        weights = state_dict_of(checkpoint, use_ema, path)
+        weights = joined_state_dict(self.model, checkpoint, use_ema, path)
         fit = fit_state_dict(self.model, weights)
         if needed(fit.missing) or fit.dropped or fit.resized:
             raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))

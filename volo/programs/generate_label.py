@@ -6,15 +6,14 @@
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
 OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
 The whole image is shown to the annotator, squashed to its input size, so that every crop of it has labels. The same
-command goes on where it was stopped. The annotator is a timm ConvNet or a VOLO or LV-ViT model.
+command goes on where it was stopped. The annotator is a timm ConvNet, Swin or vision transformer with average pooling,
+or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token labels.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import volo  # noqa: F401  (registers the models)
 from tlt.annotate import check_dense, dense_logits, top_classes
@@ -33,17 +31,17 @@ from tlt.data.folder import ImageFolder, find_split, printable, scan_folder
 from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import dense_head_of, with_dense_head
+from tlt.progress import Progress
 from tlt.store import TreeMetadata
 from tlt.weights import read_checkpoint
 from volo.engine.distributed import choose_device
 from volo.engine.finetune import load_weights
 from volo.engine.label_job import LabelJob
 from volo.engine.metrics import Sums, correct_in_top
-from volo.engine.model import build_model, compile_model, eval_settings
+from volo.engine.model import build_model, compile_model, eval_settings, image_size_of
 from volo.engine.model_config import model_config_of
 from volo.engine.precision import resolve_amp_dtype
-
-_REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
 
 
 def run(args: Namespace) -> int:
@@ -87,6 +85,8 @@ def load_annotator(args: Namespace) -> tuple[nn.Module, dict[str, Any]]:
     model = build_model(args, recorded.get("kwargs") if args.model == recorded.get("name") else None)
     if isinstance(model, TokenLabelModel) and not recorded.get("dense_head", True):
         model.set_dense_head(False)
+    if recorded.get("dense_head") and dense_head_of(checkpoint, args.use_ema or None, args.checkpoint):
+        model = with_dense_head(model, image_size_of(args))
     load_weights(model, args.checkpoint, args.use_ema or None, checkpoint)
     return model, recorded
 
@@ -264,38 +264,3 @@ def summary(args: Namespace, job: LabelJob, made: int, sums: Sums) -> str:
         f"{totals['images']:.0f} images, a single place for {100 * totals['agreeing'] / totals['places']:.2f} % of "
         f"{totals['places']:.0f} places"
     )
-
-
-class Progress:
-    """A bar with ETA where somebody watches, lines with ETA in a log."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self.start = self.reported = time.monotonic()
-        watched = sys.stderr.isatty()
-        self.bar = tqdm(desc=what, total=total, unit="image", dynamic_ncols=True, leave=False) if watched else None
-
-    def step(self, images: int = 1) -> None:
-        """So many more images are done."""
-        self.done += images
-        if self.bar is not None:
-            self.bar.update(images)
-        elif time.monotonic() - self.reported >= _REPORT_SECONDS:
-            self._line()
-
-    def close(self) -> None:
-        """The last image is done."""
-        if self.bar is not None:
-            self.bar.close()
-        if self.total:
-            seconds = time.monotonic() - self.start
-            print(f"{self._rate(seconds)}, in {tqdm.format_interval(seconds)}", flush=True)
-
-    def _line(self) -> None:
-        self.reported = time.monotonic()
-        seconds = self.reported - self.start
-        left = (self.total - self.done) * seconds / max(self.done, 1)
-        print(f"{self._rate(seconds)}, ETA {tqdm.format_interval(left)}", flush=True)
-
-    def _rate(self, seconds: float) -> str:
-        return f"{self.what}: {self.done}/{self.total} images, {self.done / max(seconds, 1e-9):.1f} images/s"

@@ -13,7 +13,7 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,8 +38,17 @@ from volo.engine.data import open_folders, open_labels, train_loader, validation
 from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
-from volo.engine.model import TimmModel, build_model, eval_settings, init_heads, model_config, prepare_model, wrap_model
-from volo.engine.objective import ClassObjective, Objective, make_objective
+from volo.engine.model import (
+    TimmModel,
+    add_dense_head,
+    build_model,
+    eval_settings,
+    init_heads,
+    model_config,
+    prepare_model,
+    wrap_model,
+)
+from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of
@@ -114,6 +123,7 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
     settings = eval_settings(args, model)
+    model = add_dense_head(model, args, settings["input_size"][1:])
     labels, warnings = open_labels(args, folders.train, model.num_classes)
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
@@ -164,9 +174,10 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 def objective_of_epoch(objective: Objective, args: Namespace, epoch: int) -> Objective:
     """The objective, without Mixup and CutMix from `--mixup-off-epoch` on."""
-    if isinstance(objective, ClassObjective) and args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
-        return ClassObjective(objective.smoothing)
-    return objective
+    if not args.mixup_off_epoch or epoch < args.mixup_off_epoch:
+        return objective
+    assert isinstance(objective, ClassObjective | TokenLabelObjective)
+    return replace(objective, mix=None)
 
 
 def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> None:

@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""`python benchmark.py`: the program is volo/programs/benchmark.py."""
+
+import sys
+
+from volo.cli import benchmark
+
+if __name__ == "__main__":
+    sys.exit(benchmark())

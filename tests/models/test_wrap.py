@@ -1,0 +1,223 @@
+"""A dense head and MixToken on timm's models, against the same models as timm runs them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tlt.annotate import check_dense, dense_logits
+from tlt.errors import UserError
+from tlt.models.wrap import WithDenseHead, is_dense_head, with_dense_head
+
+SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+# name -> constructor arguments, cells of the embedding to one token
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "test_vit": ({"img_size": (64, 96)}, 1),  # class token, embedding channels last
+    "test_vit3": ({"img_size": (64, 96)}, 1),  # attention pooling, patches in a row
+    "test_vit4": ({"img_size": (64, 96)}, 1),  # registers, RMS norm behind the average
+    "deit_tiny_distilled_patch16_224": ({"img_size": (64, 96), "embed_dim": 32, "depth": 1, "num_heads": 2}, 1),
+    "swin_tiny_patch4_window7_224": ({"img_size": (64, 96), **SWIN}, 8),
+    "test_convnext": ({}, 8),
+    "test_resnet": ({}, 8),
+    "test_efficientnet": ({}, 16),
+}
+SIZE, CLASSES = (64, 96), 5
+
+
+def plain(name: str) -> Any:
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=CLASSES, **MODELS[name][0]).eval()
+
+
+def images(count: int = 4, size: tuple[int, int] = SIZE) -> torch.Tensor:
+    return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_stays_timm_s(name: str) -> None:
+    model = with_dense_head(plain(name), SIZE)
+    assert isinstance(model, WithDenseHead) and isinstance(model, type(plain(name))) and not model.training
+    names = [n for n in model.state_dict() if not is_dense_head(n)]
+    assert names == list(plain(name).state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(images()), plain(name)(images()))
+    assert model.no_weight_decay() == plain(name).no_weight_decay() if hasattr(model, "no_weight_decay") else True
+
+
+def flat_features(name: str, model: Any) -> torch.Tensor:
+    """(B, N, C) by what is known of each model."""
+    features = model.forward_features(images())
+    if features.ndim == 3:
+        return features[:, model.num_prefix_tokens :]
+    return features.flatten(1, 2) if "swin" in name else features.flatten(2).mT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_dense_head_sees_each_place_of_the_last_map(name: str) -> None:
+    model = with_dense_head(plain(name), SIZE)
+    with torch.no_grad():
+        features = flat_features(name, plain(name))
+        cls, tokens = model(images(), dense=True)
+        expected = model.aux_head(model.aux_norm(features))
+        torch.testing.assert_close(cls, plain(name)(images()), rtol=1e-5, atol=1e-6)
+    rows, cols = model.token_grid(SIZE)
+    assert tokens.shape == (4, rows * cols, CLASSES) and rows < cols
+    torch.testing.assert_close(tokens, expected, rtol=1e-5, atol=1e-6)
+    assert dense_logits(model, images()).shape == (4, rows, cols, CLASSES)
+
+
+def spatial_mask(box: tuple[int, int, int, int], grid: tuple[int, int], scale: int) -> torch.Tensor:
+    inside = torch.zeros(grid, dtype=torch.bool)
+    inside[box[0] : box[2], box[1] : box[3]] = True
+    return torch.from_numpy(inside.numpy().repeat(scale, 0).repeat(scale, 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_images_are_mixed_behind_the_embedding_and_tokens_sent_back(name: str) -> None:
+    """The reference is timm's model, whose embedding's output is overwritten by hand."""
+    model, scale = with_dense_head(plain(name), SIZE), MODELS[name][1]
+    grid, reference = model.token_grid(SIZE), plain(name)
+    box = (0, 1, grid[0] - 1, grid[1] - 1)
+    layer = next(n for n in ("patch_embed", "stem", "maxpool", "bn1") if hasattr(reference, n))
+
+    def overwrite(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        mask = spatial_mask(box, grid, scale)
+        if output.ndim == 3:
+            mask = mask.reshape(-1)[:, None]
+        else:
+            mask = mask[None] if output.shape[2:] == mask.shape else mask[:, :, None]
+        return torch.stack([torch.where(mask, output[3 - i], output[i]) for i in range(4)])
+
+    getattr(reference, layer).register_forward_hook(overwrite)
+    with torch.no_grad():
+        cls, tokens = model(images(), dense=True, mix_box=torch.tensor(box))
+        expected = reference(images())
+        torch.testing.assert_close(cls, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(model(images(), mix_box=box), expected, rtol=1e-5, atol=1e-6)
+        mixed = model.aux_head(model.aux_norm(flat_features(name, reference)))
+        inside = spatial_mask(box, grid, 1).reshape(-1)
+        torch.testing.assert_close(tokens[0, inside], mixed[3, inside], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tokens[0, ~inside], mixed[0, ~inside], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(expected, plain(name)(images()), atol=1e-5)
+        assert torch.equal(model(images()), plain(name)(images()))  # nothing of the box is left
+
+
+def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
+    model = with_dense_head(plain("test_vit"), SIZE)
+    before = model(images())
+    with pytest.raises(AssertionError):
+        model(images(size=(60, 90)), mix_box=(0, 0, 4, 3))
+    assert torch.equal(model(images()), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("levit_128s", None, "16 tokens, it doesn't say which patch each shows"),
+        ("crossvit_9_240", None, "they are list, neither a map nor tokens"),
+        ("test_vit", (63, 64), "does not take images of 63 x 64 px"),
+    ],
+)
+def test_models_that_can_t_have_a_dense_head_say_why(name: str, size: tuple[int, int] | None, reason: str) -> None:
+    with pytest.raises(UserError, match=f"--model {name} .*{reason}"):
+        with_dense_head(timm.create_model(name), size)
+
+
+def test_dropped_patches_and_missing_classes_are_refused() -> None:
+    with pytest.raises(UserError, match="patch_drop_rate"):
+        with_dense_head(timm.create_model("test_vit", patch_drop_rate=0.5))
+    with pytest.raises(UserError, match="lacks classes"):
+        with_dense_head(timm.create_model("test_vit", num_classes=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "reason"),
+    [
+        ("densenet121", (64, 64), "none of its layers is one that MixToken knows"),
+        ("test_resnet", (80, 80), r"no whole multiple of 3 x 3 tokens"),
+    ],
+)
+def test_models_that_can_t_be_mixed_train_without(name: str, size: tuple[int, int], reason: str) -> None:
+    model = with_dense_head(timm.create_model(name, num_classes=CLASSES), size)
+    for attempt in (model.check_mix_token, lambda: model(images(2, size), mix_box=(0, 0, 1, 1))):
+        with pytest.raises(UserError, match=f"--model {name} .*{reason}.*--no-mix-token"):
+            attempt()
+    cls, tokens = model(images(2, size), dense=True)
+    assert tokens.shape[1] == model.token_grid(size)[0] * model.token_grid(size)[1]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
+    """pvt_v2's embedding is channels last and doesn't say so; test_convnext's is not."""
+    name, size = ("test_convnext", (96, 96)) if layout == "NCHW" else ("pvt_v2_b0", (128, 128))
+    model = with_dense_head(timm.create_model(name, num_classes=CLASSES), size)
+    with torch.no_grad():
+        shape = (model.stem if layout == "NCHW" else model.patch_embed)(images(1, size)).shape
+    assert len(set(shape[1:])) == 1 and model.mix_point.layout == layout
+
+
+def test_an_image_that_gets_past_the_embedding_is_found_out() -> None:
+    class Leaking(type(timm.create_model("test_resnet"))):  # type: ignore[misc]
+        def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward_features(x) + x.mean((1, 2, 3))[:, None, None, None]
+
+    model = timm.create_model("test_resnet", num_classes=CLASSES)
+    model.__class__ = Leaking
+    with pytest.raises(UserError, match="past its maxpool"):
+        with_dense_head(model, SIZE).check_mix_token()
+    assert not model.maxpool._forward_hooks
+
+
+def test_switching_the_head_off_and_on_and_other_classes() -> None:
+    model = with_dense_head(plain("test_vit4"), SIZE)
+    model.set_dense_head(False)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if is_dense_head(n))
+    with pytest.raises(UserError, match="switched off"):
+        model(images(), dense=True)
+    model.set_dense_head(True)
+    model.reset_classifier(9)
+    cls, tokens = model(images(), dense=True)
+    assert cls.shape == (4, 9) and tokens.shape == (4, 24, 9)
+    assert all(p.requires_grad for p in model.parameters())
+    check_dense(model, images())
+
+
+@pytest.mark.parametrize("name", ["test_vit4", "test_convnext"])
+def test_every_parameter_learns(name: str) -> None:
+    model = with_dense_head(plain(name), SIZE).train()
+    cls, tokens = model(images(), dense=True, mix_box=(0, 0, 1, 2))
+    (cls.square().sum() + tokens.square().sum()).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_a_copy_mixes_on_its_own() -> None:
+    """As the moving average of the weights is one."""
+    model = with_dense_head(plain("test_vit"), SIZE)
+    twin = copy.deepcopy(model)
+    assert twin.mix_point is not model.mix_point
+    with torch.no_grad():
+        twin.patch_embed.proj.weight.mul_(2)
+        mixed = twin(images(), mix_box=(0, 0, 2, 2))
+        assert torch.equal(twin(images()), twin(images(), mix_box=(0, 0, 0, 0)))
+    assert not torch.allclose(mixed, twin(images()))
+    assert not torch.allclose(mixed, model(images(), mix_box=(0, 0, 2, 2)))
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit3", "test_convnext", "test_resnet"])
+def test_compiles_once_for_all_boxes(name: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = with_dense_head(plain(name), SIZE)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for box in [(0, 0, 1, 2), (0, 0, 2, 3), (1, 1, 2, 3), (0, 0, 0, 0)]:
+        got = compiled(images(), dense=True, mix_box=torch.tensor(box))
+        torch.testing.assert_close(got, model(images(), dense=True, mix_box=box), rtol=1e-4, atol=1e-5)
+        sum(out.sum() for out in got).backward()
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

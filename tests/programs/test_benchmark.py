@@ -1,0 +1,71 @@
+"""benchmark.py: its command line, what it counts as memory, and that both forms of the loss are one loss."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from volo import cli
+from volo.benchmarks.memory import peak_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+
+
+@pytest.mark.parametrize("line", [["--help"], ["loss", "--help"]])
+def test_help_imports_nothing_heavy(line: list[str]) -> None:
+    code = (
+        f"import sys\nsys.argv = ['benchmark.py', *{line!r}]\nfrom volo.cli import benchmark\n"
+        "try:\n    benchmark()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('HEAVY', sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout and "loss" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        ("", "the following arguments are required: command"),
+        ("los", "invalid choice: 'los'"),
+        ("loss --num-clases 5", "unknown flag --num-clases, did you mean --num-classes?"),
+        ("loss --top-k 6 --num-classes 5", "--top-k 6 is more than --num-classes 5"),
+        ("loss --batch-size 0", "--batch-size: 0 is out of range"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.benchmark(line.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@LINUX
+def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
+    before = torch.ones(2**23)  # 32 MiB
+
+    def work() -> float:
+        return torch.ones(2**24).sum().item() + before[0].item()  # 64 MiB
+
+    torch.ones(2**26)  # 256 MiB that are gone when the measurement starts
+    work()
+    result, peak = peak_of(work, torch.device("cpu"))
+    assert result == 2**24 + 1 and 60 * 2**20 < peak < 72 * 2**20
+
+
+@LINUX
+def test_loss_compares_both_forms_of_one_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "loss -b 24 --grid 6 6 --num-classes 3000 --map-size 7 7 --device cpu --repeats 1"
+    assert cli.benchmark([*line.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    dense, sparse = found["dense"], found["sparse"]
+    assert dense["value"] == pytest.approx(sparse["value"], rel=1e-5)
+    logits = 24 * 37 * 3000 * 4
+    # Two copies of the targets at least, while they are made; the sparse form has groups of images alone.
+    assert dense["work_bytes"] > 2 * logits and sparse["work_bytes"] < logits
+    assert sparse["all_bytes"] - sparse["work_bytes"] == 2 * logits
+    assert found["dense/sparse"]["work"] == pytest.approx(dense["work_bytes"] / sparse["work_bytes"])

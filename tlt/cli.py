@@ -1,0 +1,124 @@
+"""`tlt`: label archives and checks of labels. The arguments are parsed before torch is imported.
+
+    tlt pack TREE OUT --images DATA     one archive out of a tree of label files
+    tlt unpack ARCHIVE OUT              and back, bit for bit
+    tlt check DATA LABELS               do labels and images belong together?
+    tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
+
+Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
+`--debug` shows it); 130 interrupted from the keyboard.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from tlt.errors import UserError
+
+_SPLIT = "folder of the images within DATA, if there is one"
+
+
+def parser() -> ArgumentParser:
+    """The parser of all commands."""
+    description = __doc__.split("\n\n", 1)
+    top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _pack(commands.add_parser("pack", help="a tree of label files into one archive", description=_PACK))
+    _unpack(commands.add_parser("unpack", help="an archive into the tree it was packed from", description=_UNPACK))
+    _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
+    _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
+    for command in commands.choices.values():
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return top
+
+
+_PACK = (
+    "Pack every label file of TREE into the archive OUT, a folder. Every entry is checked, and compared with what was "
+    "packed. A killed command goes on where it was."
+)
+_UNPACK = "Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."
+_CHECK = (
+    "Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's "
+    "folder. LABELS is a tree or an archive."
+)
+_PROBE = (
+    "Find out from the images which of {as stored, transposed} x {full image, centre square} fits the maps, and how "
+    "sure that is. Nothing is written."
+)
+
+
+def _pack(command: ArgumentParser) -> None:
+    command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt")
+    command.add_argument("out", metavar="OUT", help="folder of the archive")
+    command.add_argument("--images", metavar="DATA", help="images: stores their names and sizes, measures agreement")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
+    command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: readers turn them")
+    command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT")
+
+
+def _unpack(command: ArgumentParser) -> None:
+    command.add_argument("archive", metavar="ARCHIVE")
+    command.add_argument("out", metavar="OUT", help="folder of the tree")
+    command.add_argument("--overwrite", action="store_true", help="write into OUT although it is not empty")
+
+
+def _check(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--num-classes", type=int, metavar="N", help="class ids must be below it")
+
+
+def _probe(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("-n", type=_positive, default=512, metavar="N", help="images looked at (512)")
+    command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the bootstrap (0)")
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def run(args: Namespace) -> int:
+    """Run a parsed command and print what it says. Returns the exit code; raises UserError."""
+    if args.command == "pack":
+        from tlt.pack import pack
+
+        lines = pack(args.tree, args.out, args.images, args.split, args.area, args.transposed, args.overwrite)
+    elif args.command == "unpack":
+        from tlt.pack import unpack
+
+        lines = unpack(args.archive, args.out, args.overwrite)
+    elif args.command == "check":
+        from tlt.check import check
+
+        report = check(args.data, args.labels, args.split, args.num_classes)
+        print("\n".join(report.lines()), flush=True)
+        return 0 if report.usable else UserError.exit_code
+    else:
+        from tlt.probe import probe
+
+        lines = probe(args.data, args.labels, args.split, args.n, args.seed).lines()
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `tlt` command."""
+    args = parser().parse_args(argv)
+    try:
+        return run(args)
+    except UserError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130

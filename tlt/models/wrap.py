@@ -1,0 +1,249 @@
+"""Token labeling for any timm model with spatial features: a dense head on its last map, and MixToken behind its
+embedding.
+
+The model stays what it is. It gets a second head beside its own, `aux_head` (with `aux_norm` before it where the model
+normalises only after pooling), and the class of a subclass made for it; its parameters keep their names, and `model(x)`
+stays timm's own forward pass. In checkpoints the dense head is an entry of its own beside the weights, which plain timm
+does not look at.
+
+Shapes: B images, maps of `h x w` places, N = h * w tokens, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+from tlt.mixtoken import Box, mix_tokens
+from tlt.models.layers import init_linear
+from tlt.models.mix_point import MixPoint, add_mix_point
+from tlt.models.spatial import feature_map, norm_after_pooling
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
+
+# Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
+DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
+DENSE_LAYERS = ("aux_head", "aux_norm")
+
+
+class WithDenseHead(nn.Module):
+    """What `with_dense_head` makes of a timm model: the interface of `TokenLabelModel` on top of its own.
+
+    `model(x)` is timm's output (B, K). `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits
+    (B, N, K))`, the tokens un-mixed. Unlike in a TokenLabelModel the dense head never adds to `model(x)`.
+    """
+
+    dense_head: bool
+    num_classes: int
+    forward_features: Callable[[Tensor], Tensor]
+    forward_head: Callable[[Tensor], Tensor]
+    aux_head: nn.Linear
+    aux_norm: nn.Module
+    mix_point: MixPoint | None
+    mix_refusal: str  # why there is no `mix_point`
+    _grids: dict[tuple[int, int], tuple[int, int]]
+
+    def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
+        """Classify images; arguments and results as of `TokenLabelModel.forward`.
+
+        Raises:
+            UserError: `dense` although the dense head is switched off, or a box for a model that can't be mixed.
+        """
+        if not dense and mix_box is None:
+            return super().forward(x)
+        if dense and not self.dense_head:
+            raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
+        features = self.forward_features(x) if mix_box is None else self._mixed_features(x, mix_box)
+        logits = self.forward_head(features)
+        if not dense:
+            return logits
+        places = feature_map(self, features, (x.shape[-2], x.shape[-1]))  # (B, h, w, C)
+        if mix_box is not None:
+            # The head works place by place: un-mixing its input is un-mixing its output, at C instead of K channels.
+            places = mix_tokens(places, mix_box)
+        return logits, self.aux_head(self.aux_norm(places)).flatten(1, 2)
+
+    def _mixed_features(self, x: Tensor, box: Box) -> Tensor:
+        self.check_mix_token()
+        assert self.mix_point is not None
+        self.mix_point.box = box
+        try:
+            return self.forward_features(x)
+        finally:
+            self.mix_point.box = None
+
+    def check_mix_token(self) -> None:
+        """Raise UserError, with the remedy, if images can't be mixed behind this model's embedding."""
+        if self.mix_point is None:
+            raise UserError(f"{_name(self)} can't mix images: {self.mix_refusal}; use --no-mix-token")
+
+    def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
+        """Rows and columns of the last map for images of (H, W) pixels (default: the model's own size).
+
+        Found by running the model, once for each size.
+
+        Raises:
+            UserError: The model does not take this size.
+        """
+        size = _own_size(self) if img_size is None else img_size
+        size = (size, size) if isinstance(size, int) else (size[0], size[1])
+        if size not in self._grids:
+            places = _places(self, _probe(self, 1, size))
+            self._grids[size] = places.shape[1], places.shape[2]
+        return self._grids[size]
+
+    def set_dense_head(self, enabled: bool) -> None:
+        """Switch the dense head on or off; off, it is kept but takes no gradient.
+
+        Call it before the optimizer is built.
+        """
+        self.dense_head = enabled
+        for layer in DENSE_LAYERS:
+            getattr(self, layer).requires_grad_(enabled)
+
+    def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
+        """timm's, and a fresh dense head of as many classes."""
+        super().reset_classifier(num_classes, *args, **kwargs)  # type: ignore[misc]
+        self.aux_head = _new_head(self, self.aux_head.in_features)
+        self.set_dense_head(self.dense_head)
+
+
+# What the programs train with token labels.
+TOKEN_LABEL_MODELS = (TokenLabelModel, WithDenseHead)
+
+
+def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
+    """Give a timm model a dense head and MixToken, in place; models that have them are returned as they are.
+
+    Args:
+        model: Any timm model; on any device.
+        img_size: (H, W) that it will be trained on (default: its own).
+
+    Returns:
+        `model`, now a WithDenseHead as well. Where images can't be mixed behind its embedding, `check_mix_token` and
+        `mix_box` raise UserError.
+
+    Raises:
+        UserError: It has no classes, no spatial features, or does not take this size.
+    """
+    if isinstance(model, TOKEN_LABEL_MODELS):
+        return model
+    if not model.num_classes or not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
+        raise UserError(f"{_name(model)} can't get a dense head: it lacks classes, forward_features or forward_head")
+    if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
+        raise UserError(f"{_name(model)} can't get a dense head: it drops patches in training (patch_drop_rate)")
+    size = _own_size(model) if img_size is None else (img_size[0], img_size[1])
+    try:
+        places = _places(model, _probe(model, 1, size))
+    except UserError as error:
+        raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
+    channels = places.shape[-1]
+    model.__class__ = _subclass(cast(Hashable, type(model)))
+    model._grids = {size: (places.shape[1], places.shape[2])}
+    model.aux_norm = nn.LayerNorm(channels) if norm_after_pooling(model) is not None else nn.Identity()
+    model.aux_norm.to(places.device, places.dtype)
+    model.aux_head = _new_head(model, channels)
+    model.set_dense_head(True)
+    model.mix_point, model.mix_refusal = None, ""
+    try:
+        model.mix_point = add_mix_point(model, functools.partial(_places, model), _probe(model, 2, size))
+    except UserError as error:
+        model.mix_refusal = str(error)
+    return model
+
+
+@functools.cache
+def _subclass(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (WithDenseHead, kind), {"__doc__": kind.__doc__, "__module__": __name__})
+
+
+def _new_head(model: Any, channels: int) -> nn.Linear:
+    like = next(model.parameters())
+    head = nn.Linear(channels, model.num_classes, device=like.device, dtype=like.dtype)
+    init_linear(head)
+    return head.train(model.training)
+
+
+@torch.no_grad()
+def _places(model: Any, images: Tensor) -> Tensor:
+    """(B, h, w, C) last features in evaluation mode; the model is left as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    size = images.shape[-2], images.shape[-1]
+    try:
+        return feature_map(model, model.forward_features(images), size)
+    except (AssertionError, RuntimeError, ValueError) as error:  # what timm's and torch's layers raise at sizes
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{_name(model)} does not take images of {size[0]} x {size[1]} px: {reason}") from error
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
+    """(batch, channels, H, W) noise that the model takes; the same on every rank."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    first = config.get("first_conv")
+    channels = model.get_submodule(first).weight.shape[1] if isinstance(first, str) else 3
+    images = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(0))
+    return images.to(next(model.parameters()))
+
+
+def _own_size(model: Any) -> tuple[int, int]:
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return tuple(size) if size is not None else tuple(model.pretrained_cfg["input_size"][1:])
+
+
+def _name(model: Any) -> str:
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return f"--model {config['architecture']}" if config.get("architecture") else type(model).__name__
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights under the names of the plain model, those of the dense head); the second is empty but for a
+    WithDenseHead. Tensors are shared with the model."""
+    state = clean_state_dict(model)
+    if not isinstance(unwrap(model), WithDenseHead):
+        return state, {}
+    dense = {name: value for name, value in state.items() if is_dense_head(name)}
+    return {name: value for name, value in state.items() if name not in dense}, dense
+
+
+def joined_state_dict(
+    model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
+) -> dict[str, Tensor]:
+    """As `tlt.weights.state_dict_of`, with the dense head that belongs to those weights if `model` has one like it."""
+    state = state_dict_of(checkpoint, use_ema, path)
+    if not isinstance(unwrap(model), WithDenseHead):
+        return state
+    return state | dense_head_of(checkpoint, use_ema, path)
+
+
+def dense_head_of(
+    checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
+) -> dict[str, Tensor]:
+    """The dense head of a timm model that a checkpoint holds beside the weights, empty where it holds none.
+
+    Raises:
+        UserError: There is something else in its place.
+    """
+    entry = DENSE_ENTRIES.get(weights_entry(checkpoint, use_ema, path), "")
+    state = checkpoint.get(entry)
+    if state is None:
+        return {}
+    if not isinstance(state, dict) or not all(is_dense_head(n) and isinstance(v, Tensor) for n, v in state.items()):
+        raise UserError(f"{path}: its {entry} is not the dense head of a model")
+    return cast(dict[str, Tensor], state)
+
+
+def is_dense_head(name: Any) -> bool:
+    """Whether a parameter of this name belongs to the dense head of a WithDenseHead."""
+    return str(name).startswith(tuple(f"{layer}." for layer in DENSE_LAYERS))

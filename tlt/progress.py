@@ -1,0 +1,47 @@
+"""How far a long job is."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+_REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
+
+
+class Progress:
+    """A bar with ETA where somebody watches, lines with ETA in a log."""
+
+    def __init__(self, what: str, total: int, unit: str = "image") -> None:
+        self.what, self.total, self.unit, self.done = what, total, unit, 0
+        self.start = self.reported = time.monotonic()
+        watched = sys.stderr.isatty()
+        self.bar = tqdm(desc=what, total=total, unit=unit, dynamic_ncols=True, leave=False) if watched else None
+
+    def step(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.done += count
+        if self.bar is not None:
+            self.bar.update(count)
+        elif time.monotonic() - self.reported >= _REPORT_SECONDS:
+            self._line()
+
+    def close(self) -> None:
+        """The last one is done."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.total:
+            seconds = time.monotonic() - self.start
+            print(f"{self._rate(seconds)}, in {tqdm.format_interval(seconds)}", flush=True)
+
+    def _line(self) -> None:
+        self.reported = time.monotonic()
+        seconds = self.reported - self.start
+        left = (self.total - self.done) * seconds / max(self.done, 1)
+        print(f"{self._rate(seconds)}, ETA {tqdm.format_interval(left)}", flush=True)
+
+    def _rate(self, seconds: float) -> str:
+        return (
+            f"{self.what}: {self.done}/{self.total} {self.unit}s, {self.done / max(seconds, 1e-9):.1f} {self.unit}s/s"
+        )

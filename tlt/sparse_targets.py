@@ -1,0 +1,279 @@
+"""Token targets as a sparse part plus a uniform part.
+
+A token's label logits are zero but for the classes of the map cells that it shows: with n x n points per token, four
+cells per point and k classes per cell at most M = 4 n n k entries, 80 for 18 x 18 maps of 5 classes on 14 x 14 tokens.
+So its soft label is one number for all classes plus an excess at M places, and neither targets (B, N, C) nor label maps
+(B, h * w, C) are ever made. `tlt.targets.make_targets` is the dense definition of the same targets.
+
+Shapes: B images, N = rows * cols tokens, C classes, maps of `h x w` cells with k classes each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.groups import image_groups
+from tlt.label_map import LabelBatch
+from tlt.targets import check_size, hat_weights, one_hot, points_per_token, smooth, source_points
+
+
+@dataclass(frozen=True)
+class SparseLabels:
+    """Soft labels: class c of a token has `base` plus the sum of `excess` where `ids` is c.
+
+    Attributes:
+        base: (B, N).
+        ids: (B, N, M) int32 class ids. A class may stand there more than once; only one of its entries is not 0.
+        excess: (B, N, M), may be negative.
+    """
+
+    base: Tensor
+    ids: Tensor
+    excess: Tensor
+
+    def dense(self, num_classes: int) -> Tensor:
+        """(B, N, C) the same labels written out."""
+        rows = self.base[..., None].repeat(1, 1, num_classes)
+        return rows.scatter_add_(2, self.ids.long(), self.excess)
+
+
+@dataclass(frozen=True)
+class SparseTargets:
+    """`tlt.targets.Targets` with token labels in sparse form.
+
+    Attributes:
+        cls: (B, C) soft label of the whole crop.
+        tokens: Soft labels of the tokens, or None where only the crop has one (label size 1, as in ReLabel).
+        weight: (B, N) share in [0, 1] of each token that its label map covers; None with `tokens`.
+        truth: (B,) int64 class of each image by its folder.
+        smoothing: Label smoothing in [0, 1) that `cls` and `tokens` contain.
+        grid: Token grid, (rows, cols); N = rows * cols.
+    """
+
+    cls: Tensor
+    tokens: SparseLabels | None
+    weight: Tensor | None
+    truth: Tensor
+    smoothing: float
+    grid: tuple[int, int]
+
+    def truth_target(self) -> Tensor:
+        """(B, C) one-hot folder class with the same smoothing as the other targets."""
+        return one_hot(self.truth, self.cls.shape[1], self.smoothing, self.cls.dtype)
+
+
+def entries_per_token(labels: LabelBatch | None, grid: tuple[int, int]) -> int:
+    """M, how many entries the sparse label of one token has; 1 without label maps."""
+    if labels is None:
+        return 1
+    _, k, h, w = labels.values.shape
+    return 4 * points_per_token((h, w), grid) ** 2 * k
+
+
+def make_sparse_targets(
+    labels: LabelBatch | None,
+    affine: Tensor,
+    visible: Tensor,
+    classes: Tensor,
+    grid: tuple[int, int],
+    num_classes: int,
+    smoothing: float = 0.1,
+    token_label_size: int | None = None,
+) -> SparseTargets:
+    """The targets of `tlt.targets.make_targets`, whose arguments these are, without a tensor of (B, N, C).
+
+    Deterministic on CUDA too: entries are sorted and added in a fixed order, nothing is scattered by atomics onto a
+    place that another entry changes. No synchronisation with the host.
+
+    Raises:
+        UserError: `token_label_size` is neither 1 nor the model's grid.
+    """
+    check_size(token_label_size, grid)
+    dtype = torch.promote_types(affine.dtype, torch.float32)
+    classes = classes.long()
+    cls = one_hot(classes, num_classes, smoothing, dtype)
+    if labels is None:
+        tokens, weight = _truth_tokens(classes, grid, num_classes, smoothing, dtype)
+    else:
+        geometry = labels, affine.to(dtype), visible.to(dtype), grid
+        # In lower precision the weights of a token's points would no longer sum to one.
+        with torch.autocast(affine.device.type, enabled=False):
+            cls = _crop_labels(*geometry, cls, smoothing)
+            if token_label_size != 1:
+                tokens, weight = _token_labels(*geometry, num_classes, smoothing)
+    if token_label_size == 1:
+        return SparseTargets(cls, None, None, classes, smoothing, grid)
+    return SparseTargets(cls, tokens, weight, classes, smoothing, grid)
+
+
+def _truth_tokens(
+    classes: Tensor, grid: tuple[int, int], num_classes: int, smoothing: float, dtype: torch.dtype
+) -> tuple[SparseLabels, Tensor]:
+    """Every token has the folder class and weighs 1."""
+    shape = (classes.shape[0], grid[0] * grid[1])
+    weight = torch.ones(shape, dtype=dtype, device=classes.device)
+    ids = classes.int()[:, None, None].expand(*shape, 1)
+    return SparseLabels(weight * (smoothing / num_classes), ids, (weight * (1 - smoothing))[..., None]), weight
+
+
+def _crop_labels(
+    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], truth: Tensor, smoothing: float
+) -> Tensor:
+    """(B, C) soft labels of the crops; `truth` where nothing is covered."""
+    result = torch.empty_like(truth)
+    per_image = grid[0] * grid[1] * entries_per_token(labels, grid)
+    for rows in image_groups(len(truth), per_image, truth.device):
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, truth.shape[1])
+        logits, total = _crop_logits(sample, truth.shape[1])
+        result[rows] = torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows])
+    return result
+
+
+def _token_labels(
+    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], num_classes: int, smoothing: float
+) -> tuple[SparseLabels, Tensor]:
+    """Soft labels of every token, and (B, N) coverage."""
+    shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(labels, grid))
+    coverage, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
+    ids = torch.empty(shape, dtype=torch.int32, device=affine.device)
+    for rows in image_groups(shape[0], shape[1] * shape[2], affine.device):
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, num_classes)
+        coverage[rows] = sample.inside.mean(-1)
+        base[rows], ids[rows], excess[rows] = _soft_labels(*_token_logits(sample), num_classes, smoothing)
+    return SparseLabels(base, ids, excess), coverage
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Where a group of label maps is read.
+
+    Attributes:
+        ids, values: (B, h * w, k), the classes of every cell; see `_listed_once`.
+        area: (B, 4) of the maps.
+        map_size: (h, w).
+        points: (B, N, n * n, 2) source points of every token.
+        inside: (B, N, n * n), 1 where a point counts, 0 where it does not.
+    """
+
+    ids: Tensor
+    values: Tensor
+    area: Tensor
+    map_size: tuple[int, int]
+    points: Tensor
+    inside: Tensor
+
+
+def _sample(labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], num_classes: int) -> _Sample:
+    _, _, h, w = labels.values.shape
+    n = points_per_token((h, w), grid)
+    offsets = [((index // n + 0.5) / n, (index % n + 0.5) / n) for index in range(n * n)]
+    points = torch.stack([source_points(affine, grid, offset) for offset in offsets], 2)
+    area = labels.area.to(affine.dtype)
+    low = torch.maximum(area[:, :2], visible[:, :2])[:, None, None]
+    high = torch.minimum(area[:, 2:], visible[:, 2:])[:, None, None]
+    # Strict, so that an empty area covers nothing.
+    inside = ((points > low) & (points < high)).all(-1).to(affine.dtype)
+    return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside)
+
+
+def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(B, h * w, k) class ids and values of every cell. Where a cell lists a class again, all but the larger value
+    become an entry of no class: id C, value 0."""
+    ids = labels.ids.flatten(2).transpose(1, 2).contiguous()
+    values = labels.values.flatten(2).transpose(1, 2).to(dtype)
+    place = torch.arange(ids.shape[2], device=ids.device)
+    lost = torch.zeros_like(ids, dtype=torch.bool)
+    for j in range(ids.shape[2]):
+        other = values[..., j : j + 1]
+        wins = (other > values) | ((other == values) & (place > j))
+        lost |= wins & (ids == ids[..., j : j + 1])
+    return ids.masked_fill(lost, num_classes), values.masked_fill(lost, 0)
+
+
+def _crop_logits(sample: _Sample, num_classes: int) -> tuple[Tensor, Tensor]:
+    """(B, C) mean label logits over the points of the whole crop that count, and (B, 1) their number."""
+    inside = sample.inside.flatten(1)  # (B, P)
+    total = inside.sum(1, keepdim=True)
+    across, down = hat_weights(sample.points.flatten(1, 2), sample.area, sample.map_size)  # (B, P, w), (B, P, h)
+    cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
+    ids, sums, _ = merge_equal(sample.ids.flatten(1), (sample.values * cells[..., None]).flatten(1), cells.shape[1])
+    logits = sums.new_zeros(ids.shape[0], num_classes + 1).scatter_add_(1, ids.long(), sums)
+    return logits[:, :num_classes], total
+
+
+def _token_logits(sample: _Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N, M) class ids, label logits and the mask of one entry per class, as `merge_equal` gives them."""
+    cells, weights = _corners(sample.points, sample.area, sample.map_size)  # (B, N, n * n, 4)
+    weights = weights * (sample.inside / sample.inside.sum(-1, keepdim=True).clamp(min=1))[..., None]
+    index = cells.flatten(1)[..., None].expand(-1, -1, sample.ids.shape[2])  # (B, N * n * n * 4, k)
+    entries = sample.values.gather(1, index) * weights.flatten(1)[..., None]
+    shape = (*weights.shape[:2], -1)
+    return merge_equal(sample.ids.gather(1, index).view(shape), entries.view(shape), 4 * weights.shape[2])
+
+
+def _corners(points: Tensor, area: Tensor, map_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(B, N, P, 2) source points -> int64 numbers and bilinear weights of the four cells around each, (B, N, P, 4)."""
+    extent = (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)[:, None, None]
+    share = (points - area[:, None, None, :2]) / extent
+    cols, across = _neighbours(share[..., 0], map_size[1])
+    rows, down = _neighbours(share[..., 1], map_size[0])
+    cells = rows[..., :, None] * map_size[1] + cols[..., None, :]  # (B, N, P, 2, 2)
+    return cells.flatten(-2), (down[..., :, None] * across[..., None, :]).flatten(-2)
+
+
+def _neighbours(share: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(...) positions along an axis of `size` cells, as shares of it -> the two nearest cells and their weights,
+    (..., 2); the edge cells continue to the edge."""
+    position = (share * size - 0.5).clamp(0, size - 1)
+    low = position.floor()
+    part = position - low
+    cell = low.long()
+    return torch.stack([cell, (cell + 1).clamp(max=size - 1)], -1), torch.stack([1 - part, part], -1)
+
+
+def merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the values of equal ids along the last axis.
+
+    The sums double their reach in every step, in an order that depends on nothing but the shape; cumulative sums and
+    their differences would lose digits.
+
+    Args:
+        ids: (..., M) integers.
+        values: (..., M).
+        longest: How often an id occurs at most. Ids that occur more often must have values of 0.
+
+    Returns:
+        Sorted ids (..., M); (..., M) the sum of an id's values at its last place, 0 elsewhere; that mask.
+    """
+    ids, order = torch.sort(ids, dim=-1, stable=True)
+    sums = values.gather(-1, order)
+    for reach in (2**power for power in range(math.ceil(math.log2(longest)))):
+        if reach < ids.shape[-1]:
+            same = (ids[..., reach:] == ids[..., :-reach]).to(sums.dtype)
+            added = torch.addcmul(sums[..., reach:], sums[..., :-reach], same)
+            sums = torch.cat([sums[..., :reach], added], -1)
+    last = torch.ones_like(ids, dtype=torch.bool)
+    last[..., :-1] = ids[..., 1:] != ids[..., :-1]
+    return ids, sums * last, last
+
+
+def _soft_labels(
+    ids: Tensor, logits: Tensor, last: Tensor, num_classes: int, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three tensors of `SparseLabels`: smoothed softmax over C classes of logits that are 0 but for one entry per
+    class, where `last` holds.
+
+    Every term of the denominator is positive, so nothing cancels, and the largest exponent is 0.
+    """
+    last = last & (ids < num_classes)
+    top = logits.amax(-1, keepdim=True).clamp(min=0)
+    zero = torch.exp(-top)  # (B, N, 1), of a class with logit 0
+    powers = torch.exp(logits - top)
+    total = (powers * last).sum(-1, keepdim=True) + (num_classes - last.sum(-1, keepdim=True)) * zero
+    scale = (1 - smoothing) / total
+    base = (zero * scale)[..., 0] + smoothing / num_classes
+    return base, ids.clamp(max=num_classes - 1).int(), (powers - zero) * (last * scale)

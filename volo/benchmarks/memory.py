@@ -1,0 +1,45 @@
+"""Peak memory of a piece of work, above what was in use when it began."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tlt.errors import UserError
+
+Result = TypeVar("Result")
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
+    """Do `work` and return its result and the bytes by which memory in use rose at its highest.
+
+    CUDA: what torch's allocator had given out. CPU: resident memory of this process, so nothing else should run in it.
+
+    Raises:
+        UserError: A CPU measurement where /proc is missing.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    if not _RESET.exists():
+        raise UserError("peak memory on the CPU is read from /proc, which only Linux has: use --device cuda")
+    _RESET.write_text("5")  # the high-water mark falls to what is resident now
+    before = _resident("VmRSS")
+    result = work()
+    return result, max(0, _resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        raise UserError(f"/proc/self/status has no {field}: peak memory on the CPU can't be read here")
+    return int(found[1]) * 1024
