@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from tests.programs.conftest import QUICK, Ended, metrics
+from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
 
 Call = Callable[..., Ended]
@@ -285,3 +287,10 @@ def test_an_archive_trains_as_its_tree_does(
     (archive / "00000.safetensors").write_bytes(b"")
     ended = call("train", flags, archive, "--experiment", "cut")
     assert ended.code == 2 and "00000.safetensors has 0 bytes instead of" in ended.err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    flags = f"{QUICK} --data-backend synthetic --epochs 1 --output {tmp_path}"
+    command = f"{sys.executable} {ROOT / 'train.py'} {flags} | head -n 1"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert len(ended.stdout.splitlines()) == 1 and "Traceback" not in ended.stderr

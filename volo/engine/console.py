@@ -1,7 +1,8 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
 Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
-losses; 130 interrupted from the keyboard; 1 a defect in the program, with its traceback.
+losses; 130 interrupted from the keyboard; 141 nobody reads the output any more; 1 a defect in the program, with its
+traceback.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ def run_program(
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has gone (| head): nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 141
 
 
 def _rank_prefix() -> str:
