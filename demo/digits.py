@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help=f"remove {OUTPUT}/ and start again")
     if parser.parse_args().fresh:
         shutil.rmtree(ROOT / OUTPUT, ignore_errors=True)
+    print(f"python is {sys.executable}: to copy the commands below, activate its environment first")
     began = time.perf_counter()
     write_digits(ROOT / OUTPUT / "digits")
     train("annotator")
