@@ -21,7 +21,8 @@ from volo.engine.precision import total_norm
 from volo.engine.schedule import LrSchedule, resolve_lr
 
 CPU = torch.device("cpu")
-FLAGS = f"{QUICK} --epochs 4 --lr 1e-3 --token-label"  # 40 images, 8 an update: 20 updates
+# 40 images, 8 an update: 20 updates. A larger rate without warm-up would amplify rounding beyond any tolerance.
+FLAGS = f"{QUICK} --epochs 4 --lr 2e-4 --token-label"
 
 
 @pytest.fixture
