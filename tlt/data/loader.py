@@ -71,7 +71,7 @@ class SkipCounter:
     limit: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     events: int = 0
-    _lines: list[str] = field(default_factory=list, repr=False)
+    _new: list[Skipped] = field(default_factory=list, repr=False)
 
     @property
     def allowed(self) -> int:
@@ -86,11 +86,11 @@ class SkipCounter:
 
     def record(self, skipped: Iterable[Skipped]) -> None:
         """Count. Raises UserError when more than `allowed` images failed."""
-        for path, reason in skipped:
+        for image in skipped:
             self.events += 1
-            if path not in self.reasons:
-                self.reasons[path] = reason
-                self._lines.append(f"left out {printable(path)}: {reason}")
+            if image.path not in self.reasons:
+                self.reasons[image.path] = image.reason
+                self._new.append(image)
         if self.total > self.allowed:
             path, reason = next(reversed(self.reasons.items()))
             raise UserError(
@@ -98,10 +98,14 @@ class SkipCounter:
                 f"the last one is {printable(path)} ({reason}): mend them or raise the limit"
             )
 
+    def take_new(self) -> list[Skipped]:
+        """The images that failed for the first time since the last call."""
+        new, self._new = self._new, []
+        return new
+
     def take_lines(self) -> list[str]:
-        """One line for each image that failed for the first time since the last call, for the log."""
-        lines, self._lines = self._lines, []
-        return lines
+        """One line for each of `take_new`, for the log."""
+        return [f"left out {printable(path)}: {reason}" for path, reason in self.take_new()]
 
 
 class TrainLoader:

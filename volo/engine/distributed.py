@@ -134,6 +134,15 @@ def from_primary(value: T) -> T:
     return box[0]
 
 
+def from_all(value: T) -> list[T]:
+    """Return every rank's `value` on every rank, in the order of ranks; it must pickle."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def wait_for_all() -> None:
     """Return when every rank has got here."""
     if dist.is_initialized():

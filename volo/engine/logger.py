@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
 
+from tlt.data.dataset import Skipped
+from tlt.data.folder import printable
 from volo.engine.distributed import World
+from volo.engine.events import EventLog, Kind, exit_code, reason
 from volo.engine.loop import EpochTotals, Evaluation, Interval
 from volo.engine.run_directory import RunDirectory
 
@@ -23,18 +29,28 @@ def duration(seconds: float) -> str:
     return f"{days}d {clock}" if days else clock
 
 
+class Position(Protocol):
+    """Where a run stands, as `TrainState` has it."""
+
+    epoch: int
+    update: int
+
+
 class Logger:
-    """Console and run directory of rank 0; on the other ranks every method does nothing.
+    """Console and run directory of rank 0; of the other ranks only events and faults are kept.
 
     Attributes:
         directory: The run's records; None before `open`, and on other ranks.
         total_updates: Of the whole run, for the ETA.
+        position: Noted with every event; None until it is known.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.directory: RunDirectory | None = None
         self.total_updates = 0
+        self.position: Position | None = None
+        self.events = EventLog(world.rank)
         self._bar: tqdm | None = None
         self._before: list[str] = []  # lines for log.txt from before there was one
         self._seconds, self._updates = 0.0, 0
@@ -45,6 +61,28 @@ class Logger:
         for text in self._before:
             directory.log(text)
         self._before.clear()
+
+    def open_events(self, directory: Path) -> None:
+        """Write events to `directory`, which exists, from now on; every rank calls it."""
+        self.events.open(directory)
+
+    def event(self, kind: Kind, **fields: Any) -> None:
+        """Add to events.jsonl, on the rank that calls; `epoch` and `update` are added unless given."""
+        at = {} if self.position is None else {"epoch": self.position.epoch, "update": self.position.update}
+        self.events.add(kind, **at | fields)
+
+    @contextmanager
+    def end_noted(self) -> Iterator[None]:
+        """Add an `end` event with exit code and reason when the block is left, on rank 0 and where it failed."""
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            if self.world.is_primary or failure is not None:
+                self.event("end", exit_code=exit_code(failure), reason=reason(failure))
 
     def line(self, text: str) -> None:
         """Print one line and keep it in log.txt."""
@@ -60,9 +98,12 @@ class Logger:
         else:
             self._before.append(stamped)
 
-    def faults(self, lines: Iterable[str]) -> None:
-        """Print what went wrong with this rank's data; every rank speaks, because each reads other images."""
-        for text in lines:
+    def skipped(self, kind: Literal["skipped-image", "bad-label"], skipped: Iterable[Skipped]) -> None:
+        """Print and note what this rank could not read; every rank speaks, because each reads other images."""
+        for path, why in skipped:
+            name = printable(path)
+            self.event(kind, path=name, reason=why)
+            text = f"left out {name}: {why}" if kind == "skipped-image" else f"label of {name}: {why}"
             if self.world.is_primary:
                 self.line(f"warning: {text}")
             else:

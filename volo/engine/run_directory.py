@@ -3,6 +3,7 @@
 args.yaml        resolved arguments; `-c args.yaml` repeats the run
 run.json         one record per start: command line, versions, host, world size
 log.txt          the console's lines
+events.jsonl     what happened, when and where (`volo.engine.events`; every rank writes)
 metrics.jsonl    one record per report and per epoch
 summary.csv      one row per epoch
 curve.png        learning curves (where matplotlib is installed)
@@ -27,7 +28,9 @@ from typing import Any
 import yaml
 
 from tlt.errors import UserError
+from volo.engine.json_lines import LineFile, strict_json
 
+METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 DEFAULT_ROOT = "output/train"
 _NOT_A_SETTING = {"config", "notes", "local_rank", "debug", "resume", "no_resume_opt", "start_epoch", "dry_run"}
 
@@ -77,6 +80,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._log, self._metrics = LineFile(path / "log.txt"), LineFile(path / METRICS)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -93,7 +97,7 @@ class RunDirectory:
                 "working_directory": os.getcwd(),
                 "host": socket.gethostname(),
                 "python": platform.python_version(),
-                "versions": {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy")},
+                "versions": versions(),
                 "world_size": world_size,
                 "device": device,
             }
@@ -106,17 +110,15 @@ class RunDirectory:
 
     def log(self, line: str) -> None:
         """Add a line to log.txt."""
-        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        self._log.append(line)
 
     def metrics(self, record: dict[str, Any]) -> None:
         """Add a record to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._metrics.append(strict_json(record))
 
     def summary(self, row: dict[str, Any]) -> None:
         """Add an epoch's row to summary.csv; rows of the same or later epochs, from before a resume, are dropped."""
-        file = self.path / "summary.csv"
+        file = self.path / SUMMARY
         rows = [r for r in read_summary(file) if int(r["epoch"]) < row["epoch"]]
         rows.append({k: str(v) for k, v in row.items()})
         columns = list(dict.fromkeys(name for r in rows for name in r))
@@ -134,7 +136,12 @@ class RunDirectory:
         except ImportError:
             return None
         matplotlib.use("Agg")
-        return _draw(read_summary(self.path / "summary.csv"), self.path / "curve.png")
+        return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
+
+
+def versions() -> dict[str, str]:
+    """What the run is made of."""
+    return {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy")}
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:

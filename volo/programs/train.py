@@ -10,7 +10,10 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 from __future__ import annotations
 
 import importlib.util
+import socket
+import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +38,7 @@ from volo.engine.checkpoint import (
     load_weights,
 )
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
-from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
+from volo.engine.distributed import World, from_all, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
@@ -51,15 +54,17 @@ from volo.engine.model import (
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
-from volo.engine.run_directory import RunDirectory, choose_directory, settings_of
+from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
 from volo.engine.schedule import LrSchedule, resolve_lr
 
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     world = init_world(args.device, args.local_rank)
+    logger = Logger(world)
     try:
-        train(args, world)
+        with logger.end_noted():
+            train(args, world, logger)
     finally:
         shut_down()
     return 0
@@ -79,13 +84,13 @@ class Setup:
     lr_formula: str
 
 
-def train(args: Namespace, world: World) -> None:
+def train(args: Namespace, world: World, logger: Logger) -> None:
     """Build everything, then train, validate and save, epoch by epoch."""
-    logger = Logger(world)
+    note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
     setup = build(args, world, logger)
-    state = setup.state
+    state = logger.position = setup.state
     directory = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
     resumed = resume_run(args, setup, directory, world, logger)
     describe(args, setup, world, logger)
@@ -115,6 +120,21 @@ def train(args: Namespace, world: World) -> None:
             best = save_epoch(args, setup, evaluations, checkpoints, logger)
             logger.epoch(epoch, totals, evaluations, best)
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+
+
+def note_start(args: Namespace, world: World, logger: Logger) -> None:
+    """The event with which a start begins: what was asked for, and where it runs."""
+    hosts = Counter(from_all(socket.gethostname()))
+    if world.is_primary:
+        logger.event(
+            "start",
+            command=sys.argv,
+            args=settings_of(args),
+            versions=versions(),
+            world_size=world.size,
+            hosts=hosts,
+            device=str(world.device),
+        )
 
 
 def build(args: Namespace, world: World, logger: Logger) -> Setup:
@@ -228,6 +248,9 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
         if args.start_epoch > last:
             raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
         state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
+    if world.is_primary and (args.resume or args.start_epoch is not None):
+        passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
+        logger.event("resume", path=path, skipped=passed_over)
     return path
 
 
@@ -243,6 +266,7 @@ def open_run(
             run_directory.record_start(args, world.size, str(world.device))
             logger.open(run_directory)
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
+    logger.open_events(directory)
     if checkpoints is not None and resumed is not None:
         for message in checkpoints.restore(setup.state, resumed):
             logger.line(message)
@@ -271,7 +295,8 @@ def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[in
     def watch(update: int, batch: Batch) -> None:
         bad = [label for label in batch.bad_labels if label.path not in known]
         known.update(label.path for label in bad)
-        logger.faults([*setup.loader.skips.take_lines(), *(f"label of {path}: {reason}" for path, reason in bad)])
+        logger.skipped("skipped-image", setup.loader.skips.take_new())
+        logger.skipped("bad-label", bad)
         if args.save_images and logger.directory is not None and update % args.log_interval == 0:
             save_image(batch.images, logger.directory.path / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
@@ -289,6 +314,7 @@ def recovery_saver(
         if state.update % args.recovery_interval == 0:
             checkpoints.save_last(state)
             logger.line(f"saved last.pth.tar after update {state.update}")
+            logger.event("checkpoint", file="last.pth.tar", reason="--recovery-interval")
 
     return save
 
@@ -308,7 +334,7 @@ def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) 
     evaluations = {}
     for name, (_, called) in models.items():
         evaluations[name] = evaluate(called, setup.validation, setup.precision, world)
-        logger.faults(setup.validation.skips.take_lines())
+        logger.skipped("skipped-image", setup.validation.skips.take_new())
         logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 
@@ -330,6 +356,7 @@ def save_epoch(
         return None
     result = evaluations.get("ema", evaluations.get("model"))
     best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
+    logger.event("checkpoint", file="last.pth.tar", reason="epoch")
     if best is not None:
         logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
     return best.metric if best is not None else None
