@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from volo.engine import args, flags_benchmark
 from volo.engine.console import run_program
+from volo.engine.preempt import STOP
 
 
 def train(argv: Sequence[str] | None = None) -> int:
     """`python train.py`, `volo-train`: train a model (`volo.programs.train`)."""
-    return run_program(args.parse_train, "volo.programs.train", argv)
+    with STOP.heeded():
+        return run_program(args.parse_train, "volo.programs.train", argv)
 
 
 def validate(argv: Sequence[str] | None = None) -> int:

@@ -21,9 +21,10 @@ from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
 from tlt.data.decode import Encoded
 from tlt.data.folder import ImageFolder, scan_folder
 from tlt.data.index_stream import IndexStream
-from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader, worker_fault
+from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig, Plan
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.data.workers import worker_fault
 from tlt.errors import UserError
 
 CONFIG = AugmentConfig(size=(16, 16))

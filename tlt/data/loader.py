@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
 
-from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, Fault, HostBatch, ReadingBoard, Skipped, TrainDataset
+from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, Skipped, TrainDataset
 from tlt.data.folder import printable
 from tlt.data.index_stream import IndexStream, eval_indices
 from tlt.data.plan import Plan
+from tlt.data.workers import Workers
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch
 
 DEFAULT_TIMEOUT = 300.0  # seconds
-PREFETCH_FACTOR = 2  # batches ready or in the making per worker
-_DEATH_NOTICE = 2.0  # seconds
 SKIP_SHARE, SKIP_FLOOR, SKIP_CEILING = 0.001, 10, 100
-_DEAD_WORKER = re.compile(r"DataLoader worker \(pid\D*[\d, ]+\) (is killed by signal: [^.]*|exited unexpectedly)")
 
 Finish = Callable[[Tensor, HostBatch], Tensor]
 
@@ -141,7 +134,7 @@ class TrainLoader:
         self.dataset = dataset
         self.index_stream = index_stream
         self.skips = skips or SkipCounter(len(dataset))
-        self._workers = _Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
         self._feed = _Feed(functools.partial(_augmented, device_stage), torch.device(device), prefetch)
 
     def __len__(self) -> int:
@@ -154,10 +147,17 @@ class TrainLoader:
         `last` marks the last micro-batch of its update, `samples` counts this rank's images in the update.
 
         Raises:
-            UserError: Too many unreadable images, a bad label map, a hung or killed worker.
+            WorkerDied: Data workers died, for the second time in the epoch.
+            UserError: Too many unreadable images, a bad label map, a hung worker.
         """
         for host, batch in self._feed.run(self._workers.run(lambda: self._keys(epoch, start_update)), self.skips):
             yield host.key.last, host.key.update_samples, batch
+
+    def take_deaths(self) -> list[str]:
+        """Why workers had to be started anew since the last call."""
+        taken = self._workers.deaths.copy()
+        self._workers.deaths.clear()
+        return taken
 
     def _keys(self, epoch: int, start_update: int) -> Iterator[BatchKey]:
         for micro_batches in self.index_stream.epoch(epoch, start_update):
@@ -195,7 +195,7 @@ class EvalLoader:
         self.batch_size = batch_size
         self.skips = skips or SkipCounter(len(dataset))
         self._indices = eval_indices(len(dataset), world_size, rank).tolist()
-        self._workers = _Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
         self._feed = _Feed(lambda images, host: stage(images), torch.device(device), prefetch)
 
     def __len__(self) -> int:
@@ -280,124 +280,3 @@ def _counted(hosts: Iterator[HostBatch], skips: SkipCounter) -> Iterator[HostBat
     for host in hosts:
         skips.record(host.skipped)
         yield host
-
-
-class _Keys(Sampler[BatchKey]):
-    """The sampler of one DataLoader; what it yields is set before each pass."""
-
-    def __init__(self) -> None:
-        self.source: Callable[[], Iterator[BatchKey]] = _no_keys
-
-    def __iter__(self) -> Iterator[BatchKey]:
-        return self.source()
-
-
-class _Workers:
-    """The worker processes of one dataset.
-
-    Nothing here, nor in the loaders, may refer back to its owner: torch's iterator must be freed by its last reference.
-    In a cycle the collector ends the queues' threads first, and each worker is then waited for in vain for 5 s.
-    """
-
-    def __init__(
-        self,
-        dataset: BatchDataset,
-        workers: int,
-        pin_memory: bool,
-        persistent: bool,
-        timeout: float,
-        device: torch.device,
-    ) -> None:
-        dataset.board = ReadingBoard(workers)
-        self.dataset = dataset
-        self.workers = workers
-        self.keys = _Keys()
-        self.loader = DataLoader(
-            dataset,
-            batch_size=None,
-            sampler=self.keys,
-            num_workers=workers,
-            collate_fn=_unchanged,
-            pin_memory=pin_memory and device.type == "cuda",
-            timeout=timeout if workers else 0,
-            worker_init_fn=_ignore_signals,
-            prefetch_factor=PREFETCH_FACTOR if workers else None,
-            persistent_workers=persistent and workers > 0,
-            # DataLoader draws a seed at each pass, which would move the global generator.
-            generator=torch.Generator(),
-        )
-
-    def run(self, keys: Callable[[], Iterator[BatchKey]]) -> Iterator[HostBatch]:
-        self.keys.source = keys
-        try:
-            for batch in self.loader:
-                if isinstance(batch, Fault):
-                    raise UserError(batch.message)
-                yield batch
-        except (RuntimeError, OSError, EOFError) as error:
-            if explained := self._explained(error):
-                try:
-                    raise explained from error
-                finally:
-                    del explained  # its traceback holds this frame
-            raise
-        finally:
-            self.keys.source = _no_keys
-
-    def _explained(self, error: Exception) -> UserError | None:
-        if not self.workers:
-            return None
-        if isinstance(error, RuntimeError):
-            return self._hung() if "DataLoader timed out" in str(error) else worker_fault(error)
-        # A tensor could not be fetched from its worker. If that is because the worker died, torch's signal handler is
-        # about to raise, here or in the middle of something else.
-        try:
-            time.sleep(_DEATH_NOTICE)
-        except RuntimeError as death:
-            return worker_fault(death)
-        return None
-
-    def _hung(self) -> UserError:
-        limit = f"no batch after {self.loader.timeout:g} s (--loader-timeout)"
-        longest = self.dataset.board.longest()
-        if longest is None:
-            return UserError(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
-        path, seconds = printable(self.dataset.path(longest[0])), longest[1]
-        return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
-
-
-def worker_fault(error: RuntimeError) -> UserError | None:
-    """The user's view of a dead data worker, None for other errors.
-
-    torch notices a dead worker in a signal handler, so that the error can come up anywhere in the main process: a
-    program passes what it catches around its loop.
-    """
-    text = str(error)
-    if match := _DEAD_WORKER.search(text):
-        how = match[1].replace("is killed", "was killed")
-        return UserError(
-            f"a data worker {how}: most likely too little memory; lower --workers or --batch-size, and in a container "
-            "give /dev/shm more room (docker --shm-size)"
-        )
-    if "No space left on device" in text or "unable to allocate shared memory" in text:
-        return UserError(
-            "no room in shared memory (/dev/shm) for a batch: lower --workers or --batch-size, or make it larger "
-            "(docker --shm-size)"
-        )
-    if "Too many open files" in text or "received 0 items of ancdata" in text:
-        return UserError("too many open files between the data workers: raise the limit (ulimit -n) or lower --workers")
-    return None
-
-
-def _no_keys() -> Iterator[BatchKey]:
-    return iter(())
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and Slurm's warning reach all processes of a job; the main process decides what becomes of the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

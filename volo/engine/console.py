@@ -1,8 +1,8 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
 Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
-losses; 130 interrupted from the keyboard; 141 nobody reads the output any more; 1 a defect in the program, with its
-traceback.
+losses; 5 a rank hung or was lost; 85 stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the
+keyboard; 141 nobody reads the output any more; 1 a defect in the program, with its traceback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from tlt.errors import UserError
+from volo.engine.preempt import Stopped
 
 
 def run_program(
@@ -31,6 +32,9 @@ def run_program(
             raise
         print(f"{_rank_prefix()}error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except Stopped as stop:
+        print(f"{_rank_prefix()}{'error: ' if stop.__cause__ else ''}{stop}", file=sys.stderr, flush=True)
+        return stop.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone (| head): nothing is wrong

@@ -7,6 +7,7 @@ only a fallback. NCCL joins GPUs, gloo joins CPUs.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ import torch.distributed as dist
 from tlt.errors import UserError
 
 T = TypeVar("T")
+_GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
+
+
+class RankLost(UserError):
+    """Another rank's process has ended, so that this one can't go on."""
+
+    exit_code = 5
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,8 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
     if size > 1:
         _set_rendezvous_address()
         dist.init_process_group(
-            "nccl" if world.device.type == "cuda" else "gloo",
+            # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
+            "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),
@@ -111,6 +120,17 @@ def _set_rendezvous_address() -> None:
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
 
 
+@contextmanager
+def lost_rank_explained() -> Iterator[None]:
+    """Tell the end of a connection to another rank in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if dist.is_initialized() and _GONE.search(str(error)):
+            raise RankLost("another rank has ended: what it said, or the log of its machine, tells why") from error
+        raise
+
+
 def shut_down() -> None:
     """Leave the process group; safe to call when there is none."""
     if dist.is_initialized():
@@ -123,6 +143,15 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
         values = values.clone()
         dist.all_reduce(values)
     return values
+
+
+def max_over_ranks(value: int) -> int:
+    """Return the largest `value` of all ranks; the hosts wait for each other, not for their GPUs."""
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def from_primary(value: T) -> T:

@@ -342,6 +342,13 @@ DISTRIBUTED = Group(
             metavar="N",
             help="from old launchers; LOCAL_RANK or SLURM_LOCALID in the environment wins",
         ),
+        flag(
+            "--dist-timeout",
+            default=120,
+            type=POSITIVE,
+            metavar="S",
+            help="seconds without progress after which a hung run ends (600 before the first step and while saving)",
+        ),
     ),
 )
 

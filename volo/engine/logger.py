@@ -104,10 +104,14 @@ class Logger:
             name = printable(path)
             self.event(kind, path=name, reason=why)
             text = f"left out {name}: {why}" if kind == "skipped-image" else f"label of {name}: {why}"
-            if self.world.is_primary:
-                self.line(f"warning: {text}")
-            else:
-                print(f"[rank {self.world.rank}] warning: {text}", file=sys.stderr, flush=True)
+            self.warning(text)
+
+    def warning(self, text: str) -> None:
+        """Print a warning of any rank's."""
+        if self.world.is_primary:
+            self.line(f"warning: {text}")
+        else:
+            print(f"[rank {self.world.rank}] warning: {text}", file=sys.stderr, flush=True)
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if somebody watches."""

@@ -23,6 +23,7 @@ from volo.engine.optim import set_lr
 from volo.engine.precision import Precision
 
 T = TypeVar("T")
+MicroBatch = tuple[bool, int, Batch]  # is the last of its update, images of this rank in the update, batch
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class LoopSettings:
         freeze_bn: Keep BatchNorm in evaluation mode (running statistics).
         on_batch: Called with (update, batch) before each forward pass.
         on_update: Called after each optimizer step that is not the epoch's last.
+        guard: The micro-batches go through it (`volo.engine.stopping`).
     """
 
     seed: int
@@ -93,6 +95,7 @@ class LoopSettings:
     freeze_bn: bool = False
     on_batch: Callable[[int, Batch], None] | None = None
     on_update: Callable[[], None] | None = None
+    guard: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]] = iter
 
 
 def train_epoch(
@@ -119,7 +122,8 @@ def train_epoch(
     meter = _Meter(state, len(loader), world, precision, settings.log_interval, reporter)
     no_sync = getattr(model, "no_sync", nullcontext)  # of DistributedDataParallel, compiled or not
     micro_batch = 0
-    for is_last, update_size, batch in meter.timed(loader.epoch(state.epoch, state.update - state.epoch * len(loader))):
+    batches = meter.timed(loader.epoch(state.epoch, state.update - state.epoch * len(loader)))
+    for is_last, update_size, batch in settings.guard(batches):
         if settings.on_batch is not None:
             settings.on_batch(state.update, batch)
         step = StepKey(settings.seed, state.update, micro_batch, world.rank)
@@ -260,11 +264,13 @@ def evaluate(
     precision: Precision,
     world: World,
     on_outputs: Callable[[Tensor, Batch], None] | None = None,
+    guard: Callable[[Iterable[Batch]], Iterable[Batch]] = iter,
 ) -> Evaluation:
     """Evaluate `model` on every image of `loader`, on all ranks together.
 
     Args:
         on_outputs: Called with the logits (B, C) and the batch, for further metrics.
+        guard: The batches go through it (`volo.engine.stopping`).
 
     Raises:
         RuntimeError: Not every image was seen exactly once.
@@ -273,7 +279,7 @@ def evaluate(
     model.eval()
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world.device)
     began = time.perf_counter()
-    for batch in loader:
+    for batch in guard(loader):
         with precision.autocast():
             logits = model(batch.images).float()  # (B, C)
         if on_outputs is not None:

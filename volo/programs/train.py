@@ -9,13 +9,13 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import socket
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from torchvision.utils import save_image
 
 import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
-from tlt.data.loader import Batch, EvalLoader, TrainLoader, worker_fault
+from tlt.data.loader import Batch, EvalLoader, TrainLoader
+from tlt.data.workers import kill_workers
 from tlt.errors import UserError
 from volo.engine.checkpoint import (
     CheckpointDir,
@@ -38,7 +39,16 @@ from volo.engine.checkpoint import (
     load_weights,
 )
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
-from volo.engine.distributed import World, from_all, from_primary, init_world, primary_first, shut_down, wait_for_all
+from volo.engine.distributed import (
+    World,
+    from_all,
+    from_primary,
+    init_world,
+    lost_rank_explained,
+    primary_first,
+    shut_down,
+    wait_for_all,
+)
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
@@ -54,18 +64,25 @@ from volo.engine.model import (
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.preempt import STOP, Stopped
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
 from volo.engine.schedule import LrSchedule, resolve_lr
+from volo.engine.stopping import StopGuard
+from volo.engine.watchdog import Watchdog, collective_timeout
 
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    world = init_world(args.device, args.local_rank)
+    world = init_world(args.device, args.local_rank, collective_timeout(args.dist_timeout, args.loader_timeout))
     logger = Logger(world)
+    note = functools.partial(logger.event, "fault")
+    watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note)
+    watchdog.start()
     try:
-        with logger.end_noted():
-            train(args, world, logger)
+        with logger.end_noted(), lost_rank_explained():
+            train(args, world, logger, StopGuard(STOP, watchdog))
     finally:
+        watchdog.end()
         shut_down()
     return 0
 
@@ -84,7 +101,7 @@ class Setup:
     lr_formula: str
 
 
-def train(args: Namespace, world: World, logger: Logger) -> None:
+def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> None:
     """Build everything, then train, validate and save, epoch by epoch."""
     note_start(args, world, logger)
     for note in args.notes:
@@ -98,28 +115,70 @@ def train(args: Namespace, world: World, logger: Logger) -> None:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    checkpoints = open_run(args, setup, directory, resumed, world, logger)
+    with guard.stop.deferred():
+        checkpoints = open_run(args, setup, directory, resumed, world, logger)
+        begun = state.update
+        try:
+            train_epochs(args, setup, checkpoints, world, logger, guard)
+        except Stopped as stop:
+            save_on_leaving(stop, state, checkpoints if state.update > begun else None, logger)
+            guard.watchdog.at("saving")
+            wait_for_all()  # torchrun ends the others as soon as one has left
+            kill_workers()
+            raise
+    logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+
+
+def train_epochs(
+    args: Namespace,
+    setup: Setup,
+    checkpoints: CheckpointDir | None,
+    world: World,
+    logger: Logger,
+    guard: StopGuard,
+) -> None:
+    """From where the state stands to the end of the schedule.
+
+    Raises:
+        Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end is not counted.
+    """
+    state = setup.state
     settings = LoopSettings(
         args.seed,
         args.log_interval,
         args.freeze_bn,
         on_batch=batch_watcher(args, setup, logger),
         on_update=recovery_saver(args, state, checkpoints, logger),
+        guard=guard.updates,
     )
     if args.finetune and state.update == 0:
-        logger.line(f"before fine-tuning: {evaluate(state.model, setup.validation, setup.precision, world)}")
-    with explained_worker_death():
-        for epoch in range(state.epoch, setup.schedule.total_epochs):
-            logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
-            objective = objective_of_epoch(setup.objective, args, epoch)
-            totals = train_epoch(
-                setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
-            )
-            state.epoch = epoch + 1
-            evaluations = validate_epoch(args, setup, world, logger)
-            best = save_epoch(args, setup, evaluations, checkpoints, logger)
-            logger.epoch(epoch, totals, evaluations, best)
-    logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+        before = evaluate(state.model, setup.validation, setup.precision, world, guard=guard.batches)
+        logger.line(f"before fine-tuning: {before}")
+    for epoch in range(state.epoch, setup.schedule.total_epochs):
+        logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
+        objective = objective_of_epoch(setup.objective, args, epoch)
+        totals = train_epoch(
+            setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
+        )
+        state.epoch = epoch + 1
+        try:
+            evaluations = validate_epoch(args, setup, world, logger, guard)
+        except Stopped:
+            state.epoch = epoch
+            raise
+        guard.watchdog.at("saving")
+        best = save_epoch(args, setup, evaluations, checkpoints, logger)
+        logger.epoch(epoch, totals, evaluations, best)
+
+
+def save_on_leaving(stop: Stopped, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger) -> None:
+    """Save between two updates, on rank 0."""
+    logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
+    if checkpoints is None:
+        return
+    checkpoints.save_last(state)
+    logger.line(f"{stop}: saved last.pth.tar after update {state.update}")
+    logger.event("checkpoint", file="last.pth.tar", reason=str(stop))
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -277,22 +336,14 @@ def open_run(
     return checkpoints
 
 
-@contextmanager
-def explained_worker_death() -> Iterator[None]:
-    """torch raises the death of a data worker anywhere in the main process: tell it in one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        if fault := worker_fault(error):
-            raise fault from error
-        raise
-
-
 def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None]:
     """Look at every batch before it is used: tell unreadable images and labels, write pictures for `--save-images`."""
     known: set[str] = set()
 
     def watch(update: int, batch: Batch) -> None:
+        for death in setup.loader.take_deaths():
+            logger.event("worker-died", reason=death)
+            logger.warning(f"{death}; the workers were started anew")
         bad = [label for label in batch.bad_labels if label.path not in known]
         known.update(label.path for label in bad)
         logger.skipped("skipped-image", setup.loader.skips.take_new())
@@ -319,7 +370,9 @@ def recovery_saver(
     return save
 
 
-def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) -> dict[str, Evaluation]:
+def validate_epoch(
+    args: Namespace, setup: Setup, world: World, logger: Logger, guard: StopGuard
+) -> dict[str, Evaluation]:
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
     state = setup.state
     models = {"model": (state.model, setup.model)}
@@ -333,7 +386,7 @@ def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) 
         return {}
     evaluations = {}
     for name, (_, called) in models.items():
-        evaluations[name] = evaluate(called, setup.validation, setup.precision, world)
+        evaluations[name] = evaluate(called, setup.validation, setup.precision, world, guard=guard.batches)
         logger.skipped("skipped-image", setup.validation.skips.take_new())
         logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations

@@ -1,0 +1,112 @@
+"""Signals that end a run: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGINT (Ctrl-C).
+
+The first one lets the step end, after which the run saves and leaves (`volo.engine.stopping`); while there is nothing
+to finish (building, waiting for a batch) it takes effect at once. A second one leaves at once and saves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+PREEMPTED = 85  # "start me again": no code of a shell, Python or torchrun
+INTERRUPTED = 130
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Slurm, torchrun and process groups may deliver one warning several times.
+_SAME_WARNING_S = 1.0
+
+
+class Stopped(BaseException):
+    """Training ends here. Not an Exception: no handler between here and `main` is meant to swallow it."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class StopSignal:
+    """The signal that this process got. There is one per process: `STOP`.
+
+    Attributes:
+        number: Of the first signal; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since = 0.0
+        self._may_raise = False
+
+    @property
+    def exit_code(self) -> int:
+        """The code to leave with: 0 without a signal."""
+        if self.number is None:
+            return 0
+        return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
+
+    @property
+    def name(self) -> str:
+        return "no signal" if self.number is None else signal.Signals(self.number).name
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Handle signals inside the block, at once until `deferred`. SIGINT, too, where a script's `&` had it ignored."""
+        self.number = None
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._received) for number in _SIGNALS}
+        try:
+            with self.interruptible():
+                yield
+        finally:
+            for number, handler in before.items():
+                # A run that was told to leave is leaving: what still comes (torchrun ends all when one has) is late.
+                signal.signal(number, handler if self.number is None else signal.SIG_IGN)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside the block a signal is noted only. Raises Stopped on entry if there was one."""
+        self._may_raise = False
+        self._raise_if_stopped()
+        try:
+            yield
+        finally:
+            self._may_raise = False
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Inside the block a signal raises Stopped wherever the program is: only where nothing is half done."""
+        self._may_raise = True
+        try:
+            self._raise_if_stopped()
+            yield
+        finally:
+            self._may_raise = False
+
+    def request(self, number: int) -> None:
+        """Note a signal that another rank got."""
+        if self.number is None:
+            self._since, self.number = time.monotonic(), number
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            if time.monotonic() - self._since > _SAME_WARNING_S:
+                os._exit(128 + number)
+            return
+        self.request(number)
+        # print() may be what the signal has interrupted.
+        os.write(2, f"{self.name}: this run stops as soon as it has saved; once more: at once\n".encode())
+        if self._may_raise:
+            self._raise_if_stopped()
+
+    def _raise_if_stopped(self) -> None:
+        if self.number is not None:
+            raise Stopped(self.exit_code, f"stopped by {self.name}")
+
+
+STOP = StopSignal()
