@@ -4,7 +4,8 @@
 #     ./distributed_train.sh N DATA --model volo_d1 [flags of train.py]
 #
 # Environment: PYTHON (default: python3 of the active environment, else of .venv here), OMP_NUM_THREADS (default: (cores - 1) / N
-# on a machine without GPUs, else cores / N), DRY_RUN=1 prints the command instead of running it.
+# on a machine without GPUs, else cores / N), MAX_RESTARTS=N starts the processes again up to N times after one was lost,
+# from the newest checkpoint of the run; DRY_RUN=1 prints the command instead of running it.
 set -euo pipefail
 
 case "${1:-}" in

@@ -54,7 +54,7 @@ class StopSignal:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Handle signals inside the block, at once until `deferred`. SIGINT, too, where a script's `&` had it ignored."""
+        """Handle signals inside the block, at once until `deferred`; SIGINT too where a script's `&` had it ignored."""
         self.number = None
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -86,8 +86,8 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
 
-    def record_start(self, args: Namespace, world_size: int, device: str) -> None:
-        """Write args.yaml and add a record to run.json."""
+    def record_start(self, args: Namespace, world_size: int, device: str, launch: str | None = None) -> None:
+        """Write args.yaml and add a record to run.json; `launch` is the launcher's id."""
         _write(self.path / "args.yaml", yaml.safe_dump(settings_of(args), sort_keys=True))
         starts = self._starts()
         starts.append(
@@ -95,6 +95,7 @@ class RunDirectory:
                 "time": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "command": sys.argv,
                 "working_directory": os.getcwd(),
+                "launch": launch,
                 "host": socket.gethostname(),
                 "python": platform.python_version(),
                 "versions": versions(),

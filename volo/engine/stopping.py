@@ -1,8 +1,8 @@
 """Where a run may stop: between two updates, and inside a validation; all ranks at the same place.
 
 Before each update the ranks agree by an all-reduce of one int on the hosts. That costs a fraction of a millisecond,
-waits for no GPU, and finds every rank with the same weights: none has begun the update. A rank whose data fails or hangs
-is there, too, because nothing is begun before the batch is at hand.
+waits for no GPU, and finds every rank with the same weights: none has begun the update. A rank whose data fails or
+hangs is there, too, because nothing is begun before the batch is at hand.
 """
 
 from __future__ import annotations

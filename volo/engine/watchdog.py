@@ -1,8 +1,8 @@
 """A thread per rank that ends a run which hangs: names the rank that is late and prints every rank's stacks.
 
 Each rank tells the others through the process group's store how far it is. A rank that has made no step for too long
-looks at them: those that give no sign of life are late, else those that are the fewest steps along. All ranks then print
-their stacks and leave with exit code 5. Two threads, because a store whose host has stopped never answers.
+looks at them: those that give no sign of life are late, else those that are the fewest steps along. All ranks then
+print their stacks and leave with exit code 5. Two threads, because a store whose host has stopped never answers.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python volo/programs/launch.py [flags of torchrun] train.py [flags]
 
-SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselves, however long that takes; torchrun would
-kill them after 30 s and forget their exit code. MAX_RESTARTS=N starts them again up to N times after a process was lost
-(`--max-restarts` would also start those again that were told to end). It is run as a file, so that starting the processes
-doesn't import the models first.
+SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselves, however long that takes; torchrun
+would kill them after 30 s and forget their exit code. MAX_RESTARTS=N starts them again up to N times after a process was
+lost (`--max-restarts` would also start those again that were told to end). It is run as a file, so that starting the
+processes doesn't import the models first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Bad input, divergence, full disk: the same would happen again. 85 and above 128: it was told to end, or crashed.
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+# Bad input, divergence, a full disk: the same would happen again. 85 and 130: told to end.
 _FINAL = (2, 3, 4, 85, 130)
 
 
@@ -40,6 +40,8 @@ class Launcher:
             signal.signal(number, self._forward)
         # The processes of one launch know their run directory by this.
         os.environ["LAUNCH_ID"] = uuid.uuid4().hex
+        # Or with gloo the restarted processes of `--max-restarts` read the addresses of the dead ones.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         for start in range(self.restarts + 1):
             os.environ["LAUNCH_RESTARTS"] = str(start)
             code = self._start()

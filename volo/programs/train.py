@@ -65,6 +65,7 @@ from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.preempt import STOP, Stopped
+from volo.engine.restart import Continued, continued_run, launch_id
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.stopping import StopGuard
@@ -108,7 +109,10 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
         logger.line(note)
     setup = build(args, world, logger)
     state = logger.position = setup.state
-    directory = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
+    image_size = state.metadata["model_config"]["img_size"]
+    directory, args.resume = from_primary(
+        continued_run(args) or Continued(choose_directory(args, image_size), args.resume)
+    )
     resumed = resume_run(args, setup, directory, world, logger)
     describe(args, setup, world, logger)
     if args.dry_run:
@@ -322,7 +326,7 @@ def open_run(
     with primary_first():
         if world.is_primary:
             run_directory = RunDirectory(directory)
-            run_directory.record_start(args, world.size, str(world.device))
+            run_directory.record_start(args, world.size, str(world.device), launch_id())
             logger.open(run_directory)
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
     logger.open_events(directory)
