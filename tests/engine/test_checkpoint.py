@@ -23,11 +23,12 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
-import volo.engine.checkpoint as module
+import volo.engine.checkpoint_file as module
 from tlt.errors import UserError
 from tlt.weights import peek_checkpoint, read_checkpoint
-from volo.engine.checkpoint import CheckpointDir, TrainState, changed_args, find_resume, load_weights, save_checkpoint
+from volo.engine.checkpoint import CheckpointDir, TrainState, load_weights, save_checkpoint
 from volo.engine.precision import NonFiniteError
+from volo.engine.resume import changed_args, find_resume
 
 METADATA = {
     "arch": "tiny",

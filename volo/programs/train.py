@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,19 +29,11 @@ import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader, worker_fault
 from tlt.errors import UserError
-from volo.engine.checkpoint import (
-    CheckpointDir,
-    Resume,
-    TrainState,
-    changed_args,
-    find_resume,
-    load_finetune,
-    load_weights,
-)
+from volo.engine.checkpoint import CheckpointDir, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import World, from_all, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
-from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.loop import EpochTotals, Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -54,8 +47,11 @@ from volo.engine.model import (
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.resume import Resume, changed_args, find_resume
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
+from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
+from volo.engine.train_state import RankedCheckpoint, TrainState
 
 
 def run(args: Namespace) -> int:
@@ -98,27 +94,28 @@ def train(args: Namespace, world: World, logger: Logger) -> None:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    checkpoints = open_run(args, setup, directory, resumed, world, logger)
+    saver = open_run(args, setup, directory, resumed, world, logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
         args.freeze_bn,
         on_batch=batch_watcher(args, setup, logger),
-        on_update=recovery_saver(args, state, checkpoints, logger),
+        on_update=saver.after_update,
     )
     if args.finetune and state.update == 0:
         logger.line(f"before fine-tuning: {evaluate(state.model, setup.validation, setup.precision, world)}")
-    with explained_worker_death():
+    with explained_worker_death(), saver:
         for epoch in range(state.epoch, setup.schedule.total_epochs):
             logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
             objective = objective_of_epoch(setup.objective, args, epoch)
             totals = train_epoch(
                 setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
             )
-            state.epoch = epoch + 1
-            evaluations = validate_epoch(args, setup, world, logger)
-            best = save_epoch(args, setup, evaluations, checkpoints, logger)
-            logger.epoch(epoch, totals, evaluations, best)
+            evaluations = validate_epoch(args, setup, epoch, world, logger)
+            state.end_epoch()
+            saver.after_epoch(
+                metric_of(args, evaluations), partial(log_epoch, args, epoch, totals, evaluations, logger)
+            )
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
@@ -256,8 +253,8 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
 
 def open_run(
     args: Namespace, setup: Setup, directory: Path, resumed: Path | None, world: World, logger: Logger
-) -> CheckpointDir | None:
-    """Open the run directory, on rank 0; the others get None."""
+) -> Saver:
+    """Open the run directory, on rank 0, and return what saves into it."""
     checkpoints = None
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
@@ -274,7 +271,10 @@ def open_run(
     logger.line(f"run directory: {directory}")
     if importlib.util.find_spec("matplotlib") is None:
         logger.line("no learning curve will be drawn: pip install 'volo-tlt[plot]'")
-    return checkpoints
+    policy = SavePolicy(
+        args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
+    )
+    return Saver(setup.state, checkpoints, logger, policy, from_primary)
 
 
 @contextmanager
@@ -303,23 +303,7 @@ def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[in
     return watch
 
 
-def recovery_saver(
-    args: Namespace, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger
-) -> Callable[[], None] | None:
-    """`--recovery-interval`: save `last.pth.tar` within the epoch, on rank 0."""
-    if not args.recovery_interval or checkpoints is None:
-        return None
-
-    def save() -> None:
-        if state.update % args.recovery_interval == 0:
-            checkpoints.save_last(state)
-            logger.line(f"saved last.pth.tar after update {state.update}")
-            logger.event("checkpoint", file="last.pth.tar", reason="--recovery-interval")
-
-    return save
-
-
-def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) -> dict[str, Evaluation]:
+def validate_epoch(args: Namespace, setup: Setup, epoch: int, world: World, logger: Logger) -> dict[str, Evaluation]:
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
     state = setup.state
     models = {"model": (state.model, setup.model)}
@@ -329,34 +313,31 @@ def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) 
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.
             distribute_bn(bare, world.size, reduce=args.dist_bn == "reduce")
-    if state.epoch % args.val_interval and state.epoch != setup.schedule.total_epochs:
+    if (epoch + 1) % args.val_interval and epoch + 1 != setup.schedule.total_epochs:
         return {}
     evaluations = {}
     for name, (_, called) in models.items():
         evaluations[name] = evaluate(called, setup.validation, setup.precision, world)
         logger.skipped("skipped-image", setup.validation.skips.take_new())
-        logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+        logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 
 
-def save_epoch(
-    args: Namespace,
-    setup: Setup,
-    evaluations: dict[str, Evaluation],
-    checkpoints: CheckpointDir | None,
-    logger: Logger,
-) -> float | None:
-    """Save on rank 0; return the best metric so far.
-
-    Raises:
-        NonFiniteError: The weights hold NaN. Nothing is written, the last good checkpoint stays.
-        UserError: The checkpoint can't be written.
-    """
-    if checkpoints is None:
-        return None
+def metric_of(args: Namespace, evaluations: dict[str, Evaluation]) -> float | None:
+    """What ranks an epoch: `--eval-metric` of the moving average where there is one."""
     result = evaluations.get("ema", evaluations.get("model"))
-    best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
-    logger.event("checkpoint", file="last.pth.tar", reason="epoch")
+    return getattr(result, args.eval_metric) if result else None
+
+
+def log_epoch(
+    args: Namespace,
+    epoch: int,
+    totals: EpochTotals,
+    evaluations: dict[str, Evaluation],
+    logger: Logger,
+    best: RankedCheckpoint | None,
+) -> None:
+    """Record an epoch that is about to be saved."""
     if best is not None:
         logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-    return best.metric if best is not None else None
+    logger.epoch(epoch, totals, evaluations, best.metric if best else None)
