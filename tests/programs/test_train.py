@@ -74,21 +74,14 @@ def test_fault_11_resume_within_an_epoch_goes_on_with_its_next_update(
     data = make_dataset(train=32)
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 1 --output {tmp_path}"
     assert call("train", flags, "--experiment", "whole").code == 0
-    from volo.programs import train as program
+    from volo.engine.saver import Saver
 
-    saver = program.recovery_saver
+    def save_and_stop(saver: Saver) -> None:
+        saver.save_now("test")
+        raise KeyboardInterrupt
 
-    def stop_after_saving(*args: object) -> Callable[[], None]:
-        save = saver(*args)
-
-        def save_and_stop() -> None:
-            save()
-            raise KeyboardInterrupt
-
-        return save_and_stop
-
-    monkeypatch.setattr(program, "recovery_saver", stop_after_saving)
-    stopped = call("train", flags, "--experiment", "cut", "--recovery-interval", "1")
+    monkeypatch.setattr(Saver, "after_update", save_and_stop)
+    stopped = call("train", flags, "--experiment", "cut")
     assert stopped.code == 130
     monkeypatch.undo()
     resumed = call("train", flags, "--experiment", "cut", "--resume", "auto")

@@ -319,6 +319,9 @@ CHECKPOINTS = Group(
         flag(
             "--recovery-interval", default=0, type=COUNT, metavar="N", help="updates between saves in an epoch; 0: none"
         ),
+        flag("--checkpoint-minutes", default=0.0, type=AMOUNT, metavar="M", help="minutes between saves; 0: none"),
+        switch("--checkpoint-sync", help="wait for every save; without, training goes on from a copy in host memory"),
+        flag("--max-failed-saves", default=10, type=COUNT, metavar="N", help="stop after more failed saves in a row"),
         flag(
             "--eval-metric", default="top1", choices=("top1", "top5", "loss"), help="what makes a checkpoint the best"
         ),

@@ -3,7 +3,7 @@
     python volo/programs/launch.py [flags of torchrun] train.py [flags]
 
 SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselves, however long that takes; torchrun
-would kill them after 30 s and forget their exit code. MAX_RESTARTS=N starts them again up to N times after a process was
+would kill them after 30 s and forget their exit code. MAX_RESTARTS=N starts them again, up to N times, when one was
 lost (`--max-restarts` would also start those again that were told to end). It is run as a file, so that starting the
 processes doesn't import the models first.
 """

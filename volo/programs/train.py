@@ -9,7 +9,6 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import socket
 import sys
@@ -17,6 +16,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,15 +29,7 @@ from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
 from tlt.data.workers import kill_workers
 from tlt.errors import UserError
-from volo.engine.checkpoint import (
-    CheckpointDir,
-    Resume,
-    TrainState,
-    changed_args,
-    find_resume,
-    load_finetune,
-    load_weights,
-)
+from volo.engine.checkpoint import CheckpointDir, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import (
     World,
@@ -50,7 +42,7 @@ from volo.engine.distributed import (
     wait_for_all,
 )
 from volo.engine.logger import Logger
-from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.loop import EpochTotals, Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -66,9 +58,12 @@ from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.preempt import STOP, Stopped
 from volo.engine.restart import Continued, continued_run, launch_id
+from volo.engine.resume import Resume, changed_args, find_resume
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
+from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.stopping import StopGuard
+from volo.engine.train_state import RankedCheckpoint, TrainState
 from volo.engine.watchdog import Watchdog, collective_timeout
 
 
@@ -76,7 +71,7 @@ def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     world = init_world(args.device, args.local_rank, collective_timeout(args.dist_timeout, args.loader_timeout))
     logger = Logger(world)
-    note = functools.partial(logger.event, "fault")
+    note = partial(logger.event, "fault")
     watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note)
     watchdog.start()
     try:
@@ -119,32 +114,26 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    with guard.stop.deferred():
-        checkpoints = open_run(args, setup, directory, resumed, world, logger)
+    with guard.stop.deferred(), open_run(args, setup, directory, resumed, world, logger) as saver:
         begun = state.update
         try:
-            train_epochs(args, setup, checkpoints, world, logger, guard)
+            train_epochs(args, setup, saver, world, logger, guard)
         except Stopped as stop:
-            save_on_leaving(stop, state, checkpoints if state.update > begun else None, logger)
+            logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
             guard.watchdog.at("saving")
+            if state.update > begun:
+                saver.save_now(str(stop))
             wait_for_all()  # torchrun ends the others as soon as one has left
             kill_workers()
             raise
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
-def train_epochs(
-    args: Namespace,
-    setup: Setup,
-    checkpoints: CheckpointDir | None,
-    world: World,
-    logger: Logger,
-    guard: StopGuard,
-) -> None:
+def train_epochs(args: Namespace, setup: Setup, saver: Saver, world: World, logger: Logger, guard: StopGuard) -> None:
     """From where the state stands to the end of the schedule.
 
     Raises:
-        Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end is not counted.
+        Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end has not ended.
     """
     state = setup.state
     settings = LoopSettings(
@@ -152,7 +141,7 @@ def train_epochs(
         args.log_interval,
         args.freeze_bn,
         on_batch=batch_watcher(args, setup, logger),
-        on_update=recovery_saver(args, state, checkpoints, logger),
+        on_update=saver.after_update,
         guard=guard.updates,
     )
     if args.finetune and state.update == 0:
@@ -164,25 +153,10 @@ def train_epochs(
         totals = train_epoch(
             setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
         )
-        state.epoch = epoch + 1
-        try:
-            evaluations = validate_epoch(args, setup, world, logger, guard)
-        except Stopped:
-            state.epoch = epoch
-            raise
+        evaluations = validate_epoch(args, setup, epoch, world, logger, guard)
+        state.end_epoch()
         guard.watchdog.at("saving")
-        best = save_epoch(args, setup, evaluations, checkpoints, logger)
-        logger.epoch(epoch, totals, evaluations, best)
-
-
-def save_on_leaving(stop: Stopped, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger) -> None:
-    """Save between two updates, on rank 0."""
-    logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
-    if checkpoints is None:
-        return
-    checkpoints.save_last(state)
-    logger.line(f"{stop}: saved last.pth.tar after update {state.update}")
-    logger.event("checkpoint", file="last.pth.tar", reason=str(stop))
+        saver.after_epoch(metric_of(args, evaluations), partial(log_epoch, args, epoch, totals, evaluations, logger))
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -319,8 +293,8 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
 
 def open_run(
     args: Namespace, setup: Setup, directory: Path, resumed: Path | None, world: World, logger: Logger
-) -> CheckpointDir | None:
-    """Open the run directory, on rank 0; the others get None."""
+) -> Saver:
+    """Open the run directory, on rank 0, and return what saves into it."""
     checkpoints = None
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
@@ -337,7 +311,10 @@ def open_run(
     logger.line(f"run directory: {directory}")
     if importlib.util.find_spec("matplotlib") is None:
         logger.line("no learning curve will be drawn: pip install 'volo-tlt[plot]'")
-    return checkpoints
+    policy = SavePolicy(
+        args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
+    )
+    return Saver(setup.state, checkpoints, logger, policy, from_primary)
 
 
 def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None]:
@@ -358,24 +335,8 @@ def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[in
     return watch
 
 
-def recovery_saver(
-    args: Namespace, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger
-) -> Callable[[], None] | None:
-    """`--recovery-interval`: save `last.pth.tar` within the epoch, on rank 0."""
-    if not args.recovery_interval or checkpoints is None:
-        return None
-
-    def save() -> None:
-        if state.update % args.recovery_interval == 0:
-            checkpoints.save_last(state)
-            logger.line(f"saved last.pth.tar after update {state.update}")
-            logger.event("checkpoint", file="last.pth.tar", reason="--recovery-interval")
-
-    return save
-
-
 def validate_epoch(
-    args: Namespace, setup: Setup, world: World, logger: Logger, guard: StopGuard
+    args: Namespace, setup: Setup, epoch: int, world: World, logger: Logger, guard: StopGuard
 ) -> dict[str, Evaluation]:
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
     state = setup.state
@@ -386,34 +347,31 @@ def validate_epoch(
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.
             distribute_bn(bare, world.size, reduce=args.dist_bn == "reduce")
-    if state.epoch % args.val_interval and state.epoch != setup.schedule.total_epochs:
+    if (epoch + 1) % args.val_interval and epoch + 1 != setup.schedule.total_epochs:
         return {}
     evaluations = {}
     for name, (_, called) in models.items():
         evaluations[name] = evaluate(called, setup.validation, setup.precision, world, guard=guard.batches)
         logger.skipped("skipped-image", setup.validation.skips.take_new())
-        logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+        logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 
 
-def save_epoch(
-    args: Namespace,
-    setup: Setup,
-    evaluations: dict[str, Evaluation],
-    checkpoints: CheckpointDir | None,
-    logger: Logger,
-) -> float | None:
-    """Save on rank 0; return the best metric so far.
-
-    Raises:
-        NonFiniteError: The weights hold NaN. Nothing is written, the last good checkpoint stays.
-        UserError: The checkpoint can't be written.
-    """
-    if checkpoints is None:
-        return None
+def metric_of(args: Namespace, evaluations: dict[str, Evaluation]) -> float | None:
+    """What ranks an epoch: `--eval-metric` of the moving average where there is one."""
     result = evaluations.get("ema", evaluations.get("model"))
-    best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
-    logger.event("checkpoint", file="last.pth.tar", reason="epoch")
+    return getattr(result, args.eval_metric) if result else None
+
+
+def log_epoch(
+    args: Namespace,
+    epoch: int,
+    totals: EpochTotals,
+    evaluations: dict[str, Evaluation],
+    logger: Logger,
+    best: RankedCheckpoint | None,
+) -> None:
+    """Record an epoch that is about to be saved."""
     if best is not None:
         logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-    return best.metric if best is not None else None
+    logger.epoch(epoch, totals, evaluations, best.metric if best else None)
