@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,66 @@ def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:
     ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert ended.returncode == code, ended.stdout
     return ended.stdout
+
+
+class Running:
+    """A program in a process of its own, whose output is read while it runs."""
+
+    def __init__(self, command: list[str], **env: str) -> None:
+        self.output = ""
+        # Nothing is printed late: what was seen has happened.
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def read_until(self, text: str) -> None:
+        """Return when a line with `text` has come."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} never came:\n{self.output}")
+
+    def end(self, *signals: int) -> int:
+        """Send the signals and return the exit code when it has ended."""
+        for number in signals:
+            self.process.send_signal(number)
+        self.output += self.process.communicate(timeout=120)[0]
+        return self.process.returncode
+
+    def ranks(self) -> dict[int, int]:
+        """Process of each rank, by rank, of a distributed_train.sh."""
+        return {int(environment(pid)["RANK"]): pid for pid in children(self.process.pid) if "RANK" in environment(pid)}
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started (Linux)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment of a process (Linux)."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def start(flags: str, *more: str | Path, processes: int = 1, **env: str) -> Running:
+    """Start train.py, by distributed_train.sh where there are several processes."""
+    program = [sys.executable, str(ROOT / "train.py")]
+    if processes > 1:
+        program = [str(ROOT / "distributed_train.sh"), str(processes)]
+    return Running([*program, *map(str, more), *flags.split()], **env)
 
 
 def metrics(run: Path, event: str = "train") -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Signals that end a run: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGINT (Ctrl-C).
 
 The first one lets the step end, after which the run saves and leaves (`volo.engine.stopping`); while there is nothing
-to finish (building, waiting for a batch) it takes effect at once. A second one leaves at once and saves nothing.
+to finish (building, waiting for a batch) it takes effect at once. A second one leaves at once and saves nothing. A
+thread counts them, because Python's own handlers wait until the main thread comes out of a collective that hangs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Slurm, torchrun and process groups may deliver one warning several times.
 _SAME_WARNING_S = 1.0
+# For a batch that is nearly there. Torn out of a transfer between processes, both ends would complain.
+_PATIENCE_S = 1.0
 
 
 class Stopped(BaseException):
@@ -40,6 +43,9 @@ class StopSignal:
         self.number: int | None = None
         self._since = 0.0
         self._may_raise = False
+        self._patient = False
+        self._heeded = False
+        self._lock = threading.RLock()  # a handler may come while the main thread holds it
 
     @property
     def exit_code(self) -> int:
@@ -60,10 +66,19 @@ class StopSignal:
             yield
             return
         before = {number: signal.signal(number, self._received) for number in _SIGNALS}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._waited)
+        arrived, arrival = os.pipe()
+        os.set_blocking(arrival, False)
+        signal.set_wakeup_fd(arrival)
+        threading.Thread(target=self._count, args=(arrived,), daemon=True).start()
+        self._heeded = True
         try:
             with self.interruptible():
                 yield
         finally:
+            self._heeded = False
+            signal.set_wakeup_fd(-1)
+            os.close(arrival)  # which ends the thread
             for number, handler in before.items():
                 # A run that was told to leave is leaving: what still comes (torchrun ends all when one has) is late.
                 signal.signal(number, handler if self.number is None else signal.SIG_IGN)
@@ -79,28 +94,45 @@ class StopSignal:
             self._may_raise = False
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Inside the block a signal raises Stopped wherever the program is: only where nothing is half done."""
-        self._may_raise = True
+    def interruptible(self, patient: bool = False) -> Iterator[None]:
+        """Inside the block a signal raises Stopped wherever the program is: only where nothing is half done.
+
+        Args:
+            patient: Give the block a second to end by itself.
+        """
+        self._may_raise, self._patient = True, patient
         try:
             self._raise_if_stopped()
             yield
         finally:
             self._may_raise = False
 
-    def request(self, number: int) -> None:
-        """Note a signal that another rank got."""
-        if self.number is None:
+    def request(self, number: int) -> bool:
+        """Note a signal that this rank or another one got. Returns whether it is the first."""
+        with self._lock:
+            if self.number is not None:
+                return False
             self._since, self.number = time.monotonic(), number
-
-    def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
-            if time.monotonic() - self._since > _SAME_WARNING_S:
-                os._exit(128 + number)
-            return
-        self.request(number)
+        if self._heeded:
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
         # print() may be what the signal has interrupted.
         os.write(2, f"{self.name}: this run stops as soon as it has saved; once more: at once\n".encode())
+        return True
+
+    def _count(self, arrived: int) -> None:
+        """Every signal that comes, as a byte."""
+        with open(arrived, "rb", buffering=0) as numbers:
+            while number := int.from_bytes(numbers.read(1), "big"):
+                again = number in _SIGNALS and not self.request(number)
+                if again and time.monotonic() - self._since > _SAME_WARNING_S:
+                    os._exit(128 + number)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.request(number)
+        if self._may_raise and not self._patient:
+            self._raise_if_stopped()
+
+    def _waited(self, number: int, frame: FrameType | None) -> None:
         if self._may_raise:
             self._raise_if_stopped()
 

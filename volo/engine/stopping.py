@@ -64,7 +64,7 @@ class StopGuard:
     def _next(self, iterator: Iterator[T], interruptible: bool) -> tuple[T | None, UserError | Stopped | None]:
         self.watchdog.at("data")
         try:
-            with self.stop.interruptible() if interruptible else nullcontext():
+            with self.stop.interruptible(patient=True) if interruptible else nullcontext():
                 return next(iterator, None), None
         except (UserError, Stopped) as error:
             if not interruptible:

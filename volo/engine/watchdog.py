@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -160,8 +160,8 @@ class Watchdog:
 
     def _verdict(self, idle: float) -> str | None:
         """Why the run hangs; None if somebody may still take his time."""
-        ranks = list(self._ranks) or [self.own]
         now, silent_after = time.monotonic(), max(5 * self.interval, self.timeout / 2)
+        ranks = list(self._ranks) or [replace(self.own, idle=idle, seen=now)]
         if len(ranks) > 1 and now - self._answered > silent_after:
             late, silent = [0], True  # it hosts the store, which is why nothing is known of the others
         else:

@@ -1,0 +1,247 @@
+"""Signals to the real train.py: one checkpoint at one step on all ranks, the documented exit code, no process left."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.programs.conftest import QUICK, ROOT, Running, children, metrics, start
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+FLAGS = f"{QUICK} -j 1 --epochs 200 --lr 1e-3 --experiment run --output"
+
+
+@pytest.fixture
+def data(make_dataset: Callable[..., Path]) -> Path:
+    return make_dataset(train=40, validation=8)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """`begin(flags, *more, processes=1)`, with nothing left running after the test."""
+    begun: list[Running] = []
+
+    def begin(flags: str, *more: str | Path, **options: object) -> Running:
+        begun.append(start(flags, *more, **options))  # type: ignore[arg-type]
+        return begun[-1]
+
+    yield begin
+    for one in begun:
+        if one.process.poll() is None:
+            for pid in [*children(one.process.pid), one.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+
+
+def saved(run: Path) -> dict[str, object]:
+    return torch.load(run / "last.pth.tar", weights_only=True)
+
+
+def sha256(run: Path) -> str:
+    """Of the weights in a run's newest checkpoint."""
+    weights = saved(run)["state_dict"]
+    assert isinstance(weights, dict)
+    return hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)], ids=["07", "08", "09"]
+)
+def test_fault_07_08_09_a_signal_saves_the_present_step_and_ends_all_processes(
+    begin: Callable[..., Running], data: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    run = begin(f"{FLAGS} {tmp_path}", data)
+    run.read_until("epoch 2 [3/5]")
+    workers = children(run.process.pid)
+    assert workers
+    # As a terminal or Slurm does it: to the data workers, too.
+    os.killpg(run.process.pid, number)
+    assert run.end() == code, run.output
+    assert "Traceback" not in run.output
+    assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"] >= 8
+    time.sleep(0.1)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@linux
+def test_fault_09_a_second_signal_ends_at_once(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
+    run = begin(f"{FLAGS} {tmp_path} -b 4", data, processes=2)
+    run.read_until("[2/5]")
+    ranks = run.ranks()
+    os.kill(ranks[1], signal.SIGSTOP)  # rank 0 waits for it, inside of torch
+    for _ in range(2):
+        time.sleep(1.5)  # what comes within a second is the same warning
+        assert ranks[0] in children(run.process.pid)
+        os.kill(ranks[0], signal.SIGINT)
+    run.read_until("SIGINT: this run stops")
+    while ranks[0] in children(run.process.pid):
+        time.sleep(0.05)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert run.end() == 130
+    assert not (tmp_path / "run" / "last.pth.tar").exists()
+
+
+def test_fault_09_a_background_process_of_a_script_heeds_sigint(
+    begin: Callable[..., Running], data: Path, tmp_path: Path
+) -> None:
+    # What a shell does to the processes that it starts with &.
+    ignored = [
+        "import os, signal, sys",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "os.execv(sys.argv[1], sys.argv[1:])",
+    ]
+    run = Running([sys.executable, "-c", ";".join(ignored), sys.executable, str(ROOT / "train.py"), str(data),
+                   *f"{FLAGS} {tmp_path}".split()])  # fmt: skip
+    run.read_until("[2/5]")
+    assert run.end(signal.SIGINT) == 130
+    assert (tmp_path / "run" / "last.pth.tar").exists()
+
+
+@linux
+@pytest.mark.parametrize("target", ["launcher", "rank 1"])
+def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_same_bits(
+    begin: Callable[..., Running], data: Path, tmp_path: Path, target: str
+) -> None:
+    flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 6 --output {tmp_path} --experiment"
+    cut = begin(f"{flags} cut", data, processes=2)
+    cut.read_until("epoch 1 [3/5]")
+    os.kill(cut.process.pid if target == "launcher" else cut.ranks()[1], signal.SIGTERM)
+    assert cut.end() == 85, cut.output
+    assert 3 <= int(saved(tmp_path / "cut")["update"]) < 30  # type: ignore[call-overload]
+    assert begin(f"{flags} cut --resume auto", data, processes=2).end() == 0
+    assert begin(f"{flags} whole", data, processes=2).end() == 0
+    assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
+
+
+@linux
+def test_fault_07_a_signal_while_the_data_hangs(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
+    run = begin(f"{FLAGS} {tmp_path}", data)
+    run.read_until("epoch 2 [2/5]")
+    (worker,) = children(run.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(0.5)
+    assert run.end(signal.SIGTERM) == 85, run.output
+    assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"]
+    resumed = begin(f"{FLAGS} {tmp_path} --resume auto", data)
+    resumed.read_until("volo_test:")
+    assert resumed.end(signal.SIGUSR1) == 85, resumed.output
+
+
+@linux
+def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(
+    begin: Callable[..., Running], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=8, validation=400)
+    run = begin(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data)
+    run.read_until("[1/1]")
+    assert run.end(signal.SIGTERM) == 85, run.output
+    checkpoint = saved(tmp_path / "run")
+    assert (checkpoint["epoch"], checkpoint["update"]) == (-1, 1)
+    resumed = begin(f"{FLAGS} {tmp_path} -j 0 --resume auto", data)
+    resumed.read_until("epoch 1 validation")
+    assert resumed.end(signal.SIGTERM) == 85, resumed.output
+
+
+def test_fault_08_the_job_goes_back_into_the_queue(data: Path, tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "scontrol"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    fake.chmod(0o755)
+    env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    script = [str(ROOT / "slurm" / "requeue.sh")]
+    run = Running([*script, sys.executable, str(ROOT / "train.py"), str(data), *f"{FLAGS} {tmp_path}".split()], **env)
+    run.read_until("[2/5]")
+    assert run.end(signal.SIGUSR1) == 85, run.output
+    assert int(saved(tmp_path / "run")["update"]) >= 2  # type: ignore[call-overload]
+    array = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3"}
+    for code, more in ((85, array), (0, {}), (2, {}), (130, {}), (143, {})):
+        assert Running([*script, "sh", "-c", f"exit {code}"], **env, **more).end() == code
+    assert (tmp_path / "asked").read_text().splitlines() == ["requeue 7", "requeue 40_3"]
+
+
+@linux
+def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(
+    begin: Callable[..., Running], data: Path, tmp_path: Path
+) -> None:
+    flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 3 --output {tmp_path}"
+    # No name: the restarted processes have to find their own run.
+    run = begin(flags, data, processes=2, MAX_RESTARTS="1")
+    run.read_until("epoch 2 [2/5]")
+    os.kill(run.ranks()[1], signal.SIGKILL)
+    assert run.end() == 0, run.output
+    assert "restart 1 of 1" in run.output and "resumed" in run.output
+    (directory,) = tmp_path.glob("*-volo_test-32")
+    assert begin(f"{flags} --experiment whole", data, processes=2).end() == 0
+    assert sha256(directory) == sha256(tmp_path / "whole")
+
+
+@linux
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_fault_21_a_stopped_rank_is_named_and_the_others_end(
+    begin: Callable[..., Running], data: Path, tmp_path: Path, stopped: int
+) -> None:
+    run = begin(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 2", data, processes=2)
+    run.read_until("epoch 2 [2/5]")
+    ranks = run.ranks()
+    os.kill(ranks[stopped], signal.SIGSTOP)
+    run.read_until(f"[rank {1 - stopped}] hung")
+    run.read_until("in max_over_ranks")  # the stacks
+    while ranks[1 - stopped] in children(run.process.pid):
+        time.sleep(0.1)
+    os.kill(ranks[stopped], signal.SIGKILL)  # torchrun does so after 30 s
+    assert run.end() == 5, run.output
+    assert f"no sign of life from rank {stopped} (" in run.output
+    assert '"kind": "fault"' in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+@linux
+def test_fault_22_a_killed_data_worker_is_replaced_once_and_then_the_run_saves_and_stops(
+    begin: Callable[..., Running], data: Path, tmp_path: Path
+) -> None:
+    run = begin(f"{FLAGS} {tmp_path} --epochs 2000 -b 2", data)
+    run.read_until("epoch 2 [2/20]")
+    for _ in range(2):
+        (worker,) = children(run.process.pid)
+        os.kill(worker, signal.SIGKILL)
+        if _ == 0:
+            run.read_until("started anew")
+    assert run.end() == 2, run.output
+    assert "a data worker was killed by signal: Killed: most likely too little memory" in run.output
+    assert int(saved(tmp_path / "run")["update"]) > 22  # type: ignore[call-overload]
+
+
+_DEAD_STORAGE = """
+import os, time
+opens = os.open
+def hanging(path, *more, **named):
+    while str(path).endswith("blue0.jpg") and os.path.exists(os.environ["DEAD"]):
+        time.sleep(0.1)
+    return opens(path, *more, **named)
+os.open = hanging
+"""
+
+
+@linux
+def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(
+    begin: Callable[..., Running], data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_DEAD_STORAGE)
+    dead = tmp_path / "dead"
+    run = begin(
+        f"{FLAGS} {tmp_path} --loader-timeout 2 --dist-timeout 1", data, PYTHONPATH=str(tmp_path), DEAD=str(dead)
+    )
+    run.read_until("epoch 1 [5/5]")
+    dead.touch()
+    assert run.end() == 2, run.output
+    assert re.search(r"no batch after 2 s \(--loader-timeout\): reading .*/blue0.jpg has taken", run.output)
+    assert "Traceback" not in run.output
+    assert int(saved(tmp_path / "run")["update"]) >= 5  # type: ignore[call-overload]
