@@ -121,6 +121,12 @@ def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     assert ended.code == 3, ended.out
     assert "--lr" in ended.err and "Traceback" not in ended.err
     assert (tmp_path / "run" / "last.pth.tar").read_bytes() == good
+    records = sorted((tmp_path / "run" / "nonfinite").glob("*-rank0.json"))
+    replayed = subprocess.run(
+        [sys.executable, "-m", "volo.programs.replay", str(records[0])], cwd=ROOT, capture_output=True, text=True
+    )
+    assert replayed.returncode == 3, replayed.stderr
+    assert "forward: output of" in replayed.stdout
     best = _weights(tmp_path / "run" / "model_best.pth.tar")
     assert all(torch.isfinite(value).all() for value in best.values())
 

@@ -328,7 +328,12 @@ CHECKPOINTS = Group(
         flag("--val-interval", default=1, type=POSITIVE, metavar="N", help="epochs between validations"),
         flag("--log-interval", default=50, type=POSITIVE, metavar="N", help="updates between lines of the log"),
         flag(
-            "--max-nonfinite", default=10, type=COUNT, metavar="N", help="stop after more non-finite updates in a row"
+            "--max-nonfinite",
+            "--skip-nonfinite",
+            default=10,
+            type=COUNT,
+            metavar="N",
+            help="skip up to N updates in a row whose gradients are not finite, stop after more",
         ),
         flag("--tta", default=0, type=COUNT, metavar="N", help="test-time augmentation; more than 1 is refused"),
     ),

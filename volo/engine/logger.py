@@ -17,6 +17,7 @@ from tlt.data.folder import printable
 from volo.engine.distributed import World
 from volo.engine.events import EventLog, Kind, exit_code, reason
 from volo.engine.loop import EpochTotals, Evaluation, Interval
+from volo.engine.pace import Pace
 from volo.engine.run_directory import RunDirectory
 
 
@@ -42,6 +43,7 @@ class Logger:
     Attributes:
         directory: The run's records; None before `open`, and on other ranks.
         total_updates: Of the whole run, for the ETA.
+        watch_pace: Looks at each interval.
         position: Noted with every event; None until it is known.
     """
 
@@ -50,6 +52,7 @@ class Logger:
         self.directory: RunDirectory | None = None
         self.total_updates = 0
         self.position: Position | None = None
+        self.watch_pace: Pace | None = None
         self.events = EventLog(world.rank)
         self._bar: tqdm | None = None
         self._before: list[str] = []  # lines for log.txt from before there was one
@@ -142,6 +145,12 @@ class Logger:
             f"data wait {100 * interval.wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
         self.directory.metrics({"event": "train", **asdict(interval), "images_per_second": interval.images_per_second})
+
+    def pace(self, own_seconds: float, interval: Interval) -> None:
+        """Warn if data or one rank hold up the run; on every rank."""
+        starting = interval.update_in_epoch == interval.updates < interval.updates_per_epoch  # so are its data workers
+        if self.watch_pace is not None and not starting:
+            self.watch_pace.interval(interval.epoch, own_seconds, interval.wait_seconds, interval.seconds)
 
     def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
         """Close the epoch: its row in summary.csv, its record, the learning curve."""

@@ -76,6 +76,8 @@ class Reporter(Protocol):
 
     def interval(self, interval: Interval) -> None: ...
 
+    def pace(self, own_seconds: float, interval: Interval) -> None: ...
+
 
 @dataclass(frozen=True)
 class LoopSettings:
@@ -87,6 +89,8 @@ class LoopSettings:
         freeze_bn: Keep BatchNorm in evaluation mode (running statistics).
         on_batch: Called with (update, batch) before each forward pass.
         on_update: Called after each optimizer step that is not the epoch's last.
+        on_nonfinite: Called with the updates (from 0) that an interval skipped because gradients were not finite, and
+            whether this rank's loss was not finite there.
         guard: The micro-batches go through it (`volo.engine.stopping`).
     """
 
@@ -96,6 +100,7 @@ class LoopSettings:
     on_batch: Callable[[int, Batch], None] | None = None
     on_update: Callable[[], None] | None = None
     guard: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]] = iter
+    on_nonfinite: Callable[[dict[int, bool]], None] | None = None
 
 
 def train_epoch(
@@ -119,7 +124,7 @@ def train_epoch(
     """
     set_train_mode(model, settings.freeze_bn)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
-    meter = _Meter(state, len(loader), world, precision, settings.log_interval, reporter)
+    meter = _Meter(state, len(loader), world, precision, settings, reporter)
     no_sync = getattr(model, "no_sync", nullcontext)  # of DistributedDataParallel, compiled or not
     micro_batch = 0
     batches = meter.timed(loader.epoch(state.epoch, state.update - state.epoch * len(loader)))
@@ -129,8 +134,10 @@ def train_epoch(
         step = StepKey(settings.seed, state.update, micro_batch, world.rank)
         step.seed_torch()
         with nullcontext() if is_last else no_sync():
+            began = time.perf_counter()
             with precision.autocast():
                 terms = objective(model, batch, step)
+            meter.forward += time.perf_counter() - began
             # Micro-batches weigh by their images, so that accumulation equals one large batch, ragged tail included.
             precision.backward(terms.total * (batch.size / update_size))
         meter.add(terms, batch)
@@ -164,10 +171,16 @@ class _Meter:
     """Adds up losses and times, reports each interval, and sums the epoch."""
 
     def __init__(
-        self, state: TrainState, updates: int, world: World, precision: Precision, log_interval: int, reporter: Reporter
+        self,
+        state: TrainState,
+        updates: int,
+        world: World,
+        precision: Precision,
+        settings: LoopSettings,
+        reporter: Reporter,
     ) -> None:
         self.state, self.updates, self.precision = state, updates, precision
-        self.log_interval, self.reporter = log_interval, reporter
+        self.log_interval, self.on_nonfinite, self.reporter = settings.log_interval, settings.on_nonfinite, reporter
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world.device)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = (
@@ -175,6 +188,9 @@ class _Meter:
         )  # not 0 where a resumed run stopped in the epoch
         self.lr = 0.0
         self.lap_start, self.waited, self.epoch_seconds = time.perf_counter(), 0.0, 0.0
+        self.forward = (
+            0.0  # seconds; with the wait for data what a rank does on its own, before it waits for the others
+        )
 
     def timed(self, iterable: Iterable[T]) -> Iterator[T]:
         """Iterate and count the time spent waiting."""
@@ -200,6 +216,9 @@ class _Meter:
         self.reporter.update()
         if self.done % self.log_interval and self.done != self.updates:
             return
+        broken = {self.state.update + ago: own for ago, own in self.precision.take_broken().items()}
+        if broken and self.on_nonfinite is not None:
+            self.on_nonfinite(broken)
         skipped = self.precision.check()  # host synchronisation, once per interval
         totals = self.sums.totals()
         self.sums.reset()
@@ -208,23 +227,23 @@ class _Meter:
         self.lap_start, self.waited = now, 0.0
         self.epoch_seconds += seconds
         self.epoch = {name: self.epoch[name] + value for name, value in totals.items()}
-        self.reporter.interval(
-            Interval(
-                epoch=self.state.epoch,
-                update=self.state.update,
-                update_in_epoch=self.done,
-                updates_per_epoch=self.updates,
-                updates=self.done - self.reported,
-                images=int(totals["images"]),
-                **_mean_losses(totals),
-                lr=lr,
-                grad_norm=float(grad_norm),
-                seconds=seconds,
-                wait_seconds=wait_seconds,
-                skipped_steps=skipped,
-            )
+        interval = Interval(
+            epoch=self.state.epoch,
+            update=self.state.update,
+            update_in_epoch=self.done,
+            updates_per_epoch=self.updates,
+            updates=self.done - self.reported,
+            images=int(totals["images"]),
+            **_mean_losses(totals),
+            lr=lr,
+            grad_norm=float(grad_norm),
+            seconds=seconds,
+            wait_seconds=wait_seconds,
+            skipped_steps=skipped,
         )
-        self.reported = self.done
+        self.reporter.interval(interval)
+        self.reporter.pace(self.forward + wait_seconds, interval)
+        self.reported, self.forward = self.done, 0.0
 
     def epoch_totals(self) -> EpochTotals:
         """Return the sums over the whole epoch."""

@@ -70,6 +70,8 @@ class Precision:
         self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
         self._consecutive = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the present step
+        self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which the forward pass and the loss run."""
@@ -79,6 +81,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, scaled where float16 needs it."""
+        self._loss_broken = self._loss_broken | ~torch.isfinite(loss.detach())
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
@@ -93,6 +96,8 @@ class Precision:
         broken = ~torch.isfinite(norm)
         self._consecutive = torch.where(broken, self._consecutive + 1, 0)
         self._skipped += broken
+        self._steps.append(torch.stack([broken, self._loss_broken]))
+        self._loss_broken = torch.zeros_like(self._loss_broken)
         self._clip(parameters, norm)
         if self.scaler is not None:
             self.scaler.step(optimizer)
@@ -117,6 +122,15 @@ class Precision:
         """Whether the newest step changed nothing. Synchronises with the device."""
         return bool(self._consecutive)
 
+    def take_broken(self) -> dict[int, bool]:
+        """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
+
+        Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `check`.
+        """
+        steps, self._steps = self._steps, []
+        told = torch.stack(steps).tolist() if steps else []
+        return {number - len(told): own for number, (broken, own) in enumerate(told) if broken}
+
     def check(self) -> int:
         """Return how many steps were skipped so far. Synchronises with the device: call it once per log interval.
 
@@ -126,8 +140,9 @@ class Precision:
         consecutive, skipped = torch.stack([self._consecutive, self._skipped]).tolist()
         if consecutive > self.max_nonfinite:
             raise NonFiniteError(
-                f"the gradients of {consecutive} steps in a row were not finite (--max-nonfinite): weights were left "
-                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16"
+                f"the gradients of {consecutive} steps in a row were not finite (--skip-nonfinite): weights were left "
+                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; python -m volo.programs.replay "
+                "RUN/nonfinite/*.json shows where it begins"
             )
         return skipped
 

@@ -94,7 +94,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch; the process group exists."""
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         threading.Thread(target=self._judge, daemon=True).start()
         if self.size > 1:
             # A connection of its own: the process group's may be blocked by whoever uses it.

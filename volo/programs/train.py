@@ -53,8 +53,10 @@ from volo.engine.model import (
     prepare_model,
     wrap_model,
 )
+from volo.engine.nonfinite import NonFiniteRecorder
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
+from volo.engine.pace import Pace
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.preempt import STOP, Stopped
 from volo.engine.restart import Continued, continued_run, launch_id
@@ -117,7 +119,7 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     with guard.stop.deferred(), open_run(args, setup, directory, resumed, world, logger) as saver:
         begun = state.update
         try:
-            train_epochs(args, setup, saver, world, logger, guard)
+            train_epochs(args, setup, directory, saver, world, logger, guard)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
             guard.watchdog.at("saving")
@@ -129,13 +131,22 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
-def train_epochs(args: Namespace, setup: Setup, saver: Saver, world: World, logger: Logger, guard: StopGuard) -> None:
+def train_epochs(
+    args: Namespace,
+    setup: Setup,
+    directory: Path,
+    saver: Saver,
+    world: World,
+    logger: Logger,
+    guard: StopGuard,
+) -> None:
     """From where the state stands to the end of the schedule.
 
     Raises:
         Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end has not ended.
     """
     state = setup.state
+    logger.watch_pace = Pace(world, args.workers, logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
@@ -143,6 +154,9 @@ def train_epochs(args: Namespace, setup: Setup, saver: Saver, world: World, logg
         on_batch=batch_watcher(args, setup, logger),
         on_update=saver.after_update,
         guard=guard.updates,
+        on_nonfinite=NonFiniteRecorder(
+            args, state, setup.loader, setup.precision, setup.schedule, world, directory, logger.event
+        ),
     )
     if args.finetune and state.update == 0:
         before = evaluate(state.model, setup.validation, setup.precision, world, guard=guard.batches)

@@ -1,0 +1,104 @@
+"""Who is late, how long a phase may take, and which rank holds up the others."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+import torch
+
+from volo.engine.distributed import World
+from volo.engine.pace import Pace, straggler
+from volo.engine.precision import Precision
+from volo.engine.preempt import StopSignal
+from volo.engine.stopping import StopGuard
+from volo.engine.watchdog import START_TIMEOUT_S, Progress, Watchdog, late_ranks
+
+CPU = torch.device("cpu")
+
+
+def rank(steps: int, phase: str = "step", idle: float = 0.0, seen: float = 100.0) -> Progress:
+    return Progress(1, steps, phase, idle, "node", 1, seen)
+
+
+def test_fault_21_silent_ranks_are_late_else_those_with_the_fewest_steps() -> None:
+    assert late_ranks([rank(7), rank(6), rank(7)], now=100.0, silent_after=5.0) == ([1], False)
+    assert late_ranks([rank(7), rank(6), rank(7, seen=90.0)], now=100.0, silent_after=5.0) == ([2], True)
+    assert late_ranks([rank(7), rank(7)], now=100.0, silent_after=5.0) == ([0, 1], False)
+
+
+def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
+    return Watchdog(0, 2, timeout, loader_timeout, StopSignal(), note=lambda **fields: None)
+
+
+def test_fault_21_a_phase_may_take_long_the_first_time_and_data_as_long_as_the_loader_waits() -> None:
+    dog = watchdog()
+    assert dog.allowed("step") == dog.allowed("start") == START_TIMEOUT_S
+    dog.at("step")
+    dog.at("validation")
+    assert dog.allowed("step") == 3.0 and dog.allowed("validation") == START_TIMEOUT_S
+    assert dog.allowed("saving") == START_TIMEOUT_S
+    assert dog.allowed("data") == 80.0 and watchdog(loader_timeout=0).allowed("data") == math.inf
+
+
+def test_fault_21_a_rank_that_waits_for_data_is_left_to_the_loader() -> None:
+    dog = watchdog()
+    now = dog._answered
+    dog._ranks = [rank(7, "step", 4.0, now), rank(6, "data", 4.0, now)]
+    assert dog._verdict(4.0) is None
+    dog._ranks[1] = rank(6, "data", 90.0, now)
+    assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in str(dog._verdict(90.0))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [([1.0, 1.0, 1.0], None), ([1.0, 2.0, 1.1], 1), ([0.01, 0.02], None), ([1.0], None), ([1.4, 1.0, 1.0], None)],
+)
+def test_a_straggler_takes_much_longer_than_the_median_of_the_others(seconds: list[float], slow: int | None) -> None:
+    assert straggler(seconds, interval=4.0) == slow
+
+
+def test_slow_data_is_told_once_an_epoch() -> None:
+    events: list[str] = []
+
+    class Told:
+        def event(self, kind: str, **fields: object) -> None:
+            events.append(kind)
+
+        def warning(self, text: str) -> None:
+            events.append(text)
+
+    pace = Pace(World(0, 0, 1, CPU), 4, Told())
+    for epoch, wait in ((0, 0.5), (0, 3.8), (0, 3.8), (1, 3.8)):
+        pace.interval(epoch, wait, wait, 10.0)
+    told = "data wait 38 % of the step: raise --workers (4), or use faster storage"
+    assert events == ["data-wait", told] * 2
+
+
+def test_a_stop_is_between_updates_alone() -> None:
+    stop = StopSignal()
+    guard = StopGuard(stop, watchdog())
+    seen = []
+    micro_batches = [(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]
+    with pytest.raises(BaseException, match="stopped by SIGUSR1") as stopped:  # noqa: B017, PT011
+        for _, _, batch in guard.updates(micro_batches):
+            seen.append(batch)
+            if batch == "a":
+                stop.request(signal.SIGUSR1)
+    assert seen == ["a", "b"] and stopped.value.exit_code == 85  # type: ignore[attr-defined]
+
+
+def test_fault_53_the_steps_that_were_not_finite_are_named() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    precision = Precision(CPU, max_nonfinite=9)
+    for factor in (1.0, math.nan, 1.0, math.inf, 1.0):
+        precision.backward((weight * factor).sum())
+        precision.step(optimizer, [weight])
+    assert precision.take_broken() == {-4: True, -2: True}
+    assert precision.take_broken() == {}
+    # The loss is finite, its gradient is not.
+    precision.backward(torch.sqrt(weight * 0).sum())
+    precision.step(optimizer, [weight])
+    assert precision.take_broken() == {-1: False}
