@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -245,3 +246,17 @@ def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(
     assert re.search(r"no batch after 2 s \(--loader-timeout\): reading .*/blue0.jpg has taken", run.output)
     assert "Traceback" not in run.output
     assert int(saved(tmp_path / "run")["update"]) >= 5  # type: ignore[call-overload]
+
+
+@linux
+def test_a_slow_rank_is_named(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
+    slow = (
+        "import os, time; opens = os.open\ndef slowly(*a, **k):\n    time.sleep(0.05 * (os.environ['RANK'] == '1'))\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(f"{slow}    return opens(*a, **k)\nos.open = slowly\n")
+    run = begin(f"{FLAGS} {tmp_path} -j 0 -b 4 --epochs 1", data, processes=2, PYTHONPATH=str(tmp_path), RANK="0")
+    assert run.end() == 0, run.output
+    assert run.output.count("the others wait for rank 1 on ") == 1
+    assert "[rank 1] warning: data wait" in run.output and "the others wait for rank 0" not in run.output
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert "straggler" in kinds and "data-wait" in kinds

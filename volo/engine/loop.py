@@ -188,9 +188,7 @@ class _Meter:
         )  # not 0 where a resumed run stopped in the epoch
         self.lr = 0.0
         self.lap_start, self.waited, self.epoch_seconds = time.perf_counter(), 0.0, 0.0
-        self.forward = (
-            0.0  # seconds; with the wait for data what a rank does on its own, before it waits for the others
-        )
+        self.forward = 0.0  # seconds; with the wait for data, what a rank does before it waits for the others
 
     def timed(self, iterable: Iterable[T]) -> Iterator[T]:
         """Iterate and count the time spent waiting."""

@@ -62,8 +62,8 @@ class Pace:
             usual = statistics.median(ranks)
             self.told.event("straggler", seconds=own_seconds, median_seconds=usual, interval_seconds=seconds)
             self.told.warning(
-                f"the others wait for rank {self.world.rank} on {socket.gethostname()}: {own_seconds:.2f} s for loading "
-                f"and forward passes, usual are {usual:.2f} s"
+                f"the others wait for rank {self.world.rank} on {socket.gethostname()}: {own_seconds:.2f} s for "
+                f"loading and forward passes, usual are {usual:.2f} s"
             )
 
     def _first(self, kind: str, epoch: int) -> bool:
