@@ -248,13 +248,20 @@ def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(
     assert int(saved(tmp_path / "run")["update"]) >= 5  # type: ignore[call-overload]
 
 
+_SLOW_RANK = """
+import os, time
+opens = os.open
+def slowly(*more, **named):
+    time.sleep(0.05 * (os.environ.get("RANK") == "1"))
+    return opens(*more, **named)
+os.open = slowly
+"""
+
+
 @linux
 def test_a_slow_rank_is_named(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
-    slow = (
-        "import os, time; opens = os.open\ndef slowly(*a, **k):\n    time.sleep(0.05 * (os.environ['RANK'] == '1'))\n"
-    )
-    (tmp_path / "sitecustomize.py").write_text(f"{slow}    return opens(*a, **k)\nos.open = slowly\n")
-    run = begin(f"{FLAGS} {tmp_path} -j 0 -b 4 --epochs 1", data, processes=2, PYTHONPATH=str(tmp_path), RANK="0")
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_RANK)
+    run = begin(f"{FLAGS} {tmp_path} -j 0 -b 4 --epochs 1", data, processes=2, PYTHONPATH=str(tmp_path))
     assert run.end() == 0, run.output
     assert run.output.count("the others wait for rank 1 on ") == 1
     assert "[rank 1] warning: data wait" in run.output and "the others wait for rank 0" not in run.output
