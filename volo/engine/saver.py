@@ -64,6 +64,7 @@ class Saver:
         checkpoints: None on other ranks than 0.
         logger: Told of every save.
         from_primary: Returns rank 0's value on every rank.
+        before_save: Called before each save, on rank 0; an error of it keeps the files as they are.
         clock: Seconds; never goes back.
     """
 
@@ -74,10 +75,11 @@ class Saver:
         logger: Reporter,
         policy: SavePolicy,
         from_primary: Callable[[bool], bool] = bool,
+        before_save: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
-        self._from_primary, self._clock = from_primary, clock
+        self._from_primary, self._before_save, self._clock = from_primary, before_save, clock
         self._snapshot = HostSnapshot()
         self._job: _Job | None = None  # under way, or failed and to be tried again
         self._thread: Thread | None = None
@@ -190,6 +192,7 @@ class Saver:
         """Decide on a save and copy it; what failed before is given up for it."""
         assert self.checkpoints is not None
         began = self._clock()
+        self._before_save()
         self._give_up()
         save = decide(self.checkpoints)
         if not self.policy.synchronous:

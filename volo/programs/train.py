@@ -49,6 +49,7 @@ from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.resume import Resume, changed_args, find_resume
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
+from volo.engine.run_lock import RunLock
 from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.train_state import RankedCheckpoint, TrainState
@@ -81,20 +82,27 @@ class Setup:
 
 
 def train(args: Namespace, world: World, logger: Logger) -> None:
-    """Build everything, then train, validate and save, epoch by epoch."""
+    """Build everything, then train in a directory that no other job writes to."""
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
     setup = build(args, world, logger)
     state = logger.position = setup.state
     directory = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
-    resumed = resume_run(args, setup, directory, world, logger)
+    with RunLock(directory, partial(note_lock, logger)) as lock:
+        train_in(directory, lock, args, setup, world, logger)
+
+
+def train_in(directory: Path, lock: RunLock, args: Namespace, setup: Setup, world: World, logger: Logger) -> None:
+    """Resume the run in `directory`, if asked to; train, validate and save, epoch by epoch."""
+    state = setup.state
+    resumed = resume_run(args, setup, directory, lock, world, logger)
     describe(args, setup, world, logger)
     if args.dry_run:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    saver = open_run(args, setup, directory, resumed, world, logger)
+    saver = open_run(args, setup, directory, lock, resumed, world, logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
@@ -117,6 +125,12 @@ def train(args: Namespace, world: World, logger: Logger) -> None:
                 metric_of(args, evaluations), partial(log_epoch, args, epoch, totals, evaluations, logger)
             )
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+
+
+def note_lock(logger: Logger, text: str) -> None:
+    """Tell what became of another job's lock."""
+    logger.line(text)
+    logger.event("lock", reason=text)
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -223,11 +237,15 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
     )
 
 
-def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, logger: Logger) -> Path | None:
+def resume_run(
+    args: Namespace, setup: Setup, directory: Path, lock: RunLock, world: World, logger: Logger
+) -> Path | None:
     """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path or None."""
     state, resume = setup.state, Resume(None, None, [])
     with primary_first():
         if args.resume and world.is_primary:
+            if directory.is_dir() and not args.dry_run:
+                lock.acquire()  # first, so that nobody saves anything newer
             resume = find_resume(args.resume, directory)
     path = from_primary(resume.path)
     messages = resume.messages
@@ -252,7 +270,13 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
 
 
 def open_run(
-    args: Namespace, setup: Setup, directory: Path, resumed: Path | None, world: World, logger: Logger
+    args: Namespace,
+    setup: Setup,
+    directory: Path,
+    lock: RunLock,
+    resumed: Path | None,
+    world: World,
+    logger: Logger,
 ) -> Saver:
     """Open the run directory, on rank 0, and return what saves into it."""
     checkpoints = None
@@ -260,6 +284,7 @@ def open_run(
     with primary_first():
         if world.is_primary:
             run_directory = RunDirectory(directory)
+            lock.acquire()
             run_directory.record_start(args, world.size, str(world.device))
             logger.open(run_directory)
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
@@ -274,7 +299,7 @@ def open_run(
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    return Saver(setup.state, checkpoints, logger, policy, from_primary)
+    return Saver(setup.state, checkpoints, logger, policy, from_primary, lock.check)
 
 
 @contextmanager
