@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +57,8 @@ class TrainState:
     update: int = 0  # optimizer steps done, over all epochs
     best: list[RankedCheckpoint] = field(default_factory=list)  # best first
     outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
+    progress: dict[str, Any] = field(default_factory=dict)  # sums of the epoch under way, of plain types
+    collect_progress: Callable[[], dict[str, Any]] = dict  # their present values; all ranks call it before a save
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
     updates_per_epoch: int = field(kw_only=True)
 
@@ -70,6 +73,7 @@ class TrainState:
             "metric": metric,
             "best": [list(entry) for entry in self.best],
             "outdated": list(self.outdated),
+            "progress": self.progress,
             "optimizer": self.optimizer.state_dict(),
             "optimizer_class": type(self.optimizer).__name__,
         }
@@ -115,6 +119,7 @@ class TrainState:
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
         self.epoch, self.update, self.best, self.outdated = position
+        self.progress = checkpoint.get("progress", {})
         return messages
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:

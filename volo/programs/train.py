@@ -10,6 +10,7 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 from __future__ import annotations
 
 import importlib.util
+import math
 import socket
 import sys
 from argparse import Namespace
@@ -54,7 +55,7 @@ from volo.engine.model import (
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
-from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
+from volo.engine.run_directory import SUPERSEDED, RunDirectory, choose_directory, settings_of, versions
 from volo.engine.schedule import LrSchedule, resolve_lr
 
 
@@ -117,8 +118,9 @@ def train(args: Namespace, world: World, logger: Logger) -> None:
             )
             state.epoch = epoch + 1
             evaluations = validate_epoch(args, setup, world, logger)
-            best = save_epoch(args, setup, evaluations, checkpoints, logger)
-            logger.epoch(epoch, totals, evaluations, best)
+            logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations))
+            save_epoch(args, setup, evaluations, checkpoints, logger)
+            logger.curve()
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
@@ -265,6 +267,8 @@ def open_run(
             run_directory = RunDirectory(directory)
             run_directory.record_start(args, world.size, str(world.device))
             logger.open(run_directory)
+            if dropped := run_directory.rewind(setup.state.epoch, setup.state.update):
+                logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
     logger.open_events(directory)
     if checkpoints is not None and resumed is not None:
@@ -306,12 +310,16 @@ def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[in
 def recovery_saver(
     args: Namespace, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger
 ) -> Callable[[], None] | None:
-    """`--recovery-interval`: save `last.pth.tar` within the epoch, on rank 0."""
-    if not args.recovery_interval or checkpoints is None:
+    """`--recovery-interval`: save `last.pth.tar` within the epoch. Every rank calls it, rank 0 writes."""
+    if not args.recovery_interval:
         return None
 
     def save() -> None:
-        if state.update % args.recovery_interval == 0:
+        if state.update % args.recovery_interval:
+            return
+        state.progress = state.collect_progress()
+        if checkpoints is not None:
+            logger.sync()
             checkpoints.save_last(state)
             logger.line(f"saved last.pth.tar after update {state.update}")
             logger.event("checkpoint", file="last.pth.tar", reason="--recovery-interval")
@@ -339,24 +347,36 @@ def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) 
     return evaluations
 
 
+def metric_of(args: Namespace, evaluations: dict[str, Evaluation]) -> float | None:
+    """By which an epoch is ranked: the average's where it is validated; None without a validation."""
+    result = evaluations.get("ema", evaluations.get("model"))
+    return None if result is None else getattr(result, args.eval_metric)
+
+
+def best_metric(args: Namespace, state: TrainState, evaluations: dict[str, Evaluation]) -> float | None:
+    """The best one up to this epoch, which is not saved yet; None where none is finite."""
+    metrics = [metric_of(args, evaluations), *(entry.metric for entry in state.best[:1])]
+    finite = [metric for metric in metrics if metric is not None and math.isfinite(metric)]
+    return (min if args.eval_metric == "loss" else max)(finite, default=None)
+
+
 def save_epoch(
     args: Namespace,
     setup: Setup,
     evaluations: dict[str, Evaluation],
     checkpoints: CheckpointDir | None,
     logger: Logger,
-) -> float | None:
-    """Save on rank 0; return the best metric so far.
+) -> None:
+    """Save on rank 0.
 
     Raises:
         NonFiniteError: The weights hold NaN. Nothing is written, the last good checkpoint stays.
         UserError: The checkpoint can't be written.
     """
     if checkpoints is None:
-        return None
-    result = evaluations.get("ema", evaluations.get("model"))
-    best = checkpoints.save(setup.state, getattr(result, args.eval_metric) if result else None)
+        return
+    logger.sync()
+    best = checkpoints.save(setup.state, metric_of(args, evaluations))
     logger.event("checkpoint", file="last.pth.tar", reason="epoch")
     if best is not None:
         logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-    return best.metric if best is not None else None
