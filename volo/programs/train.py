@@ -10,6 +10,7 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 from __future__ import annotations
 
 import importlib.util
+import math
 import socket
 import sys
 from argparse import Namespace
@@ -33,7 +34,7 @@ from volo.engine.checkpoint import CheckpointDir, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import World, from_all, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
-from volo.engine.loop import EpochTotals, Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -48,11 +49,11 @@ from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.resume import Resume, changed_args, find_resume
-from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
+from volo.engine.run_directory import SUPERSEDED, RunDirectory, choose_directory, settings_of, versions
 from volo.engine.run_lock import RunLock
 from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
-from volo.engine.train_state import RankedCheckpoint, TrainState
+from volo.engine.train_state import TrainState
 
 
 def run(args: Namespace) -> int:
@@ -121,9 +122,10 @@ def train_in(directory: Path, lock: RunLock, args: Namespace, setup: Setup, worl
             )
             evaluations = validate_epoch(args, setup, epoch, world, logger)
             state.end_epoch()
-            saver.after_epoch(
-                metric_of(args, evaluations), partial(log_epoch, args, epoch, totals, evaluations, logger)
-            )
+            logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations))
+            if best := saver.after_epoch(metric_of(args, evaluations)):
+                logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+            logger.curve()
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
@@ -287,6 +289,8 @@ def open_run(
             lock.acquire()
             run_directory.record_start(args, world.size, str(world.device))
             logger.open(run_directory)
+            if dropped := run_directory.rewind(setup.state.epoch, setup.state.update):
+                logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
     logger.open_events(directory)
     if checkpoints is not None and resumed is not None:
@@ -349,20 +353,13 @@ def validate_epoch(args: Namespace, setup: Setup, epoch: int, world: World, logg
 
 
 def metric_of(args: Namespace, evaluations: dict[str, Evaluation]) -> float | None:
-    """What ranks an epoch: `--eval-metric` of the moving average where there is one."""
+    """By which an epoch is ranked: the average's where it is validated; None without a validation."""
     result = evaluations.get("ema", evaluations.get("model"))
-    return getattr(result, args.eval_metric) if result else None
+    return None if result is None else getattr(result, args.eval_metric)
 
 
-def log_epoch(
-    args: Namespace,
-    epoch: int,
-    totals: EpochTotals,
-    evaluations: dict[str, Evaluation],
-    logger: Logger,
-    best: RankedCheckpoint | None,
-) -> None:
-    """Record an epoch that is about to be saved."""
-    if best is not None:
-        logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-    logger.epoch(epoch, totals, evaluations, best.metric if best else None)
+def best_metric(args: Namespace, state: TrainState, evaluations: dict[str, Evaluation]) -> float | None:
+    """The best one up to this epoch, which is not saved yet; None where none is finite."""
+    metrics = [metric_of(args, evaluations), *(entry.metric for entry in state.best[:1])]
+    finite = [metric for metric in metrics if metric is not None and math.isfinite(metric)]
+    return (min if args.eval_metric == "loss" else max)(finite, default=None)
