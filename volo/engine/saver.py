@@ -158,6 +158,11 @@ class Saver:
         if self._job is not None and self._job.error is not None:
             raise self._job.error
 
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way or failed and waiting."""
+        return self._job is None
+
     def poll(self) -> None:
         """Take note of a save that has ended, and try a failed one again in time. Errors as `after_update`."""
         if self._thread is not None and not self._thread.is_alive():
