@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from volo.engine.distributed import World
 from volo.engine.metrics import Sums, correct_in_top
 
 
@@ -40,3 +41,21 @@ def test_sums_add_up_in_float64() -> None:
     assert sums.totals() == {"images": 0.0, "loss": 0.0}
     with pytest.raises(ValueError, match="1 values for 2 names"):
         sums.add(1)
+
+
+def test_sums_go_on_from_those_of_each_rank() -> None:
+    def restored(by_rank: list[list[float]], size: int) -> list[list[float]]:
+        rows = []
+        for rank in range(size):
+            sums = Sums(("images", "loss"), torch.device("cpu"))
+            sums.restore(by_rank, World(rank, rank, size, torch.device("cpu")))
+            rows += sums.by_rank()
+        return rows
+
+    two = [[3.0, 0.1], [4.0, 0.7]]
+    assert restored(two, 2) == two
+    assert restored(two, 1) == [[7.0, 0.1 + 0.7]]
+    assert restored(two, 3) == [[7.0, 0.1 + 0.7], [0.0, 0.0], [0.0, 0.0]]
+    for broken in ([[1.0]], [["x", "y"]], [[1.0, 2.0], [3.0]], None):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            restored(broken, 1)  # type: ignore[arg-type]

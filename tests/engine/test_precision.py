@@ -85,3 +85,17 @@ def test_amp_on_a_cpu_is_bfloat16() -> None:
         resolve_amp_dtype(True, "float16", CPU)
     with Precision(CPU, torch.bfloat16).autocast():
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+
+
+def test_skipped_steps_are_counted_on_from_before_a_resume() -> None:
+    precision = Precision(torch.device("cpu"), max_nonfinite=2)
+    precision.restore_counts(1, 5)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    precision.step(optimizer, [parameter])
+    assert precision.counts() == [2, 6] and precision.check() == 6
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    precision.step(optimizer, [parameter])
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        precision.check()

@@ -14,6 +14,7 @@ import yaml
 from tlt.errors import UserError
 from volo.engine import run_directory
 from volo.engine.distributed import World
+from volo.engine.json_lines import read_json_lines
 from volo.engine.logger import Logger
 from volo.engine.run_directory import RunDirectory, choose_directory, read_summary
 
@@ -96,6 +97,55 @@ def test_fault_12_summary_has_one_row_per_epoch_after_a_resume(tmp_path: Path) -
         directory.summary({"epoch": epoch, "eval_top1": top1, "train_loss": 1.0})
     rows = read_summary(tmp_path / "summary.csv")
     assert [(r["epoch"], r["eval_top1"]) for r in rows] == [("0", "10.0"), ("1", "21.0")]
+
+
+def test_fault_12_records_of_what_a_resumed_run_does_again_are_set_aside(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for epoch in range(2):
+        for update in (2, 4):
+            directory.metrics({"event": "train", "epoch": epoch, "update": 4 * epoch + update})
+        directory.metrics({"event": "epoch", "epoch": epoch})
+        directory.summary({"epoch": epoch, "train_loss": 1.0 / 3})
+    before = (tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "summary.csv").read_bytes()
+    assert directory.rewind(2, 8) == 0
+    assert before == ((tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "summary.csv").read_bytes())
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "train", "epo')  # torn by a kill
+    assert directory.rewind(1, 7) == 3
+    kept, damaged = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [(r["event"], r["epoch"], r.get("update")) for r in kept] == [
+        ("train", 0, 2), ("train", 0, 4), ("epoch", 0, None), ("train", 1, 6),
+    ]  # fmt: skip
+    assert damaged == 0 and before[0].startswith((tmp_path / "metrics.jsonl").read_bytes())
+    assert [row["epoch"] for row in read_summary(tmp_path / "summary.csv")] == ["0"]
+    again, torn = read_json_lines(tmp_path / "superseded-metrics.jsonl")
+    assert ([r["event"] for r in again], torn) == (["train", "epoch"], 1)
+    assert directory.rewind(0, 0) == 4 and (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_full_disk_keeps_rows_for_the_next_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.summary({"epoch": 0, "train_loss": 1.0})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_directory, "_write", full)
+    directory.summary({"epoch": 1, "train_loss": 0.5})
+    monkeypatch.undo()
+    directory.summary({"epoch": 2, "train_loss": 0.25})
+    assert [row["epoch"] for row in read_summary(tmp_path / "summary.csv")] == ["0", "1", "2"]
+
+
+def test_damaged_records_do_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("[{")
+    (tmp_path / "summary.csv").write_bytes(b"epoch,train_loss\n0,1.0\n\x00\x00\xff,2\n")
+    directory = RunDirectory(tmp_path)
+    directory.record_start(_args(tmp_path), 1, "cpu")
+    directory.rewind(1, 4)
+    directory.summary({"epoch": 1, "train_loss": 0.5})
+    assert [row["epoch"] for row in read_summary(tmp_path / "summary.csv")] == ["0", "1"]
+    assert len(json.loads((tmp_path / "run.json").read_text())) == 1
 
 
 def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -267,3 +268,17 @@ def test_a_slow_rank_is_named(begin: Callable[..., Running], data: Path, tmp_pat
     assert "[rank 1] warning: data wait" in run.output and "the others wait for rank 0" not in run.output
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert "straggler" in kinds and "data-wait" in kinds
+
+
+@linux
+def test_fault_07_data_workers_end_with_a_killed_main_process(
+    begin: Callable[..., Running], data: Path, tmp_path: Path
+) -> None:
+    run = begin(f"{FLAGS} {tmp_path}", data)
+    run.read_until("epoch 2 [2/5]")
+    (worker,) = children(run.process.pid)
+    os.kill(worker, signal.SIGSTOP)  # or it would notice by itself
+    assert run.end(signal.SIGKILL) == -signal.SIGKILL
+    time.sleep(0.2)
+    with suppress(FileNotFoundError):
+        assert ") Z " in Path(f"/proc/{worker}/stat").read_text()

@@ -14,6 +14,8 @@ import yaml
 
 from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
+from volo.engine.json_lines import read_json_lines
+from volo.engine.report import without_times
 
 Call = Callable[..., Ended]
 
@@ -68,28 +70,42 @@ def test_fault_10_a_resumed_run_ends_in_the_same_bits(
     assert [r["loss"] for r in one] == [r["loss"] for r in two]
 
 
-def test_fault_11_resume_within_an_epoch_goes_on_with_its_next_update(
+def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = make_dataset(train=32)
-    flags = f"{data} {QUICK} --lr 1e-3 --epochs 1 --output {tmp_path}"
+    data = make_dataset(train=39)  # 5 updates an epoch: reports after the third and the fifth
+    empty = min(data.glob("train/*/*.jpg"))
+    empty.write_bytes(b"")  # counted in `unreadable_images`
+    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --output {tmp_path} --log-interval 3 --workers 0"
     assert call("train", flags, "--experiment", "whole").code == 0
     from volo.engine.saver import Saver
 
+    save = Saver.after_update
+
     def save_and_stop(saver: Saver) -> None:
-        saver.save_now("test")
-        raise KeyboardInterrupt
+        save(saver)
+        if saver.state.update == 9:  # one more than is saved: the epoch's report of update 8 is made twice
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(Saver, "after_update", save_and_stop)
-    stopped = call("train", flags, "--experiment", "cut")
-    assert stopped.code == 130
+    assert call("train", flags, "--experiment", "cut", "--recovery-interval", "7").code == 130
     monkeypatch.undo()
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert [r["update"] for r in metrics(cut)] == [3, 5, 8]
     resumed = call("train", flags, "--experiment", "cut", "--resume", "auto")
     assert resumed.code == 0, resumed.err
-    assert [r["update"] for r in metrics(tmp_path / "cut")] == [1, 2, 3, 4]
-    assert [r["loss"] for r in metrics(tmp_path / "cut")] == [r["loss"] for r in metrics(tmp_path / "whole")]
-    whole, again = (_weights(tmp_path / name / "last.pth.tar") for name in ("whole", "cut"))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert "1 epochs, 7 updates done" in resumed.out
+    assert [r["update"] for r in metrics(cut)] == [3, 5, 8, 10]
+    assert without_times(cut / "metrics.jsonl") == without_times(whole / "metrics.jsonl")
+    assert without_times(cut / "summary.csv") == without_times(whole / "summary.csv")
+    one, two = (_weights(run / "last.pth.tar") for run in (whole, cut))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    events = read_json_lines(cut / "events.jsonl")[0]
+    assert {e["path"] for e in events if e["kind"] == "skipped-image"} == {str(empty)}
+    assert [(e["kind"], e.get("update")) for e in events if e["kind"] != "skipped-image"] == [
+        ("start", None), ("checkpoint", 5), ("checkpoint", 7), ("end", 9),
+        ("start", None), ("resume", 7), ("checkpoint", 10), ("end", 10),
+    ]  # fmt: skip
 
 
 def test_accumulation_equals_one_large_batch_with_a_ragged_tail(

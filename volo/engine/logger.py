@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tlt.data.dataset import Skipped
 from tlt.data.folder import printable
 from volo.engine.distributed import World
-from volo.engine.events import EventLog, Kind, exit_code, reason
+from volo.engine.events import EventLog, Kind, exit_code, reason, utc_now
 from volo.engine.loop import EpochTotals, Evaluation, Interval
 from volo.engine.pace import Pace
 from volo.engine.run_directory import RunDirectory
@@ -144,7 +144,8 @@ class Logger:
             f"{interval.images_per_second:.0f} images/s ({per_device:.0f} per device) | "
             f"data wait {100 * interval.wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
-        self.directory.metrics({"event": "train", **asdict(interval), "images_per_second": interval.images_per_second})
+        rate = {"images_per_second": interval.images_per_second, "time": utc_now()}
+        self.directory.metrics({"event": "train", **asdict(interval), **rate})
 
     def pace(self, own_seconds: float, interval: Interval) -> None:
         """Warn if data or one rank hold up the run; on every rank."""
@@ -153,7 +154,10 @@ class Logger:
             self.watch_pace.interval(interval.epoch, own_seconds, interval.wait_seconds, interval.seconds)
 
     def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
-        """Close the epoch: its row in summary.csv, its record, the learning curve."""
+        """Close the epoch: its row in summary.csv and its record.
+
+        Call it before the epoch's checkpoint is saved: a run that is killed in between does the epoch again.
+        """
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -180,5 +184,14 @@ class Logger:
         if best is not None:
             row["best"] = best
         self.directory.summary(row)
-        self.directory.metrics({"event": "epoch", **row})
-        self.directory.draw_curve()
+        self.directory.metrics({"event": "epoch", **row, "time": utc_now()})
+
+    def sync(self) -> None:
+        """Put the records on the disk; call it before a checkpoint is saved, which must not outlive them."""
+        if self.directory is not None:
+            self.directory.sync()
+
+    def curve(self) -> None:
+        """Draw the learning curve."""
+        if self.directory is not None:
+            self.directory.draw_curve()

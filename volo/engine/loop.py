@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class Interval:
     grad_norm: float
     seconds: float
     wait_seconds: float  # of them, waiting for data
-    skipped_steps: int  # since the program started
+    skipped_steps: int  # in the whole run
 
     @property
     def images_per_second(self) -> float:
@@ -179,7 +179,7 @@ class _Meter:
         settings: LoopSettings,
         reporter: Reporter,
     ) -> None:
-        self.state, self.updates, self.precision = state, updates, precision
+        self.state, self.updates, self.world, self.precision = state, updates, world, precision
         self.log_interval, self.on_nonfinite, self.reporter = settings.log_interval, settings.on_nonfinite, reporter
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world.device)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
@@ -189,6 +189,42 @@ class _Meter:
         self.lr = 0.0
         self.lap_start, self.waited, self.epoch_seconds = time.perf_counter(), 0.0, 0.0
         self.forward = 0.0  # seconds; with the wait for data, what a rank does before it waits for the others
+        if state.progress:
+            self.restore(state.progress)
+        state.progress, state.collect_progress = {}, self.progress
+
+    def progress(self) -> dict[str, Any]:
+        """What a run that stops here needs to report as if it had not; every rank must call it."""
+        return {
+            "done": self.done,
+            "reported": self.reported,
+            "interval": self.sums.by_rank(),
+            "epoch": [self.epoch[name] for name in self.sums.names],
+            "seconds": [time.perf_counter() - self.lap_start, self.waited, self.epoch_seconds],
+            "lr": self.lr,
+            "skipped_steps": self.precision.counts(),
+        }
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Go on from `progress`; of one that was made elsewhere in an epoch only the skipped steps are counted on.
+
+        Raises:
+            UserError: It can't be read.
+        """
+        try:
+            self.precision.restore_counts(*progress["skipped_steps"])
+            if not self.done or progress["done"] != self.done:
+                return
+            self.sums.restore(progress["interval"], self.world)
+            self.epoch = {n: float(v) for n, v in zip(self.sums.names, progress["epoch"], strict=True)}
+            self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
+            seconds, self.waited, self.epoch_seconds = map(float, progress["seconds"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the checkpoint's sums of the epoch under way can't be read ({type(error).__name__}: {error}): "
+                "resume another checkpoint"
+            ) from error
+        self.lap_start = time.perf_counter() - seconds
 
     def timed(self, iterable: Iterable[T]) -> Iterator[T]:
         """Iterate and count the time spent waiting."""
@@ -244,7 +280,8 @@ class _Meter:
         self.reported, self.forward = self.done, 0.0
 
     def epoch_totals(self) -> EpochTotals:
-        """Return the sums over the whole epoch."""
+        """Return the sums over the whole epoch, and leave the position to be saved behind."""
+        self.state.progress = self.progress()
         images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from volo.engine.distributed import sum_over_ranks
+from volo.engine.distributed import World, from_all, sum_over_ranks
 
 
 class Sums:
@@ -26,6 +28,21 @@ class Sums:
     def totals(self) -> dict[str, float]:
         """Return the sums over all ranks. Synchronises; every rank must call it."""
         return dict(zip(self.names, sum_over_ranks(self._values).tolist(), strict=True))
+
+    def by_rank(self) -> list[list[float]]:
+        """Return each rank's own sums, to `restore` them. Synchronises; every rank must call it."""
+        return from_all(self._values.tolist())
+
+    def restore(self, by_rank: Sequence[Sequence[float]], world: World) -> None:
+        """Go on from the sums that `by_rank` returned; on another number of ranks rank 0 takes them all.
+
+        Raises:
+            ValueError: Not one number per name.
+        """
+        rows = torch.tensor(by_rank, dtype=torch.float64).reshape(-1, len(self.names))
+        if len(rows) != world.size:
+            rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(world.size - 1, len(self.names))])
+        self._values.copy_(rows[world.rank])
 
     def reset(self) -> None:
         """Start again from zero."""

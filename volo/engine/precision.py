@@ -131,13 +131,22 @@ class Precision:
         told = torch.stack(steps).tolist() if steps else []
         return {number - len(told): own for number, (broken, own) in enumerate(told) if broken}
 
+    def counts(self) -> list[int]:
+        """Steps skipped in a row just now, and in the whole run. Synchronises with the device."""
+        return torch.stack([self._consecutive, self._skipped]).tolist()
+
+    def restore_counts(self, consecutive: int, skipped: int) -> None:
+        """Go on counting from what `counts` returned."""
+        self._consecutive.fill_(consecutive)
+        self._skipped.fill_(skipped)
+
     def check(self) -> int:
-        """Return how many steps were skipped so far. Synchronises with the device: call it once per log interval.
+        """Return how many steps were skipped in the whole run. Synchronises: call it once per log interval.
 
         Raises:
             NonFiniteError: More than `max_nonfinite` steps in a row were skipped.
         """
-        consecutive, skipped = torch.stack([self._consecutive, self._skipped]).tolist()
+        consecutive, skipped = self.counts()
         if consecutive > self.max_nonfinite:
             raise NonFiniteError(
                 f"the gradients of {consecutive} steps in a row were not finite (--skip-nonfinite): weights were left "

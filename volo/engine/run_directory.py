@@ -6,6 +6,7 @@ log.txt          the console's lines
 events.jsonl     what happened, when and where (`volo.engine.events`; every rank writes)
 metrics.jsonl    one record per report and per epoch
 summary.csv      one row per epoch
+superseded-metrics.jsonl   records that a resumed run has made again, or will
 curve.png        learning curves (where matplotlib is installed)
 *.pth.tar        checkpoints (`volo.engine.checkpoint`)
 """
@@ -13,6 +14,7 @@ curve.png        learning curves (where matplotlib is installed)
 from __future__ import annotations
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -20,6 +22,7 @@ import platform
 import socket
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,6 +34,9 @@ from tlt.errors import UserError
 from volo.engine.json_lines import LineFile, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
+SUPERSEDED = "superseded-metrics.jsonl"
+# What differs between two runs that do the same, in metrics.jsonl and summary.csv.
+TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
 DEFAULT_ROOT = "output/train"
 _NOT_A_SETTING = {"config", "notes", "local_rank", "debug", "resume", "no_resume_opt", "start_epoch", "dry_run"}
 
@@ -81,6 +87,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._log, self._metrics = LineFile(path / "log.txt"), LineFile(path / METRICS)
+        self._rows: list[dict[str, Any]] = []  # of summary.csv that could not be written yet
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -88,7 +95,7 @@ class RunDirectory:
 
     def record_start(self, args: Namespace, world_size: int, device: str, launch: str | None = None) -> None:
         """Write args.yaml and add a record to run.json; `launch` is the launcher's id."""
-        _write(self.path / "args.yaml", yaml.safe_dump(settings_of(args), sort_keys=True))
+        _write(self.path / "args.yaml", yaml.safe_dump(settings_of(args), sort_keys=True).encode())
         starts = self._starts()
         starts.append(
             {
@@ -103,11 +110,51 @@ class RunDirectory:
                 "device": device,
             }
         )
-        _write(self.path / "run.json", json.dumps(starts, indent=1) + "\n")
+        _write(self.path / "run.json", (json.dumps(starts, indent=1) + "\n").encode())
 
     def _starts(self) -> list[dict[str, Any]]:
-        file = self.path / "run.json"
-        return json.loads(file.read_text()) if file.is_file() else []
+        try:
+            starts = json.loads((self.path / "run.json").read_bytes())
+        except (OSError, ValueError):  # not there, or damaged: events.jsonl knows the starts, too
+            return []
+        return starts if isinstance(starts, list) else []
+
+    def rewind(self, epoch: int, update: int) -> int:
+        """Take the records from after a position out of metrics.jsonl and summary.csv: they will be made again.
+
+        Args:
+            epoch: Epochs finished.
+            update: Optimizer steps done.
+
+        Returns:
+            How many lines were moved from metrics.jsonl to superseded-metrics.jsonl.
+
+        Raises:
+            UserError: The files can't be written.
+        """
+        metrics, summary = self.path / METRICS, self.path / SUMMARY
+        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
+        kept, dropped = [], []
+        for line in lines:
+            whole = line.endswith(b"\n")
+            (kept if whole and _is_before(line, epoch, update) else dropped).append(line if whole else line + b"\n")
+        rows = read_summary(summary)
+        try:
+            if dropped:
+                with (self.path / SUPERSEDED).open("ab") as file:
+                    file.write(b"".join(dropped))
+                _write(metrics, b"".join(kept))
+            if any(int(row["epoch"]) >= epoch for row in rows):
+                _write(summary, _as_csv([row for row in rows if int(row["epoch"]) < epoch]))
+        except OSError as error:
+            raise UserError(f"{self.path}: the records can't be written ({error.strerror}): make room there") from error
+        return len(dropped)
+
+    def sync(self) -> None:
+        """Return when the records are on the disk, as far as it can be: a checkpoint must not outlive them."""
+        for name in (METRICS, SUMMARY):
+            with suppress(OSError), (self.path / name).open("rb") as file:
+                os.fsync(file.fileno())
 
     def log(self, line: str) -> None:
         """Add a line to log.txt."""
@@ -118,17 +165,15 @@ class RunDirectory:
         self._metrics.append(strict_json(record))
 
     def summary(self, row: dict[str, Any]) -> None:
-        """Add an epoch's row to summary.csv; rows of the same or later epochs, from before a resume, are dropped."""
-        file = self.path / SUMMARY
-        rows = [r for r in read_summary(file) if int(r["epoch"]) < row["epoch"]]
-        rows.append({k: str(v) for k, v in row.items()})
-        columns = list(dict.fromkeys(name for r in rows for name in r))
-        staged = file.with_suffix(".tmp")
-        with staged.open("w", newline="", encoding="utf-8") as out:
-            writer = csv.DictWriter(out, columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        staged.replace(file)
+        """Add an epoch's row to summary.csv; rows of the same or later epochs, from before a resume, are dropped.
+
+        While the disk is full rows wait for the next one.
+        """
+        self._rows.append({k: str(v) for k, v in row.items()})
+        file, first = self.path / SUMMARY, int(self._rows[0]["epoch"])
+        with suppress(OSError):
+            _write(file, _as_csv([r for r in read_summary(file) if int(r["epoch"]) < first] + self._rows))
+            self._rows.clear()
 
     def draw_curve(self) -> Path | None:
         """Draw curve.png from summary.csv; None where matplotlib isn't installed."""
@@ -137,7 +182,9 @@ class RunDirectory:
         except ImportError:
             return None
         matplotlib.use("Agg")
-        return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
+        with suppress(OSError):
+            return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
+        return None
 
 
 def versions() -> dict[str, str]:
@@ -151,11 +198,31 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_summary(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a summary.csv, none if there is no such file."""
+    """Return the rows of a summary.csv that tell their epoch, none if there is no such file."""
     if not file.is_file():
         return []
-    with file.open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
+    with file.open(newline="", encoding="utf-8", errors="replace") as lines:
+        rows = csv.DictReader(line.replace("\0", "") for line in lines)
+        return [row for row in rows if (row.get("epoch") or "").isdecimal()]
+
+
+def _as_csv(rows: list[dict[str, str]]) -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def _is_before(line: bytes, epoch: int, update: int) -> bool:
+    """Whether a record is of what was done at a position. The epoch decides first: epochs may change their length."""
+    try:
+        record = json.loads(line)
+        if record["event"] == "epoch" or record["epoch"] != epoch:
+            return record["epoch"] < epoch
+        return record["update"] <= update
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def plain(value: Any) -> Any:
@@ -190,9 +257,9 @@ def _draw(rows: list[dict[str, str]], file: Path) -> Path:
     return file
 
 
-def _write(file: Path, text: str) -> None:
+def _write(file: Path, content: bytes) -> None:
     staged = file.with_name(file.name + ".tmp")
-    staged.write_text(text, encoding="utf-8")
+    staged.write_bytes(content)
     staged.replace(file)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
@@ -23,6 +24,8 @@ class Reporter(Protocol):
     def line(self, text: str) -> None: ...
 
     def event(self, kind: Any, **fields: Any) -> None: ...
+
+    def sync(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Saver:
         checkpoints: None on other ranks than 0.
         logger: Told of every save.
         from_primary: Returns rank 0's value on every rank.
+        before_save: Called before each save, on rank 0; an error of it keeps the files as they are.
         clock: Seconds; never goes back.
     """
 
@@ -74,10 +78,11 @@ class Saver:
         logger: Reporter,
         policy: SavePolicy,
         from_primary: Callable[[bool], bool] = bool,
+        before_save: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
-        self._from_primary, self._clock = from_primary, clock
+        self._from_primary, self._before_save, self._clock = from_primary, before_save, clock
         self._snapshot = HostSnapshot()
         self._job: _Job | None = None  # under way, or failed and to be tried again
         self._thread: Thread | None = None
@@ -97,20 +102,17 @@ class Saver:
         if reason := self._due():
             self._save_between(reason, wait=False)
 
-    def after_epoch(self, metric: float | None, record: Callable[[RankedCheckpoint | None], None]) -> None:
-        """Save after an epoch, which the state counts already. Errors as `after_update`.
+    def after_epoch(self, metric: float | None) -> RankedCheckpoint | None:
+        """Save after an epoch, which the state counts and the records tell already. Errors as `after_update`.
 
-        Args:
-            metric: See `CheckpointDir.decide`.
-            record: Called before the file is written with the best checkpoint so far (None on other ranks): what an
-                epoch leaves in the logs must not be missing where its checkpoint is there.
+        Returns the best checkpoint so far, None on other ranks and where no epoch has a metric (see
+        `CheckpointDir.decide`).
         """
         if self.checkpoints is None:
-            return record(None)
+            return None
         self._settle()
-        save = self._take(lambda checkpoints: checkpoints.decide(self.state, metric), "epoch")
-        record(best_of(save.best))
-        self._attempt()
+        self._start(lambda checkpoints: checkpoints.decide(self.state, metric), "epoch")
+        return best_of(self.state.best)
 
     def save_now(self, reason: str) -> None:
         """Save, wherever in the run it is, and return when it is on disk; what is on disk already is not saved again.
@@ -136,8 +138,9 @@ class Saver:
         """Finish; after a failure of the program only let the save that is under way end."""
         if kind is None:
             self.finish()
-        elif self._thread is not None:
-            self._thread.join()
+        else:
+            with suppress(Exception):  # the first failure is the one to tell
+                self._settle()
 
     def finish(self, retries: tuple[float, ...] = _FINAL_RETRIES) -> None:
         """Return when everything is on disk.
@@ -154,6 +157,11 @@ class Saver:
             self._settle()
         if self._job is not None and self._job.error is not None:
             raise self._job.error
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way or failed and waiting."""
+        return self._job is None
 
     def poll(self) -> None:
         """Take note of a save that has ended, and try a failed one again in time. Errors as `after_update`."""
@@ -183,20 +191,20 @@ class Saver:
             self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
             self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
             return
-        self._take(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason)
-        self._attempt()
+        self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason)
 
-    def _take(self, decide: Callable[[CheckpointDir], Save], reason: str) -> Save:
-        """Decide on a save and copy it; what failed before is given up for it."""
+    def _start(self, decide: Callable[[CheckpointDir], Save], reason: str) -> None:
+        """Decide on a save, copy and write it; what failed before is given up for it."""
         assert self.checkpoints is not None
         began = self._clock()
+        self._before_save()
         self._give_up()
         save = decide(self.checkpoints)
         if not self.policy.synchronous:
             save.payload = self._snapshot.take(save.payload)
         self._last_save = began
         self._job = _Job(save, reason, self._clock() - began)
-        return save
+        self._attempt()
 
     def _attempt(self) -> None:
         assert self._job is not None
@@ -213,6 +221,7 @@ class Saver:
     def _write(self, job: _Job) -> None:
         began = self._clock()
         try:
+            self.logger.sync()  # a checkpoint must not outlive the records of what led to it
             self._snapshot.wait()
             assert self.checkpoints is not None
             self.checkpoints.write(job.save)

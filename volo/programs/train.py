@@ -10,6 +10,7 @@ Reading order: `train` below -> volo/engine/data.py (data) -> volo/engine/model.
 from __future__ import annotations
 
 import importlib.util
+import math
 import socket
 import sys
 from argparse import Namespace
@@ -42,7 +43,7 @@ from volo.engine.distributed import (
     wait_for_all,
 )
 from volo.engine.logger import Logger
-from volo.engine.loop import EpochTotals, Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -61,11 +62,12 @@ from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.preempt import STOP, Stopped
 from volo.engine.restart import Continued, continued_run, launch_id
 from volo.engine.resume import Resume, changed_args, find_resume
-from volo.engine.run_directory import RunDirectory, choose_directory, settings_of, versions
+from volo.engine.run_directory import SUPERSEDED, RunDirectory, choose_directory, settings_of, versions
+from volo.engine.run_lock import RunLock
 from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.stopping import StopGuard
-from volo.engine.train_state import RankedCheckpoint, TrainState
+from volo.engine.train_state import TrainState
 from volo.engine.watchdog import Watchdog, collective_timeout
 
 
@@ -100,7 +102,7 @@ class Setup:
 
 
 def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> None:
-    """Build everything, then train, validate and save, epoch by epoch."""
+    """Build everything, then train in a directory that no other job writes to."""
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
@@ -110,13 +112,22 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     directory, args.resume = from_primary(
         continued_run(args) or Continued(choose_directory(args, image_size), args.resume)
     )
-    resumed = resume_run(args, setup, directory, world, logger)
+    with RunLock(directory, partial(note_lock, logger)) as lock:
+        train_in(directory, lock, args, setup, world, logger, guard)
+
+
+def train_in(
+    directory: Path, lock: RunLock, args: Namespace, setup: Setup, world: World, logger: Logger, guard: StopGuard
+) -> None:
+    """Resume the run in `directory`, if asked to; train, and save where a signal or a fault stops it."""
+    state = setup.state
+    resumed = resume_run(args, setup, directory, lock, world, logger)
     describe(args, setup, world, logger)
     if args.dry_run:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    with guard.stop.deferred(), open_run(args, setup, directory, resumed, world, logger) as saver:
+    with guard.stop.deferred(), open_run(args, setup, directory, lock, resumed, world, logger) as saver:
         begun = state.update
         try:
             train_epochs(args, setup, directory, saver, world, logger, guard)
@@ -170,7 +181,16 @@ def train_epochs(
         evaluations = validate_epoch(args, setup, epoch, world, logger, guard)
         state.end_epoch()
         guard.watchdog.at("saving")
-        saver.after_epoch(metric_of(args, evaluations), partial(log_epoch, args, epoch, totals, evaluations, logger))
+        logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations))
+        if best := saver.after_epoch(metric_of(args, evaluations)):
+            logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+        logger.curve()
+
+
+def note_lock(logger: Logger, text: str) -> None:
+    """Tell what became of another job's lock."""
+    logger.line(text)
+    logger.event("lock", reason=text)
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -277,11 +297,15 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
     )
 
 
-def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, logger: Logger) -> Path | None:
+def resume_run(
+    args: Namespace, setup: Setup, directory: Path, lock: RunLock, world: World, logger: Logger
+) -> Path | None:
     """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path or None."""
     state, resume = setup.state, Resume(None, None, [])
     with primary_first():
         if args.resume and world.is_primary:
+            if directory.is_dir() and not args.dry_run:
+                lock.acquire()  # first, so that nobody saves anything newer
             resume = find_resume(args.resume, directory)
     path = from_primary(resume.path)
     messages = resume.messages
@@ -306,7 +330,13 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
 
 
 def open_run(
-    args: Namespace, setup: Setup, directory: Path, resumed: Path | None, world: World, logger: Logger
+    args: Namespace,
+    setup: Setup,
+    directory: Path,
+    lock: RunLock,
+    resumed: Path | None,
+    world: World,
+    logger: Logger,
 ) -> Saver:
     """Open the run directory, on rank 0, and return what saves into it."""
     checkpoints = None
@@ -314,8 +344,11 @@ def open_run(
     with primary_first():
         if world.is_primary:
             run_directory = RunDirectory(directory)
+            lock.acquire()
             run_directory.record_start(args, world.size, str(world.device), launch_id())
             logger.open(run_directory)
+            if dropped := run_directory.rewind(setup.state.epoch, setup.state.update):
+                logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
     logger.open_events(directory)
     if checkpoints is not None and resumed is not None:
@@ -328,7 +361,7 @@ def open_run(
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    return Saver(setup.state, checkpoints, logger, policy, from_primary)
+    return Saver(setup.state, checkpoints, logger, policy, from_primary, lock.check)
 
 
 def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None]:
@@ -372,20 +405,13 @@ def validate_epoch(
 
 
 def metric_of(args: Namespace, evaluations: dict[str, Evaluation]) -> float | None:
-    """What ranks an epoch: `--eval-metric` of the moving average where there is one."""
+    """By which an epoch is ranked: the average's where it is validated; None without a validation."""
     result = evaluations.get("ema", evaluations.get("model"))
-    return getattr(result, args.eval_metric) if result else None
+    return None if result is None else getattr(result, args.eval_metric)
 
 
-def log_epoch(
-    args: Namespace,
-    epoch: int,
-    totals: EpochTotals,
-    evaluations: dict[str, Evaluation],
-    logger: Logger,
-    best: RankedCheckpoint | None,
-) -> None:
-    """Record an epoch that is about to be saved."""
-    if best is not None:
-        logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
-    logger.epoch(epoch, totals, evaluations, best.metric if best else None)
+def best_metric(args: Namespace, state: TrainState, evaluations: dict[str, Evaluation]) -> float | None:
+    """The best one up to this epoch, which is not saved yet; None where none is finite."""
+    metrics = [metric_of(args, evaluations), *(entry.metric for entry in state.best[:1])]
+    finite = [metric for metric in metrics if metric is not None and math.isfinite(metric)]
+    return (min if args.eval_metric == "loss" else max)(finite, default=None)
