@@ -196,7 +196,7 @@ def test_fault_21_a_stopped_rank_is_named_and_the_others_end(
     ranks = run.ranks()
     os.kill(ranks[stopped], signal.SIGSTOP)
     run.read_until(f"[rank {1 - stopped}] hung")
-    run.read_until("in max_over_ranks")  # the stacks
+    run.read_until("in train_epoch")  # the stacks
     while ranks[1 - stopped] in children(run.process.pid):
         time.sleep(0.1)
     os.kill(ranks[stopped], signal.SIGKILL)  # torchrun does so after 30 s
