@@ -24,7 +24,7 @@ from volo.engine.global_batch import batch_record, steps_to_keep
             (8, 1, 8),
             (8, 1, 4),
             2,
-            "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch of 64",
+            "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch of",
         ),
         ((8, 4, 1), (8, 4, 4), 1, "keep the global batch of 32"),
         ((8, 1, 8), (4, 4, 4), 4, None),
