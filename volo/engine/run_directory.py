@@ -143,7 +143,8 @@ class RunDirectory:
         """
         metrics, summary = self.path / METRICS, self.path / SUMMARY
         lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
-        kept, dropped = [], []
+        kept: list[bytes] = []
+        dropped: list[bytes] = []
         for line in lines:
             whole = line.endswith(b"\n")
             (kept if whole and _is_before(line, epoch, update) else dropped).append(line if whole else line + b"\n")
