@@ -58,6 +58,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         return _load(file, path)
 
 
+def verify_checkpoint(path: str | Path) -> None:
+    """Read a checkpoint through and raise as `read_checkpoint` does, at the memory of one record's part."""
+    with _opened(Path(path)) as file, _one_line_errors(path):
+        if _kind(file, path) == "zip":
+            return _verify_zip(file, path)
+    read_checkpoint(path)
+
+
 def peek_checkpoint(path: str | Path) -> dict[str, Any]:
     """Like `read_checkpoint`, for a look at the numbers: tensors are mapped, not read, and their bytes not verified."""
     with _opened(Path(path)) as file, _one_line_errors(path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from volo.engine import args, flags_benchmark
+from volo.engine import args, flags_benchmark, flags_report
 from volo.engine.console import run_program
 from volo.engine.preempt import STOP
 
@@ -28,3 +28,8 @@ def generate_label(argv: Sequence[str] | None = None) -> int:
 def benchmark(argv: Sequence[str] | None = None) -> int:
     """`python benchmark.py`, `volo-benchmark`: measure this machine (`volo.programs.benchmark`)."""
     return run_program(flags_benchmark.parse_benchmark, "volo.programs.benchmark", argv)
+
+
+def report(argv: Sequence[str] | None = None) -> int:
+    """`python report.py`, `volo-report`: what happened to a run (`volo.engine.report`)."""
+    return run_program(flags_report.parse_report, "volo.engine.report", argv)

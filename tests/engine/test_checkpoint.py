@@ -39,7 +39,7 @@ def test_top_k_is_timms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
-def test_nan_is_never_best_not_even_after_resume(tmp_path: Path, bad: float | None) -> None:
+def test_fault_12_nan_is_never_best_not_even_after_resume(tmp_path: Path, bad: float | None) -> None:
     state, files = build(), CheckpointDir(tmp_path, keep=2)
     train(state)
     assert files.save(state, bad) is None
@@ -93,7 +93,7 @@ def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Monk
     assert [epoch_of(tmp_path / n) for n in sorted(names(tmp_path))] == [1, 2, 1]
 
 
-def test_saving_between_epochs(tmp_path: Path) -> None:
+def test_fault_11_saving_between_epochs(tmp_path: Path) -> None:
     state, files = build(), CheckpointDir(tmp_path, keep=2)
     train(state)
     files.save(state, 1.0)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import volo.engine.checkpoint_file as module
 from tests.engine.small_run import build, epoch_of, names, resumed, same, train
 from tlt.errors import UserError
 from volo.engine.checkpoint import CheckpointDir, TrainState
-from volo.engine.checkpoint_file import save_checkpoint
+from volo.engine.checkpoint_file import NotWrittenError, save_checkpoint
 from volo.engine.resume import find_resume
 
 
@@ -51,7 +52,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[s
     return events
 
 
-def test_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_02_order_of_syncs_and_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = spied(monkeypatch)
     save_checkpoint(tmp_path / "last.pth.tar", {"x": 1})
     staged = f".staged-{os.getpid()}-last.pth.tar"
@@ -68,7 +69,7 @@ def two_epochs_of_three(directory: Path) -> tuple[TrainState, CheckpointDir]:
     return state, files
 
 
-def test_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_01_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, files = two_epochs_of_three(tmp_path / "straight")
     files.save(straight, 3.0)
     finished, at = False, 0
@@ -129,14 +130,14 @@ def newest(directory: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-def test_kill_9(tmp_path: Path) -> None:
+def test_fault_01_kill_9(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "OK\n", done.stderr
 
 
-def test_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) -> None:
+def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) -> None:
     state = build(epoch=1, update=4)
     CheckpointDir(tmp_path).save(state, 1.0)
     for name in (".staged-1-last.pth.tar", "tmp.pth.tar", "recovery-9-9.pth.tar", "superseded-checkpoint-9.pth.tar"):
@@ -147,7 +148,7 @@ def test_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) -> None:
     assert ".staged-1-last.pth.tar" not in names(tmp_path)
 
 
-def test_full_disk(tmp_path: Path) -> None:
+def test_fault_14_full_disk(tmp_path: Path) -> None:
     """The system's limit on file sizes gives a real error in the middle of a write."""
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
@@ -168,7 +169,40 @@ def test_full_disk(tmp_path: Path) -> None:
     assert len(state.best) == 2
 
 
-def test_full_disk_while_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 KiB."""
+    if os.geteuid():
+        pytest.skip("only root can mount a small file system")
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(directory)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_fault_14_a_disk_that_is_really_full(small_disk: Path) -> None:
+    state, files = build(), CheckpointDir(small_disk)
+    train(state)
+    files.save(state, 1.0)
+    kept = (small_disk / "last.pth.tar").read_bytes()
+    fill = small_disk / "fill"
+    with pytest.raises(OSError), fill.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    train(state)
+    with pytest.raises(NotWrittenError, match="No space left on device; it needs 0.0 MiB, 0.0 MiB are free"):
+        files.save(state, 2.0)
+    assert names(small_disk) == {"last.pth.tar", "checkpoint-0.pth.tar", "model_best.pth.tar", "fill"}
+    assert (small_disk / "last.pth.tar").read_bytes() == kept
+    fill.unlink()
+    files.save(state, 2.0)
+    assert epoch_of(small_disk / "model_best.pth.tar") == 1
+
+
+def test_fault_14_full_disk_while_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

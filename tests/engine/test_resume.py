@@ -18,14 +18,14 @@ from volo.engine.checkpoint_file import save_checkpoint
 from volo.engine.resume import find_resume
 
 
-def test_auto_in_an_empty_or_missing_directory(tmp_path: Path) -> None:
+def test_fault_03_auto_in_an_empty_or_missing_directory(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "none"):
         found = find_resume("auto", directory)
         assert found.path is None and found.checkpoint is None
         assert found.messages == [f"no checkpoint to resume in {directory}: a fresh start"]
 
 
-def test_auto_takes_the_newest_by_number(tmp_path: Path) -> None:
+def test_fault_03_auto_takes_the_newest_by_number(tmp_path: Path) -> None:
     for epoch in (9, 10, 2):  # neither order of names nor of times is that of epochs
         state = build(epoch=epoch, update=4 * epoch)
         save_checkpoint(tmp_path / f"checkpoint-{epoch - 1}.pth.tar", state.state_dict())
@@ -48,7 +48,7 @@ def flip(content: bytes) -> bytes:
         (lambda c: b"<html>", "web page"),
     ],
 )
-def test_auto_skips_damaged_files_and_says_so(tmp_path: Path, damage: Any, reason: str) -> None:
+def test_fault_04_05_auto_skips_damaged_files_and_says_so(tmp_path: Path, damage: Any, reason: str) -> None:
     three_epochs(tmp_path)
     for name in ("last.pth.tar", "checkpoint-2.pth.tar"):
         separate(tmp_path / name, damage((tmp_path / name).read_bytes()))
@@ -73,7 +73,7 @@ def test_auto_skips_nan_weights(tmp_path: Path) -> None:
     assert sum("0.weight holds 1 NaN" in m for m in found.messages) == 2
 
 
-def test_explicit_path_has_to_be_good(tmp_path: Path) -> None:
+def test_fault_04_16_explicit_path_has_to_be_good(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
         find_resume(str(tmp_path / "x.pth.tar"), tmp_path)
     three_epochs(tmp_path)

@@ -112,7 +112,10 @@ def test_the_copy_reuses_its_memory_keeps_shared_tensors_shared_and_types(tmp_pa
     weight = torch.arange(6.0).view(2, 3).t()
     payload = {"a": weight, "b": {"tied": weight}, "betas": (0.9, 0.999), "empty": torch.zeros(0)}
     snapshot = HostSnapshot()
+    snapshot.reserve(payload)
+    reserved = {id(buffer) for buffer in snapshot._kept.values()}
     first = snapshot.take(payload)
+    assert {id(first["a"]), id(first["empty"])} == reserved and torch.equal(first["a"], weight)
     assert first["a"] is first["b"]["tied"] and first["a"] is not weight and first["betas"] == (0.9, 0.999)
     assert first["a"].stride() == weight.stride()
     weight.add_(1)

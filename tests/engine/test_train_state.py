@@ -20,7 +20,7 @@ from volo.engine.checkpoint import CheckpointDir, TrainState
 from volo.engine.resume import changed_args
 
 
-def test_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
+def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
     straight = build()
     train(straight, 3)
     first = build()
@@ -73,7 +73,7 @@ def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
         state.optimizer.step()
 
 
-def test_payload_is_plain_data(tmp_path: Path) -> None:
+def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
     CheckpointDir(tmp_path).save(build(epoch=1, update=4), 1.0)
     checkpoint = torch.load(tmp_path / "last.pth.tar", weights_only=True)
     assert checkpoint["args"] == {"lr": 0.1, "data": "/data", "scale": [0.08, 1.0]}
@@ -124,7 +124,9 @@ def test_weights_alone_start_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("saved", "now"), [("sgd", "adamw"), ("adamw", "sgd")])
 @pytest.mark.parametrize("with_class", [True, False])
-def test_optimizer_mismatch_suggests_no_resume_opt(tmp_path: Path, saved: str, now: str, with_class: bool) -> None:
+def test_fault_15_another_optimizer_suggests_no_resume_opt(
+    tmp_path: Path, saved: str, now: str, with_class: bool
+) -> None:
     first, second = build(optimizer=saved), build(seed=1, optimizer=now)
     train(first)
     payload = first.state_dict()
@@ -195,7 +197,7 @@ def of_model(name: str, **kwargs: Any) -> TrainState:
         (lambda: of_model("volo_test", img_size=96), "pos_embed.*--img-size.*--finetune"),
     ],
 )
-def test_resume_into_another_model(other: Any, message: str) -> None:
+def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
     payload = payload_of(of_model("volo_test"))
     state = other()
     before = tensors(state.model.state_dict())

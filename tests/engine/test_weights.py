@@ -94,7 +94,7 @@ class Payload:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("read", [read_checkpoint, peek_checkpoint])
-def test_malicious_pickle_is_refused_and_not_run(
+def test_fault_17_malicious_pickle_is_refused_and_not_run(
     tmp_path: Path, legacy: bool, read: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -125,7 +125,7 @@ def test_nobody_is_advised_to_load_unsafely(tmp_path: Path) -> None:
     assert "damaged or not a checkpoint" in said and "weights_only" not in said
 
 
-def test_bit_flip_names_the_record(good: Path) -> None:
+def test_fault_05_bit_flip_names_the_record(good: Path) -> None:
     with zipfile.ZipFile(good) as archive:
         record = next(r for r in archive.infolist() if r.filename.endswith("data/1"))
     content = bytearray(good.read_bytes())
@@ -157,7 +157,7 @@ def test_any_damage_is_one_line_or_harmless(good: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
-def test_truncated_file(tmp_path: Path, kind: str, share: float) -> None:
+def test_fault_04_truncated_file(tmp_path: Path, kind: str, share: float) -> None:
     path = tmp_path / "x.pth.tar"
     if kind == "safetensors":
         safetensors.torch.save_file(weights(), path)
@@ -168,7 +168,7 @@ def test_truncated_file(tmp_path: Path, kind: str, share: float) -> None:
     assert ("empty" in refusal(path)) == (share == 0)
 
 
-def test_compressed_record_is_refused(tmp_path: Path, good: Path) -> None:
+def test_fault_18_compressed_record_is_refused(tmp_path: Path, good: Path) -> None:
     bomb = tmp_path / "bomb.pth.tar"
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(bomb, "w") as new:
         for record in old.infolist():
@@ -178,7 +178,7 @@ def test_compressed_record_is_refused(tmp_path: Path, good: Path) -> None:
     assert "data/0 is compressed" in refusal(bomb)
 
 
-def test_missing_and_special_files(tmp_path: Path, good: Path) -> None:
+def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
     assert "no such checkpoint" in refusal(tmp_path / "nothing.pth")
     assert "a directory: name a checkpoint" in refusal(tmp_path)
     os.mkfifo(tmp_path / "fifo")
@@ -276,7 +276,7 @@ def test_own_submodule_called_module_keeps_its_name() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_non_finite_weights_name_the_tensor(value: float, dtype: torch.dtype) -> None:
+def test_fault_06_non_finite_weights_name_the_tensor(value: float, dtype: torch.dtype) -> None:
     state = {k: v.to(dtype) for k, v in weights().items()} | {"steps": torch.tensor(3)}
     check_finite(state, "file.pth")
     state["a.bias"][4, 6] = value

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 
 from volo import cli
@@ -69,3 +70,22 @@ def test_loss_compares_both_forms_of_one_loss(capsys: pytest.CaptureFixture[str]
     assert dense["work_bytes"] > 2 * logits and sparse["work_bytes"] < logits
     assert sparse["all_bytes"] - sparse["work_bytes"] == 2 * logits
     assert found["dense/sparse"]["work"] == pytest.approx(dense["work_bytes"] / sparse["work_bytes"])
+
+
+@pytest.mark.parametrize("more", ["", "--no-ema"])
+def test_checkpoint_tells_both_ways_of_saving_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str
+) -> None:
+    line = f"checkpoint --model volo_test --repeats 2 --device cpu --json --output {tmp_path} {more}"
+    assert cli.benchmark(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    tensors = sum(value.numel() for value in timm.create_model("volo_test").state_dict().values()) * 4
+    copies = 3 if more else 4  # weights, two moments, average
+    assert found["bytes"] == pytest.approx(copies * tensors, rel=0.3)
+    assert all(found[name] > 0 for name in ("synchronous_blocked", "asynchronous_blocked", "verified"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoint_in_a_directory_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.benchmark(["checkpoint", "--model", "volo_test", "--output", "nowhere"]) == 2
+    assert "--output nowhere is not a directory" in capsys.readouterr().err

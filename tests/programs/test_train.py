@@ -73,7 +73,7 @@ def test_fault_10_a_resumed_run_ends_in_the_same_bits(
 def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = make_dataset(train=39)  # 5 updates an epoch: reports after the third and the fifth
+    data = make_dataset(train=63)  # 8 updates an epoch: reports after the third, the sixth and the last
     empty = min(data.glob("train/*/*.jpg"))
     empty.write_bytes(b"")  # counted in `unreadable_images`
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --output {tmp_path} --log-interval 3 --workers 0"
@@ -84,18 +84,18 @@ def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
 
     def save_and_stop(saver: Saver) -> None:
         save(saver)
-        if saver.state.update == 9:  # one more than is saved: the epoch's report of update 8 is made twice
+        if saver.state.update == 14:  # two more than are saved: the report of update 14 is made twice
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Saver, "after_update", save_and_stop)
-    assert call("train", flags, "--experiment", "cut", "--recovery-interval", "7").code == 130
+    assert call("train", flags, "--experiment", "cut", "--recovery-interval", "12").code == 130
     monkeypatch.undo()
     cut, whole = tmp_path / "cut", tmp_path / "whole"
-    assert [r["update"] for r in metrics(cut)] == [3, 5, 8]
+    assert [r["update"] for r in metrics(cut)] == [3, 6, 8, 11, 14]
     resumed = call("train", flags, "--experiment", "cut", "--resume", "auto")
     assert resumed.code == 0, resumed.err
-    assert "1 epochs, 7 updates done" in resumed.out
-    assert [r["update"] for r in metrics(cut)] == [3, 5, 8, 10]
+    assert "1 epochs, 12 updates done" in resumed.out
+    assert [r["update"] for r in metrics(cut)] == [3, 6, 8, 11, 14, 16]
     assert without_times(cut / "metrics.jsonl") == without_times(whole / "metrics.jsonl")
     assert without_times(cut / "summary.csv") == without_times(whole / "summary.csv")
     one, two = (_weights(run / "last.pth.tar") for run in (whole, cut))
@@ -103,8 +103,8 @@ def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
     events = read_json_lines(cut / "events.jsonl")[0]
     assert {e["path"] for e in events if e["kind"] == "skipped-image"} == {str(empty)}
     assert [(e["kind"], e.get("update")) for e in events if e["kind"] not in ("skipped-image", "data-wait")] == [
-        ("start", None), ("checkpoint", 5), ("checkpoint", 7), ("end", 9),
-        ("start", None), ("resume", 7), ("checkpoint", 10), ("end", 10),
+        ("start", None), ("checkpoint", 8), ("checkpoint", 12), ("end", 14),
+        ("start", None), ("resume", 12), ("checkpoint", 16), ("end", 16),
     ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Measured:
 
     bytes: int
     synchronous_blocked: float
-    first_asynchronous_blocked: float  # gets its memory
+    first_asynchronous_blocked: float  # at once after the first update, with its memory still to get
     asynchronous_blocked: float
     asynchronous_written: float
     forward_alone: float
@@ -147,7 +147,7 @@ def _table(model: str, found: Measured) -> str:
     rows = [
         ("synchronous save: training waits", found.synchronous_blocked),
         ("asynchronous save: training waits", found.asynchronous_blocked),
-        ("    the first one, which gets its memory", found.first_asynchronous_blocked),
+        ("    at the first update: gets its memory", found.first_asynchronous_blocked),
         ("    written in the background", found.asynchronous_written),
         ("forward pass of one image, alone", found.forward_alone),
         ("    while a save is being written", found.forward_during_write),

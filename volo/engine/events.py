@@ -40,6 +40,15 @@ def utc_now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
+def duration(seconds: float) -> str:
+    """Format seconds as `1d 02:03:04`, `02:03:04` or `03:04`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour:02d}:{minute:02d}:{second:02d}" if hours or days else f"{minute:02d}:{second:02d}"
+    return f"{days}d {clock}" if days else clock
+
+
 class EventLog:
     """One process's way into a run's events.jsonl. What comes before `open` is kept and written then.
 

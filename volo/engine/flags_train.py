@@ -315,6 +315,7 @@ CHECKPOINTS = Group(
     (
         flag("--resume", default="", metavar="PATH", help="checkpoint to go on from, or auto: the newest of the run"),
         switch("--no-resume-opt", help="take weights alone from --resume"),
+        switch("--allow-changed-data", help="resume on other images or labels than the checkpoint's"),
         flag("--checkpoint-hist", default=10, type=POSITIVE, metavar="N", help="best checkpoints to keep"),
         flag(
             "--recovery-interval", default=0, type=COUNT, metavar="N", help="updates between saves in an epoch; 0: none"

@@ -15,19 +15,10 @@ from tqdm import tqdm
 from tlt.data.dataset import Skipped
 from tlt.data.folder import printable
 from volo.engine.distributed import World
-from volo.engine.events import EventLog, Kind, exit_code, reason, utc_now
+from volo.engine.events import EventLog, Kind, duration, exit_code, reason, utc_now
 from volo.engine.loop import EpochTotals, Evaluation, Interval
 from volo.engine.pace import Pace
 from volo.engine.run_directory import RunDirectory
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `1d 02:03:04`, `02:03:04` or `03:04`."""
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour:02d}:{minute:02d}:{second:02d}" if hours or days else f"{minute:02d}:{second:02d}"
-    return f"{days}d {clock}" if days else clock
 
 
 class Position(Protocol):

@@ -38,7 +38,17 @@ SUPERSEDED = "superseded-metrics.jsonl"
 # What differs between two runs that do the same, in metrics.jsonl and summary.csv.
 TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
 DEFAULT_ROOT = "output/train"
-_NOT_A_SETTING = {"config", "notes", "local_rank", "debug", "resume", "no_resume_opt", "start_epoch", "dry_run"}
+_NOT_A_SETTING = {
+    "config",
+    "notes",
+    "local_rank",
+    "debug",
+    "resume",
+    "no_resume_opt",
+    "allow_changed_data",
+    "start_epoch",
+    "dry_run",
+}
 
 
 def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:
@@ -134,7 +144,8 @@ class RunDirectory:
         """
         metrics, summary = self.path / METRICS, self.path / SUMMARY
         lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
-        kept, dropped = [], []
+        kept: list[bytes] = []
+        dropped: list[bytes] = []
         for line in lines:
             whole = line.endswith(b"\n")
             (kept if whole and _is_before(line, epoch, update) else dropped).append(line if whole else line + b"\n")

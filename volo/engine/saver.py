@@ -86,6 +86,7 @@ class Saver:
         self._snapshot = HostSnapshot()
         self._job: _Job | None = None  # under way, or failed and to be tried again
         self._thread: Thread | None = None
+        self._reserving: Thread | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
         self._saved_at: tuple[int, int] | None = None  # (epochs, updates) in `last`
@@ -101,6 +102,10 @@ class Saver:
         self.poll()
         if reason := self._due():
             self._save_between(reason, wait=False)
+        elif self._reserving is None and self._is_to_copy() and self._snapshot.empty:
+            # After the first update, when the optimizer has its state.
+            self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),), daemon=True)
+            self._reserving.start()
 
     def after_epoch(self, metric: float | None) -> RankedCheckpoint | None:
         """Save after an epoch, which the state counts and the records tell already. Errors as `after_update`.
@@ -170,6 +175,9 @@ class Saver:
         elif self._thread is None and self._job is not None and self._clock() >= self._retry_at:
             self._attempt()
 
+    def _is_to_copy(self) -> bool:
+        return self.checkpoints is not None and not self.policy.synchronous
+
     def _due(self) -> str | None:
         """Why to save now, the same on all ranks; None: not yet."""
         policy, update = self.policy, self.state.update
@@ -200,7 +208,9 @@ class Saver:
         self._before_save()
         self._give_up()
         save = decide(self.checkpoints)
-        if not self.policy.synchronous:
+        if self._reserving is not None:
+            self._reserving.join()
+        if self._is_to_copy():
             save.payload = self._snapshot.take(save.payload)
         self._last_save = began
         self._job = _Job(save, reason, self._clock() - began)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, distribute_bn
@@ -30,6 +31,7 @@ from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
 from tlt.data.workers import kill_workers
 from tlt.errors import UserError
+from volo.engine import fingerprint, global_batch
 from volo.engine.checkpoint import CheckpointDir, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import (
@@ -120,8 +122,8 @@ def train_in(
     directory: Path, lock: RunLock, args: Namespace, setup: Setup, world: World, logger: Logger, guard: StopGuard
 ) -> None:
     """Resume the run in `directory`, if asked to; train, and save where a signal or a fault stops it."""
+    setup, resumed = resume_run(args, setup, directory, lock, world, logger)
     state = setup.state
-    resumed = resume_run(args, setup, directory, lock, world, logger)
     describe(args, setup, world, logger)
     if args.dry_run:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
@@ -238,6 +240,8 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
             "arch": args.model,
             "args": settings_of(args),
             "model_config": model_config(model, args, settings, folders.train.class_names),
+            fingerprint.KEY: fingerprint.fingerprint(folders.train, labels),
+            global_batch.KEY: global_batch.batch_record(args.batch_size, args.grad_accum_steps, world.size),
         },
         updates_per_epoch=len(loader),
     )
@@ -299,8 +303,11 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
 
 def resume_run(
     args: Namespace, setup: Setup, directory: Path, lock: RunLock, world: World, logger: Logger
-) -> Path | None:
-    """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path or None."""
+) -> tuple[Setup, Path | None]:
+    """Go back to the checkpoint that `--resume` means, the same one on every rank.
+
+    Returns what the run goes on with, whose updates have the images of the checkpoint's where possible, and its path.
+    """
     state, resume = setup.state, Resume(None, None, [])
     with primary_first():
         if args.resume and world.is_primary:
@@ -313,7 +320,11 @@ def resume_run(
         if not world.is_primary:
             resume = find_resume(str(path), directory)
         assert resume.checkpoint is not None
-        messages = messages + state.load(resume.checkpoint, path, not args.no_resume_opt)
+        data = state.metadata[fingerprint.KEY]
+        messages = messages + fingerprint.check_same_data(resume.checkpoint, data, path, args.allow_changed_data)
+        setup, kept = keep_global_batch(args, setup, resume.checkpoint, world)
+        messages += kept
+        messages += state.load(resume.checkpoint, path, not args.no_resume_opt)
         messages += changed_args(resume.checkpoint, settings_of(args))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     for message in messages:
@@ -326,7 +337,26 @@ def resume_run(
     if world.is_primary and (args.resume or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=path, skipped=passed_over)
-    return path
+    return setup, path
+
+
+def keep_global_batch(
+    args: Namespace, setup: Setup, checkpoint: dict[str, Any], world: World
+) -> tuple[Setup, list[str]]:
+    """Accumulate as many batches as give the checkpoint's global batch; return what a user should know, too."""
+    steps, message = global_batch.steps_to_keep(checkpoint, args.batch_size, args.grad_accum_steps, world.size)
+    messages = [message] if message else []
+    if steps == args.grad_accum_steps:
+        return setup, messages
+    args.grad_accum_steps = steps
+    loader, state = setup.loader, setup.state
+    batch = args.batch_size * steps * world.size
+    loader.index_stream = replace(loader.index_stream, global_batch=batch, micro_batches=steps)
+    state.updates_per_epoch = len(loader)
+    state.metadata["args"] = settings_of(args)
+    state.metadata[global_batch.KEY]["global"] = batch
+    lr, formula = resolve_lr(args, batch)
+    return replace(setup, schedule=LrSchedule(args, lr, len(loader)), lr_formula=formula), messages
 
 
 def open_run(
