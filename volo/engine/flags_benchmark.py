@@ -18,6 +18,11 @@ class Command:
     groups: tuple[Group, ...]
 
 
+_OUTPUT = (
+    switch("--json", help="one line of JSON instead of the table"),
+    switch("--debug", help="show the traceback of an error that is normally told in one line"),
+)
+
 _LOSS = (
     Group(
         "Sizes",
@@ -35,14 +40,34 @@ _LOSS = (
         (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
             flag("--repeats", default=5, type=POSITIVE, metavar="N", help="timed runs; the median counts"),
-            switch("--json", help="one line of JSON instead of the table"),
-            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_LABELS = (
+    Group(
+        "Sizes",
+        (
+            flag("--records", default=8192, type=POSITIVE, metavar="N", help="labels made and read"),
+            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--num-classes", default=1000, type=POSITIVE, metavar="N", help="classes"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all readers; the median counts"),
+            flag("--workers", default=4, type=POSITIVE, metavar="N", help="processes whose memory is measured"),
+            *_OUTPUT,
         ),
     ),
 )
 
 COMMANDS: dict[str, Command] = {
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
+    "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
 }
 
 

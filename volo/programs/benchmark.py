@@ -1,6 +1,6 @@
 """Measure this machine.
 
-    python benchmark.py loss
+    python benchmark.py loss | labels | augmentation      [--help]
 
 Every subcommand is a module of `volo.benchmarks` and compares the alternatives in one run.
 """
