@@ -82,7 +82,7 @@ def test_labels_table_and_json_agree_and_pages_are_shared(
     assert copies["private"] > 0.9 * size and copies["pss"] > 2.7 * size
 
     monkeypatch.setattr(labels, "resident", lambda: None)  # a system without /proc
-    assert cli.benchmark("labels --records 3 --map-size 2 2 --rounds 1".split()) == 0
+    assert cli.benchmark(["labels", "--records", "3", "--map-size", "2", "2", "--rounds", "1"]) == 0
     assert "memory of workers: not measured" in capsys.readouterr().out
 
 

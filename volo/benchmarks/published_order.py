@@ -75,7 +75,7 @@ class PublishedOrder:
             for operation in self.policy.ops:
                 if operation.name in _MOVES:
                     operation.aug_fn = self._with_label(operation.aug_fn, _MOVES[operation.name])
-        self._label = np.empty(0, np.float16)  # (2, k, h, w) values and class ids, of the image in hand
+        self._label: np.ndarray = np.empty(0)  # (2, k, h, w) values and class ids, of the image in hand
 
     def __call__(self, image: Image.Image, label_map: LabelMap) -> tuple[Tensor, Tensor]:
         """The crop, (3, H, W) uint8, and (3, k, h, w) float16: moved values and ids, and the plane that holds the
