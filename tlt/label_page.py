@@ -193,7 +193,8 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
     block = len(panels) * (_PANEL + _GAP) + _GAP
     width = max(abreast * block + _EDGE, _KEY_COLUMN + 3)
     per_row = max(1, int((width - 2 * _EDGE) / _LEGEND_COLUMN))
-    swatches = min(len(counts), per_row * _LEGEND_ROWS)
+    coloured = "label" in panels or "tokens" in panels
+    swatches = min(len(counts), per_row * _LEGEND_ROWS) if coloured else 0
     legend = 0.75 + _LEGEND_ROW * -(-swatches // per_row)
     body = rows * (_HEAD + _PANEL) + 0.5
     figure = new_figure(width, body + legend)
@@ -201,9 +202,10 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
     for number, example in enumerate(examples):
         left, top = _EDGE + number % abreast * block, 0.4 + number // abreast * (_HEAD + _PANEL)
         _draw_example(figure, left, top, example, panels, colours, names)
-    _draw_key(figure, body, note, "label" in panels)
-    common = [class_id for class_id, _ in counts.most_common(swatches)]
-    _draw_swatches(figure, body + 0.5, sorted(common), colours, names, per_row, len(counts) - len(common))
+    _draw_key(figure, body, note, coloured)
+    common = sorted(class_id for class_id, _ in counts.most_common(swatches))
+    if coloured:
+        _draw_swatches(figure, body + 0.5, common, colours, names, per_row, len(counts) - len(common))
     return figure
 
 
@@ -290,7 +292,7 @@ def _draw_tokens(axes: Axes, example: Example, colours: Colours, names: dict[int
 _PAINTERS = {"source": _draw_source, "label": _draw_label, "augmented": _draw_augmented, "tokens": _draw_tokens}
 
 
-def _draw_key(figure: Figure, top: float, note: str, labelled: bool) -> None:
+def _draw_key(figure: Figure, top: float, note: str, coloured: bool) -> None:
     """One line that says what the marks mean."""
     from matplotlib.patches import Rectangle
 
@@ -300,7 +302,7 @@ def _draw_key(figure: Figure, top: float, note: str, labelled: bool) -> None:
     axes.plot(0.02, 0.03, marker="o", color=_WINDOW, markersize=5, markeredgecolor=INK, clip_on=False)
     text = "window of the augmented image, dot at its upper left (dotted: fill colour beyond)"
     axes.text(0.38, 0.09, text, fontsize=7.5, va="center", color=INK)
-    if not labelled:
+    if not coloured:
         return
     steps = np.linspace(0, 1, 32)[None]
     axes.imshow(steps, extent=(0.02, 0.28, 0.36, 0.24), cmap="Greys", aspect="auto", vmin=0, vmax=1.2)
