@@ -276,6 +276,7 @@ def test_data_dir_as_a_flag() -> None:
         ("--no-mix-token", "--no-mix-token has no effect without --token-label"),
         ("--token-label --ground-truth", "--ground-truth has no effect without dense targets"),
         ("--token-label --token-label-data l --token-label-size 1 --dense-weight 1", "without dense targets"),
+        ("--token-label --uncovered uniform", "--uncovered uniform has no effect without --token-label-data"),
         ("--token-label --bad-label skip", "--bad-label skip has no effect without --token-label-data"),
         ("--token-label --token-label-data l --gt-weight-agree 0.7", "without --ground-truth"),
         ("--token-label --cls-weight 0", "--cls-weight 0 leaves nothing to train"),

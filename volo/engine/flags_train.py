@@ -147,6 +147,12 @@ TOKEN_LABELS = Group(
             help="part of the image that the maps show (as the label folder says; else full)",
         ),
         flag(
+            "--uncovered",
+            default="ignore",
+            choices=("ignore", "uniform"),
+            help="where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
+        ),
+        flag(
             "--bad-label",
             default="stop",
             choices=("stop", "skip", "uniform"),
