@@ -30,6 +30,7 @@ _TOKEN_LABEL_FLAGS = (
     "token_label_data",
     "token_label_size",
     "token_label_area",
+    "uncovered",
     "bad_label",
     "no_mix_token",
     "dense_weight",

@@ -15,7 +15,18 @@ _COMPILE = "TorchScript is not supported: use --torchcompile"
 _DENSE = "dense targets (--token-label-data, and no --token-label-size 1)"
 CYCLIC = ("cosine", "tanh", "poly")
 # What --no-aug leaves no room for; --train-interpolation it uses.
-AUGMENTATION_FLAGS = ("scale", "ratio", "hflip", "vflip", "aa", "color_jitter", "reprob", "remode", "recount")
+AUGMENTATION_FLAGS = (
+    "aug_order",
+    "scale",
+    "ratio",
+    "hflip",
+    "vflip",
+    "aa",
+    "color_jitter",
+    "reprob",
+    "remode",
+    "recount",
+)
 _SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
 
 # Flags that can only stay at their default, and why.
@@ -70,7 +81,7 @@ _NEEDS_TRAIN = (
     Need(("dense_weight",), "--token-label", lambda a: a.token_label or a.dense_weight == 0),
     Need(("ground_truth",), _DENSE, lambda a: a.token_label_size != 1),
     Need(("dense_weight",), _DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0),
-    Need(("token_label_area", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
+    Need(("token_label_area", "uncovered", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
     Need(("gt_weight_agree", "gt_weight_disagree"), "--ground-truth", lambda a: a.ground_truth),
     Need(("mixup_prob", "mixup_mode", "mixup_off_epoch"), "--mixup or --cutmix", _mixes),
     Need(("mixup_switch_prob",), "--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a)),

@@ -147,6 +147,12 @@ TOKEN_LABELS = Group(
             help="part of the image that the maps show (as the label folder says; else full)",
         ),
         flag(
+            "--uncovered",
+            default="ignore",
+            choices=("ignore", "uniform"),
+            help="where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
+        ),
+        flag(
             "--bad-label",
             default="stop",
             choices=("stop", "skip", "uniform"),
@@ -221,6 +227,12 @@ AUGMENTATION = Group(
     "Augmentation",
     (
         switch("--no-aug", help="squash the image to its size and do nothing else to it; not with the flags below"),
+        flag(
+            "--aug-order",
+            default="timm",
+            choices=("timm", "published"),
+            help="timm: crop, flip, RandAugment; published: flip, RandAugment on the full image, crop",
+        ),
         flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
         flag("--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"),
         flag("--hflip", default=0.5, type=SHARE, metavar="P", help="probability of a horizontal flip"),

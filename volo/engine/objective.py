@@ -66,6 +66,7 @@ class TokenLabelObjective:
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
+        uncovered: What counts where no label is known, see `tlt.targets.make_targets`.
     """
 
     grid: tuple[int, int]
@@ -80,6 +81,7 @@ class TokenLabelObjective:
     dense: bool = True
     mix_token: bool = True
     mix: Mixup | None = None
+    uncovered: str = "ignore"
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
         box = self._box(step, batch.images.device) if self.mix_token else None
@@ -116,6 +118,7 @@ class TokenLabelObjective:
             self.num_classes,
             self.smoothing,
             self.token_label_size,
+            self.uncovered,
         )
 
     def _box(self, step: StepKey, device: torch.device) -> Tensor:
@@ -175,6 +178,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
         dense=model.dense_head and args.token_label_size != 1,
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
+        uncovered=args.uncovered,
     )
 
 

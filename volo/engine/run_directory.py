@@ -6,6 +6,7 @@ log.txt          the console's lines
 metrics.jsonl    one record per report and per epoch
 summary.csv      one row per epoch
 curve.png        learning curves (where matplotlib is installed)
+first_batch.png  the first images with their targets (where matplotlib is installed; `volo.engine.first_batch`)
 *.pth.tar        checkpoints (`volo.engine.checkpoint`)
 """
 

@@ -36,6 +36,7 @@ from volo.engine.checkpoint import (
 )
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
+from volo.engine.first_batch import first_batch_drawer
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
@@ -249,7 +250,7 @@ def open_run(
     logger.total_updates = setup.schedule.total_updates
     logger.line(f"run directory: {directory}")
     if importlib.util.find_spec("matplotlib") is None:
-        logger.line("no learning curve will be drawn: pip install 'volo-tlt[plot]'")
+        logger.line("neither learning curves nor the first batch will be drawn: pip install 'volo-tlt[plot]'")
     return checkpoints
 
 
@@ -265,13 +266,16 @@ def explained_worker_death() -> Iterator[None]:
 
 
 def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None]:
-    """Look at every batch before it is used: tell unreadable images and labels, write pictures for `--save-images`."""
+    """Look at every batch before it is used: tell unreadable images and labels, draw the first batch, write pictures
+    for `--save-images`."""
     known: set[str] = set()
+    draw = first_batch_drawer(setup.loader.dataset, setup.objective, setup.state.metadata["model_config"], logger)
 
     def watch(update: int, batch: Batch) -> None:
         bad = [label for label in batch.bad_labels if label.path not in known]
         known.update(label.path for label in bad)
         logger.faults([*setup.loader.skips.take_lines(), *(f"label of {path}: {reason}" for path, reason in bad)])
+        draw(update, batch)
         if args.save_images and logger.directory is not None and update % args.log_interval == 0:
             save_image(batch.images, logger.directory.path / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
