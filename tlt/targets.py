@@ -245,6 +245,11 @@ def _hat(share: torch.Tensor, size: int) -> torch.Tensor:
     return (1 - (position - cells).abs()).clamp(min=0)
 
 
+def dense_maps(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
+    """(B, C, h, w) logits of every cell, 0 for classes it does not list."""
+    return _dense(labels, num_classes, dtype).transpose(1, 2).unflatten(2, labels.values.shape[2:]).contiguous()
+
+
 def _dense(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
     """(B, h * w, C) logits of every cell, 0 for classes it does not list."""
     ids = labels.ids.flatten(2).transpose(1, 2).long()  # (B, h * w, k)
