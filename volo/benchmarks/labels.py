@@ -1,8 +1,8 @@
-"""`benchmark.py labels`: what reading a token label costs, out of an archive and out of the published tree of files, and
-what memory the data workers of a machine share.
+"""`benchmark.py labels`: what reading a token label costs, out of an archive and out of the published tree of files,
+and what memory the data workers of a machine share.
 
-The labels are made in a temporary folder, once as an archive and once as a tree, so that all is read from the page cache:
-this measures the cost of the formats, not of a disk.
+The labels are made in a temporary folder, once as an archive and once as a tree, so that all is read from the page
+cache: this measures the cost of the formats, not of a disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tlt.archive import LabelArchive
 from tlt.archive_writer import ArchiveWriter, make_header
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
-from tlt.label_store import LabelStore
 from tlt.store import PublishedTree, write_map
 from volo.benchmarks.loss import Case, random_labels
 from volo.benchmarks.memory import Resident, resident
@@ -101,7 +100,7 @@ def make_sample(root: Path, sizes: Sizes) -> Sample:
     )
     for folder in range(_CLASS_FOLDERS):
         (root / "tree" / f"class{folder}").mkdir(parents=True)
-    for row, label_map in enumerate(_maps(sizes)):
+    for row, label_map in enumerate(random_maps(sizes)):
         writer.write(row, label_map, _IMAGE)
         write_map(root / "tree" / labels[row], label_map, sizes.num_classes)
     manifest = writer.finish()
@@ -116,13 +115,12 @@ def make_sample(root: Path, sizes: Sizes) -> Sample:
     )
 
 
-def _maps(sizes: Sizes) -> Iterator[LabelMap]:
+def random_maps(sizes: Sizes) -> Iterator[LabelMap]:
+    """Label maps as a classifier would make them, one per record."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, sizes.records, _BATCH):
         count = min(_BATCH, sizes.records - start)
-        batch = random_labels(
-            Case(count, (1, 1), sizes.num_classes, sizes.top_k, sizes.map_size, "float32"), generator
-        )
+        batch = random_labels(Case(count, (1, 1), sizes.num_classes, sizes.top_k, sizes.map_size, "float32"), generator)
         for values, ids in zip(batch.values.numpy(), batch.ids.numpy(), strict=True):
             yield LabelMap(values, ids)
 
@@ -238,9 +236,9 @@ def _table(sizes: Sizes, sample: Sample, times: dict[str, Timing], shared: dict[
         lines.append(f"{name:32}{timing.median * 1e6:9.1f} us{timing.spread(1e6):>18}{ratios[name]:9.1f}x")
     lines.append(f"us per label, one process; ratio: {PUBLISHED!r} / this")
     if not shared:
-        return "\n".join([*lines, "memory of workers: not measured, this system has no /proc/PID/smaps_rollup (Linux has)"])
+        return "\n".join([*lines, "memory of workers: not measured, only Linux has /proc/PID/smaps_rollup"])
     lines += [
-        f"memory that {workers} workers took to read all labels, each of them every one (before and after, smaps_rollup)",
+        f"memory that {workers} workers took, each of which read every label (smaps_rollup, before and after)",
         f"{'':32}{'sum of RSS':>14}{'sum of PSS':>14}{'private, each':>16}",
     ]
     for name, found in shared.items():

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from volo.engine.flag_table import POSITIVE, FlagParser, Group, flag, switch
+from volo.engine.flag_table import COUNT, POSITIVE, FlagParser, Group, flag, switch
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,36 @@ _LABELS = (
     ),
 )
 
+_AUGMENTATION = (
+    Group(
+        "Images",
+        (
+            flag("--data-dir", default="", metavar="DIR", help="images of your own (else some are made)"),
+            flag("--images", default=256, type=POSITIVE, metavar="N", help="how many"),
+            flag(
+                "--image-size", default=[500, 375], type=POSITIVE, nargs=2, metavar="N", help="width and height if made"
+            ),
+            flag("--img-size", default=224, type=POSITIVE, metavar="N", help="height and width of the crops"),
+            flag("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="RandAugment in timm's grammar"),
+            flag("-b", "--batch-size", default=32, type=POSITIVE, metavar="N", help="images per batch"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
+            flag("--workers", default=2, type=COUNT, metavar="N", help="worker processes of the second part; 0: none"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
+    "augmentation": Command(
+        "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
+    ),
 }
 
 
