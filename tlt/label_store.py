@@ -154,6 +154,8 @@ class LabelStore:
             f"{len(missing)} of {len(names)} images have no label in {printable(self.root)}, the first is "
             f"{printable(missing[0])} (looked for {printable(self._usual_label(missing[0]))})"
         )
+        if len(missing) == len(names):
+            raise UserError(f"{text}; these labels are of another data set, or not complete")
         if self.bad_label == "stop" or len(self._missing) == len(names):
             raise UserError(
                 f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing"

@@ -12,12 +12,13 @@ import torch
 
 from volo import cli
 from volo.benchmarks.memory import peak_of
+from volo.engine.flags_benchmark import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 
 
-@pytest.mark.parametrize("line", [["--help"], ["loss", "--help"]])
+@pytest.mark.parametrize("line", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(line: list[str]) -> None:
     code = (
         f"import sys\nsys.argv = ['benchmark.py', *{line!r}]\nfrom volo.cli import benchmark\n"
@@ -25,7 +26,7 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
         "print('HEAVY', sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "HEAVY []" in done.stdout and "loss" in done.stdout
+    assert "HEAVY []" in done.stdout and line[0].strip("-") in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
         ("los", "invalid choice: 'los'"),
         ("loss --num-clases 5", "unknown flag --num-clases, did you mean --num-classes?"),
         ("loss --top-k 6 --num-classes 5", "--top-k 6 is more than --num-classes 5"),
+        ("labels --top-k 6 --num-classes 5", "--top-k 6 is more than --num-classes 5"),
+        ("augmentation --aa rand-m9-foo", "foo"),
         ("loss --batch-size 0", "--batch-size: 0 is out of range"),
     ],
 )
