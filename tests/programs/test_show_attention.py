@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from tests.programs.conftest import QUICK, Ended
+from volo.attention_maps import forward_with_inputs, self_attention
 from volo.attention_page import draw_attention
 from volo.attention_view import HeadWindows, Heat, choose_layers, view
 
@@ -86,7 +87,8 @@ def test_maps_are_of_the_query_and_lie_where_its_cell_is() -> None:
     torch.manual_seed(0)
     model = timm.create_model("volo_test", img_size=(64, 96), num_classes=6).eval()
     query = (0.8, 0.3)  # outlooker cell (2, 9), token (1, 4)
-    seen = view(model, torch.randn(1, 3, 64, 96), choose_layers(model, ["all"]), query, per_head=True)
+    image, layers = torch.randn(1, 3, 64, 96), choose_layers(model, ["all"])
+    seen = view(model, image, layers, query, per_head=True)
     (_, outlook), (_, tokens), (_, classes) = seen.sections
     looked, windows = outlook
     assert isinstance(looked, Heat) and looked.values.shape == (8, 12) and looked.cell == 8
@@ -98,6 +100,9 @@ def test_maps_are_of_the_query_and_lie_where_its_cell_is() -> None:
         assert isinstance(heat, Heat) and heat.query == (1, 4) and heat.cell == 16
         assert heat.values.mean() == pytest.approx(1, rel=1e-5)
     assert tokens[0].values == pytest.approx(np.mean([heat.values for heat in tokens[1:5]], axis=0))
+    _, (x,) = forward_with_inputs(model, image, [layers["network.2.0"]])
+    expected = self_attention(model.network[2][0].attn, x)[0, :, 1 * 6 + 4].mean(0).view(4, 6) * 24
+    assert tokens[0].values == pytest.approx(expected.numpy(), rel=1e-5)
     figure = draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "title")
     (axes,) = [axes for axes in figure.axes if axes.get_gid() == tokens[0].title]
     (marked,) = axes.patches
