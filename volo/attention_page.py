@@ -135,14 +135,14 @@ def _paint(values: npt.NDArray[np.float64], limits: tuple[float, float]) -> npt.
 
 
 def _draw_heat(axes: Axes, image: Pixels, tile: Heat) -> None:
-    """The map in colours, shaded by the image's light and dark."""
+    """The map in colours over the image in grey."""
     rows, cols = tile.values.shape
-    colours = _paint(tile.values, _limits(tile))
-    axes.imshow(colours, extent=(0, cols * tile.cell, rows * tile.cell, 0), interpolation="nearest", label="map")
-    shade = np.zeros((*image.shape[:2], 4))
-    shade[..., 3] = 0.5 * (1 - image @ np.array([0.299, 0.587, 0.114]) / 255)
     height, width = image.shape[:2]
-    axes.imshow(shade, extent=(0, width, height, 0), interpolation="bilinear")
+    grey = image @ np.array([0.299, 0.587, 0.114])
+    axes.imshow(grey, extent=(0, width, height, 0), interpolation="bilinear", cmap="gray", vmin=0, vmax=300)
+    colours = _paint(tile.values, _limits(tile))
+    colours[..., 3] = 0.65
+    axes.imshow(colours, extent=(0, cols * tile.cell, rows * tile.cell, 0), interpolation="nearest", label="map")
     if tile.query is not None:
         _mark_cell(axes, tile.query[1] * tile.cell, tile.query[0] * tile.cell, tile.cell)
     axes.set(xlim=(0, width), ylim=(height, 0))
