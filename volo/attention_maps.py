@@ -9,6 +9,7 @@ Shapes: B images, H x W cells of the outlooker stage, h x w windows, K the kerne
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,9 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     Raises:
         UserError: There is none whose weights can be computed here.
     """
-    found = {name.removesuffix(".attn"): module for name, module in model.named_modules() if isinstance(module, LAYERS)}
+    found: dict[str, nn.Module] = {
+        name.removesuffix(".attn"): module for name, module in model.named_modules() if isinstance(module, LAYERS)
+    }
     if not found:
         raise UserError(
             f"--model: {type(model).__name__} has none of the attention layers of VOLO and LV-ViT, whose maps are shown"
@@ -36,7 +39,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @torch.no_grad()
-def forward_with_inputs(model: nn.Module, images: Tensor, layers: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
+def forward_with_inputs(model: Any, images: Tensor, layers: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
     """`model.forward_features(images)`, and what went into each of the layers."""
     inputs: dict[nn.Module, Tensor] = {}
     layers = list(layers)

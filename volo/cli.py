@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from volo.engine import args, flags_benchmark
+from volo.engine import args, flags_attention, flags_benchmark
 from volo.engine.console import run_program
 
 
@@ -26,3 +26,8 @@ def generate_label(argv: Sequence[str] | None = None) -> int:
 def benchmark(argv: Sequence[str] | None = None) -> int:
     """`python benchmark.py`, `volo-benchmark`: measure this machine (`volo.programs.benchmark`)."""
     return run_program(flags_benchmark.parse_benchmark, "volo.programs.benchmark", argv)
+
+
+def show_attention(argv: Sequence[str] | None = None) -> int:
+    """`python show_attention.py`, `volo-show-attention`: draw attention maps (`volo.programs.show_attention`)."""
+    return run_program(flags_attention.parse_show_attention, "volo.programs.show_attention", argv)

@@ -62,7 +62,7 @@ def test_weights_times_values_are_what_the_layer_gives(name: str, size: tuple[in
             cells = [(row, col) for row in range(size_of_map[0]) for col in range(size_of_map[1])]
             rows = torch.stack([outlook_row(layer, weights, size_of_map, cell) for cell in cells], 2).flatten(3)
             mixed = (rows @ _heads(layer, layer.v(x).flatten(1, 2))).transpose(1, 2).reshape(x.shape)
-        assert torch.allclose(layer.proj(mixed), out, rtol=0, atol=1e-5 * float(out.abs().max()))
+        assert torch.allclose(layer.proj(mixed), out, rtol=0, atol=1e-5 * float(out.detach().abs().max()))
     assert kinds == ({SelfAttention, ClassAttention, OutlookAttention} if name == "volo_test" else {SelfAttention})
 
 

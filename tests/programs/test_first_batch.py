@@ -44,7 +44,7 @@ def test_every_kind_of_run_has_one(
     data = make_dataset()
     flags = {"label size 1": "--token-label-size 1", "synthetic": "--data-backend synthetic"}.get(mode, "")
     if mode == "plain":
-        more = [str(data)]
+        more = [str(data), "-b", "4", "--grad-accum-steps", "2"]  # two batches in the first update
     else:
         more = ["--token-label", "--token-label-data", str(make_labels(data))]
         more += [str(data)] if mode != "synthetic" else ["-b", "2"]

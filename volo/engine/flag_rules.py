@@ -181,6 +181,15 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_refused(args, flags, _REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     _check_pixels(args)
+    return check_weights(args, flags)
+
+
+def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Settle where the weights come from, for every program but train.py; return lines for the log.
+
+    Raises:
+        UserError: Two sources, or none; a flag without effect.
+    """
     _check_needs(args, flags, _NEEDS_VALIDATE)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_train import COMPILE_MODES, INTERPOLATIONS, POOLS
 
-_MODEL = (
+MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
     flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
     switch("--pretrained", help="the published weights"),
@@ -19,13 +19,17 @@ _MODEL = (
     flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
 )
 
-_IMAGES = (
+PREPROCESSING = (
     flag("--img-size", default=None, type=POSITIVE, metavar="N", help="image side in px (the model's own)"),
     flag("--input-size", default=None, type=POSITIVE, nargs=3, metavar="N", help="channels, height and width in px"),
     flag("--crop-pct", default=None, type=ABOVE_ZERO, metavar="R", help="crop / resized side (the model's own)"),
     flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
     flag("--std", default=None, type=ABOVE_ZERO, nargs="+", metavar="S", help="their deviations (the model's own)"),
     flag("--interpolation", default="", choices=INTERPOLATIONS, help="resize filter (the model's own)"),
+)
+
+_IMAGES = (
+    *PREPROCESSING,
     flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
     switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
@@ -71,7 +75,7 @@ VALIDATE_GROUPS = (
             switch("--tf-preprocessing", help="refused"),
         ),
     ),
-    Group("Model", (*_MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
+    Group("Model", (*MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
     Group(
         "Results",
         (
@@ -103,7 +107,7 @@ GENERATE_LABEL_GROUPS = (
             *_IMAGES,
         ),
     ),
-    Group("Model", _MODEL),
+    Group("Model", MODEL),
     Group(
         "Labels",
         (
