@@ -117,6 +117,11 @@ class Rows:
         shard.check_length()
         return int(shard.tensors["crc32"][place]) == row_crc(shard.rows, place, int(self.keys[row]))
 
+    def absent(self, row: int) -> bool:
+        """Whether a row says that it has no label."""
+        shard, place = self._place(row)
+        return int(shard.tensors["form"][place]) == Form.ABSENT
+
     def tensors(self, row: int) -> tuple[dict[str, np.ndarray], int]:
         """The tensors of a row's shard, and its place in them.
 
@@ -195,7 +200,7 @@ class LabelArchive(LabelStore):
         return LabelMap(values.copy(), ids.astype(np.int32), area)
 
     def log_sum_exp(self, index: int) -> np.ndarray | None:
-        """(h, w) float16 log-sum-exp of all the annotator's logits for image `index`; None: the archive has none."""
+        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None: the archive has none."""
         tensors, place = self.rows.tensors(int(self._row_of[index]))
         if "log_sum_exp" not in tensors:
             return None

@@ -60,6 +60,10 @@ _NEEDS_VALIDATE = (
     Need(("use_ema",), "--checkpoint", lambda a: bool(a.checkpoint)),
     Need(("results_format",), "--results-file", lambda a: bool(a.results_file)),
 )
+_NEEDS_GENERATE_LABEL = (
+    *_NEEDS_VALIDATE,
+    Need(("no_log_sum_exp",), "--format archive", lambda a: a.format == "archive"),
+)
 _NEEDS_TRAIN = (
     *_NEEDS_PRECISION,
     Need(
@@ -130,8 +134,13 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     return notes + _remarks(args)
 
 
-def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
+def check_generate_label(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what generate_label.py cannot honour; otherwise as `check_validate`."""
+    return check_validate(args, flags, _NEEDS_GENERATE_LABEL)
+
+
+def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
+    """Refuse what validate.py cannot honour; return lines for the log.
 
     Raises:
         UserError: As `check_train`.
@@ -139,7 +148,7 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_refused(args, flags, _REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     _check_pixels(args)
-    _check_needs(args, flags, _NEEDS_VALIDATE)
+    _check_needs(args, flags, needs)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
     if args.model is None and not args.checkpoint:
