@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +67,12 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start(command: list[str], ranks: int = 1) -> list[multiprocessing.process.BaseProcess]:
-    """The command in forked processes, which together are `ranks` ranks; what they say goes to OUT.log."""
+def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list[Process]:
+    """The command in forked processes, which together are `ranks` ranks; what they say goes to OUT.log.
+
+    Args:
+        writes: Each process kills itself half-way through its write of this number.
+    """
     port, context = free_port(), multiprocessing.get_context("fork")
 
     def rank(number: int) -> None:
@@ -77,32 +83,47 @@ def start(command: list[str], ranks: int = 1) -> list[multiprocessing.process.Ba
             os.environ |= {key: str(value) for key, value in place.items()}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+        if writes is not None:
+            die_after(writes)
         os._exit(generate_label(command))
 
     processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
     for process in processes:
         process.start()
-    return processes
+    return list(processes)
 
 
-def end(processes: Sequence[multiprocessing.process.BaseProcess]) -> list[int | None]:
+def die_after(writes: int) -> None:
+    """Let this process kill itself half-way through a write: of a tensor of an archive's row, or of a label file."""
+    countdown, pwrite, save = itertools.count(writes, -1), os.pwrite, torch.save
+
+    def dying_pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if next(countdown):
+            return pwrite(descriptor, data, offset)
+        pwrite(descriptor, data[: len(data) // 2], offset)
+        return os.kill(os.getpid(), signal.SIGKILL) or 0
+
+    def dying_save(content: object, path: Path) -> None:
+        if not next(countdown):
+            path.write_bytes(b"PK")
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(content, path)
+
+    os.pwrite, torch.save = dying_pwrite, dying_save  # type: ignore[assignment]
+
+
+def end(processes: Sequence[Process]) -> list[int | None]:
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
 
 
-def kill_and_go_on(command: list[str], ranks: int, delays: Sequence[float]) -> int:
-    """Kill the command after each of `delays` seconds, then let it end; returns how many were killed in time."""
-    killed = 0
-    for delay in delays:
-        processes = start(command, ranks)
-        time.sleep(delay)
-        for process in processes:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-        killed += any(code == -signal.SIGKILL for code in end(processes))
-    assert end(start(command, ranks)) == [0] * ranks
-    return killed
+def kill(processes: Sequence[Process]) -> bool:
+    """kill -9; returns whether it ended any of them."""
+    for process in processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+    return -signal.SIGKILL in end(processes)
 
 
 def test_the_archive_is_what_pack_makes_of_the_tree(command: list[str], tmp_path: Path) -> None:
@@ -140,15 +161,25 @@ def test_log_sum_exp_is_that_of_all_logits(command: list[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ranks,form", [(1, "archive"), (2, "archive"), (2, "tree")])
-def test_killed_at_any_moment_it_goes_on_to_the_same_result(
-    command: list[str], tmp_path: Path, ranks: int, form: str
+def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, form: str
 ) -> None:
-    began = time.monotonic()
+    label = Annotator.__call__
+
+    def telling(self: Annotator, images: Tensor) -> annotate.Annotation:
+        """As the last bits of many networks do, the values depend on the whole batch; but visibly so."""
+        found = label(self, images)
+        return found._replace(values=found.values + images.mean().half())
+
+    monkeypatch.setattr(Annotator, "__call__", telling)
+    arguments = into(command, "killed", "--format", form)
     assert end(start(into(command, "whole", "--format", form))) == [0]
-    seconds = time.monotonic() - began
     draw = random.Random(ranks)
-    delays = [draw.uniform(0.1, 0.9) * seconds for _ in range(3)]
-    assert kill_and_go_on(into(command, "killed", "--format", form), ranks, delays) > 0
+    for _ in range(3):
+        processes = start(arguments, ranks, draw.randrange(20 if form == "archive" else 4))
+        multiprocessing.connection.wait([process.sentinel for process in processes])
+        assert kill(processes)
+    assert end(start(arguments, ranks)) == [0] * ranks
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
