@@ -114,7 +114,8 @@ def _annotation(dense: Tensor, k: int) -> Annotation:
     named = dense.mean((1, 2)).argmax(-1)
     # The difference of two sums would lose the digits of a small tail.
     tail = dense.scatter_(-1, ids.permute(0, 2, 3, 1).long(), -torch.inf).logsumexp(-1)
-    return Annotation(values, ids, torch.logaddexp(values.float().logsumexp(1), tail), named)
+    total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
+    return Annotation(values, ids, total, named)
 
 
 def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:

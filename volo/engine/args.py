@@ -37,6 +37,7 @@ _TOKEN_LABEL_FLAGS = (
     "token_label_size",
     "token_label_area",
     "bad_label",
+    "label_tail",
     "no_mix_token",
     "dense_weight",
     "cls_weight",

@@ -74,7 +74,7 @@ _NEEDS_TRAIN = (
     Need(("dense_weight",), "--token-label", lambda a: a.token_label or a.dense_weight == 0),
     Need(("ground_truth",), _DENSE, lambda a: a.token_label_size != 1),
     Need(("dense_weight",), _DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0),
-    Need(("token_label_area", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
+    Need(("token_label_area", "bad_label", "label_tail"), "--token-label-data", lambda a: bool(a.token_label_data)),
     Need(("gt_weight_agree", "gt_weight_disagree"), "--ground-truth", lambda a: a.ground_truth),
     Need(("mixup_prob", "mixup_mode", "mixup_off_epoch"), "--mixup or --cutmix", _mixes),
     Need(("mixup_switch_prob",), "--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a)),

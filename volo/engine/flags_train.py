@@ -147,6 +147,12 @@ TOKEN_LABELS = Group(
             help="part of the image that the maps show (as the label folder says; else full)",
         ),
         flag(
+            "--label-tail",
+            default="zero",
+            choices=("zero", "exact"),
+            help="logit of classes that a cell does not list: 0, as published, or what leaves them their share",
+        ),
+        flag(
             "--bad-label",
             default="stop",
             choices=("stop", "skip", "uniform"),
