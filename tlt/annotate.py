@@ -19,6 +19,7 @@ Shapes: B images, C classes, maps of `h x w` places, `channels` features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -97,14 +98,17 @@ class Annotator:
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Annotation:
         """Label (B, 3, H, W) normalised images. Raises UserError as `dense_logits`."""
-        with torch.autocast(images.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
-            features, tokens = self._features(self.model, images)
+        parts = []
+        autocast = functools.partial(torch.autocast, images.device.type)
+        with autocast(enabled=False):  # or what follows the head would be rounded, if the caller casts
+            with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                features, tokens = self._features(self.model, images)
             numbers = features[0, ..., 0].numel() * cast(int, self.model.num_classes)
-            parts = [
-                _annotation(_classify(self.model, features[rows], tokens), self.k)
-                for rows in image_groups(len(images), numbers, images.device)
-            ]
-        return Annotation(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            for rows in image_groups(len(images), numbers, images.device):
+                with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                    dense = _classify(self.model, features[rows], tokens)
+                parts.append(_annotation(dense, self.k))
+            return Annotation(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
 def _annotation(dense: Tensor, k: int) -> Annotation:

@@ -14,12 +14,13 @@ from volo.engine.model import TimmModel, build_model, image_size_of
 from volo.engine.model_config import model_config_of
 
 
-def load_annotator(args: Namespace) -> tuple[TimmModel, dict[str, Any]]:
+def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any]]:
     """The annotator with its weights, and what its checkpoint says about it.
 
     Args:
         args: `model`, `checkpoint`, `pretrained`, `use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
             `model_kwargs`. What is missing there and stands in the checkpoint is filled in.
+        num_classes: Of a checkpoint that does not say how many it has.
 
     Raises:
         UserError: No such model or file, or weights that don't fit.
@@ -31,7 +32,7 @@ def load_annotator(args: Namespace) -> tuple[TimmModel, dict[str, Any]]:
     args.model = args.model or recorded.get("name")
     if args.model is None:
         raise UserError(f"--checkpoint {args.checkpoint} does not say what model it holds: add --model NAME")
-    args.num_classes = args.num_classes or recorded.get("num_classes")
+    args.num_classes = args.num_classes or recorded.get("num_classes") or num_classes
     if args.img_size is None and args.input_size is None:
         args.img_size = recorded.get("img_size")
     model = build_model(args, recorded.get("kwargs") if args.model == recorded.get("name") else None)

@@ -31,9 +31,13 @@ _ALTERNATIVES: tuple[tuple[set[str], set[str]], ...] = (
     ({"drop_path"}, {"drop_connect"}),
     ({"finetune"}, {"initial_checkpoint", "pretrained"}),
     ({"initial_checkpoint"}, {"pretrained"}),
+    ({"token_label_data"}, {"token_label_teacher"}),
 )
 _TOKEN_LABEL_FLAGS = (
     "token_label_data",
+    "token_label_teacher",
+    "token_label_teacher_checkpoint",
+    "token_label_teacher_top_k",
     "token_label_size",
     "token_label_area",
     "bad_label",

@@ -128,6 +128,16 @@ TOKEN_LABELS = Group(
             help="label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
         ),
         flag(
+            "--token-label-teacher", default="", metavar="NAME", help="label the batches themselves, by this annotator"
+        ),
+        flag(
+            "--token-label-teacher-checkpoint",
+            default="",
+            metavar="PATH",
+            help="its weights (the published ones)",
+        ),
+        flag("--token-label-teacher-top-k", default=5, type=POSITIVE, metavar="K", help="classes it names per place"),
+        flag(
             "--token-label-size",
             default=None,
             type=POSITIVE,

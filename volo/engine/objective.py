@@ -26,6 +26,7 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets
 from tlt.targets import Targets, make_targets
 from volo.engine.model import TimmModel
+from volo.engine.teacher import Teacher
 
 # Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
 _TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
@@ -66,6 +67,7 @@ class TokenLabelObjective:
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
+        teacher: Labels the batch, before anything is mixed; None: it comes with labels, or without.
     """
 
     grid: tuple[int, int]
@@ -80,8 +82,10 @@ class TokenLabelObjective:
     dense: bool = True
     mix_token: bool = True
     mix: Mixup | None = None
+    teacher: Teacher | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
+        batch = batch if self.teacher is None else self.teacher.label(batch)
         box = self._box(step, batch.images.device) if self.mix_token else None
         shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
         images = batch.images if shares is None else shares.blend_images(batch.images)
