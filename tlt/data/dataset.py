@@ -64,6 +64,7 @@ class HostBatch:
     images: Tensor  # (B, 3, H, W) uint8
     classes: Tensor  # (B,) int64
     indices: Tensor  # (B,) int64, of the images that were loaded
+    sizes: Tensor  # (B, 2) int64 width, height of the images' files
     affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source, as labels take it
     visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows, as labels take it
     plan: Plan | None  # None in evaluation
@@ -241,6 +242,7 @@ class TrainDataset(BatchDataset):
             images=images,
             classes=torch.from_numpy(self.classes[slots.indices]),
             indices=torch.tensor(slots.indices),
+            sizes=torch.from_numpy(plan.source),
             affine=affine,
             visible=visible,
             plan=plan,
@@ -341,6 +343,7 @@ class EvalDataset(BatchDataset):
             images=torch.stack([image for _, image, _ in shown]) if shown else torch.empty(0, 3, *self.size).byte(),
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
+            sizes=torch.tensor([(image.width, image.height) for _, _, image in shown]).view(-1, 2),
             affine=affine,
             visible=visible,
             plan=None,

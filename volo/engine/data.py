@@ -15,6 +15,7 @@ from tlt.data.index_stream import IndexStream
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.errors import UserError
 from tlt.labels import open_labels as open_label_store
 from tlt.published import check_half_ids
 from volo.engine.distributed import World
@@ -58,6 +59,8 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
     if not args.token_label_data:
         return None, []
     if args.data_backend == "synthetic":
+        if args.label_tail != "zero":
+            raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
         return SyntheticLabels(folder), [
             f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
         ]
@@ -72,6 +75,7 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
         bad_label=args.bad_label,
         class_names=folder.class_names,
         published_names="label-names" in rows,
+        label_tail=args.label_tail,
     )
     return labels, labels.warnings
 

@@ -13,7 +13,7 @@ from volo.engine.flags_train import SCHEDULES
 
 _FOLDERS = ("", "imagefolder", "image_folder", "folder")
 _COMPILE = "TorchScript is not supported: use --torchcompile"
-_DENSE = "dense targets (--token-label-data, and no --token-label-size 1)"
+_DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
 CYCLIC = ("cosine", "tanh", "poly")
 # What --no-aug leaves no room for; --train-interpolation it uses.
 AUGMENTATION_FLAGS = (
@@ -63,6 +63,10 @@ def _mixes(args: Namespace) -> bool:
     return args.mixup > 0 or _cuts(args)
 
 
+def _has_labels(args: Namespace) -> bool:
+    return bool(args.token_label_data or args.token_label_teacher)
+
+
 _NEEDS_PRECISION = (
     Need(("amp_dtype",), "--amp", lambda a: a.amp),
     Need(("torchcompile_mode",), "--torchcompile inductor", lambda a: a.torchcompile == "inductor"),
@@ -72,10 +76,21 @@ _NEEDS_VALIDATE = (
     Need(("use_ema",), "--checkpoint", lambda a: bool(a.checkpoint)),
     Need(("results_format",), "--results-file", lambda a: bool(a.results_file)),
 )
+_NEEDS_GENERATE_LABEL = (
+    *_NEEDS_VALIDATE,
+    Need(("no_log_sum_exp",), "--format archive", lambda a: a.format == "archive"),
+)
 _NEEDS_TRAIN = (
     *_NEEDS_PRECISION,
     Need(
-        ("token_label_data", "token_label_size", "cls_weight", "ground_truth"), "--token-label", lambda a: a.token_label
+        ("token_label_data", "token_label_teacher", "token_label_size", "cls_weight", "ground_truth"),
+        "--token-label",
+        lambda a: a.token_label,
+    ),
+    Need(
+        ("token_label_teacher_checkpoint", "token_label_teacher_top_k"),
+        "--token-label-teacher",
+        lambda a: bool(a.token_label_teacher),
     ),
     Need(("no_mix_token",), "--token-label", lambda a: a.token_label),
     # Without dense targets there is no dense loss, so a weight of 0 says what happens.
@@ -83,6 +98,7 @@ _NEEDS_TRAIN = (
     Need(("ground_truth",), _DENSE, lambda a: a.token_label_size != 1),
     Need(("dense_weight",), _DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0),
     Need(("token_label_area", "uncovered", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
+    Need(("label_tail",), "--token-label-data or --token-label-teacher", _has_labels),
     Need(("gt_weight_agree", "gt_weight_disagree"), "--ground-truth", lambda a: a.ground_truth),
     Need(("mixup_prob", "mixup_mode", "mixup_off_epoch"), "--mixup or --cutmix", _mixes),
     Need(("mixup_switch_prob",), "--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a)),
@@ -172,8 +188,13 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     return notes + _remarks(args)
 
 
-def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
+def check_generate_label(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what generate_label.py cannot honour; otherwise as `check_validate`."""
+    return check_validate(args, flags, _NEEDS_GENERATE_LABEL)
+
+
+def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
+    """Refuse what validate.py cannot honour; return lines for the log.
 
     Raises:
         UserError: As `check_train`.
@@ -181,16 +202,16 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_refused(args, flags, _REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     _check_pixels(args)
-    return check_weights(args, flags)
+    return check_weights(args, flags, needs)
 
 
-def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
     """Settle where the weights come from, for every program but train.py; return lines for the log.
 
     Raises:
         UserError: Two sources, or none; a flag without effect.
     """
-    _check_needs(args, flags, _NEEDS_VALIDATE)
+    _check_needs(args, flags, needs)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
     if args.model is None and not args.checkpoint:
@@ -293,8 +314,13 @@ def _check_weights(args: Namespace) -> None:
 
 
 def _settle_token_labels(args: Namespace) -> list[str]:
-    """Without label data the token-label size is 1, as published, unless the command line says otherwise."""
-    if not args.token_label or args.token_label_data:
+    """Without labels the token-label size is 1, as published, unless the command line says otherwise."""
+    if args.token_label_data and args.token_label_teacher:
+        raise UserError(
+            f"--token-label-data {args.token_label_data} and --token-label-teacher {args.token_label_teacher} both "
+            "give labels: keep one of them"
+        )
+    if not args.token_label or _has_labels(args):
         return []
     args.token_label_size = args.token_label_size or 1
     what = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"

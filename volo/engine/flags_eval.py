@@ -100,7 +100,7 @@ GENERATE_LABEL_GROUPS = (
         "Data",
         (
             flag("data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE or DATA/CLASS/IMAGE"),
-            flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps"),
+            flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps, or archive"),
             flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
             flag("--split", default="train", metavar="NAME", help="folder of the images"),
             _batch_size(32),
@@ -111,7 +111,14 @@ GENERATE_LABEL_GROUPS = (
     Group(
         "Labels",
         (
+            flag(
+                "--format",
+                default="tree",
+                choices=("tree", "archive"),
+                help="one file per image, as published, or the few files of a label archive",
+            ),
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
+            switch("--no-log-sum-exp", help="an archive without what --label-tail exact needs, a sixth smaller"),
             switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
             switch("--overwrite", help="write label maps that exist already anew"),
             _DEBUG,

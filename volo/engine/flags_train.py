@@ -128,6 +128,16 @@ TOKEN_LABELS = Group(
             help="label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
         ),
         flag(
+            "--token-label-teacher", default="", metavar="NAME", help="label the batches themselves, by this annotator"
+        ),
+        flag(
+            "--token-label-teacher-checkpoint",
+            default="",
+            metavar="PATH",
+            help="its weights (the published ones)",
+        ),
+        flag("--token-label-teacher-top-k", default=5, type=POSITIVE, metavar="K", help="classes it names per place"),
+        flag(
             "--token-label-size",
             default=None,
             type=POSITIVE,
@@ -158,6 +168,12 @@ TOKEN_LABELS = Group(
             default="ignore",
             choices=("ignore", "uniform"),
             help="where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
+        ),
+        flag(
+            "--label-tail",
+            default="zero",
+            choices=("zero", "exact"),
+            help="logit of classes that a cell does not list: 0, as published, or what leaves them their share",
         ),
         flag(
             "--bad-label",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from tqdm import tqdm
@@ -98,8 +98,15 @@ class Logger:
         )
         self.directory.metrics({"event": "train", **asdict(interval), "images_per_second": interval.images_per_second})
 
-    def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
-        """Close the epoch: its row in summary.csv, its record, the learning curve."""
+    def epoch(
+        self,
+        epoch: int,
+        totals: EpochTotals,
+        evaluations: dict[str, Evaluation],
+        best: float | None,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        """Close the epoch: its row in summary.csv, with `more` columns, its record, the learning curve."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -125,6 +132,7 @@ class Logger:
             }
         if best is not None:
             row["best"] = best
+        row |= more or {}
         self.directory.summary(row)
         self.directory.metrics({"event": "epoch", **row})
         self.directory.draw_curve()

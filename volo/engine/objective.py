@@ -28,6 +28,7 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets
 from tlt.targets import Targets, make_targets
 from volo.engine.model import TimmModel
+from volo.engine.teacher import Teacher
 
 # Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
 _TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
@@ -92,6 +93,7 @@ class TokenLabelObjective:
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
         uncovered: What counts where no label is known, see `tlt.targets.make_targets`.
         make_targets, draw_box: How targets are made and boxes drawn; `--compat` has other ways.
+        teacher: Labels the batch, before anything is mixed; None: it comes with labels, or without.
     """
 
     grid: Grid
@@ -109,8 +111,10 @@ class TokenLabelObjective:
     uncovered: str = "ignore"
     make_targets: published.TargetMaker = sparse_or_dense_targets
     draw_box: Callable[[StepKey, Grid], Sequence[int]] = box_of_step
+    teacher: Teacher | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
+        batch = batch if self.teacher is None else self.teacher.label(batch)
         box = self._box(step, batch.images.device) if self.mix_token else None
         shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
         images = batch.images if shares is None else shares.blend_images(batch.images)

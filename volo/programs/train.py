@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, distribute_bn
@@ -38,7 +39,7 @@ from volo.engine.data import open_folders, open_labels, train_loader, validation
 from volo.engine.distributed import World, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.first_batch import first_batch_drawer
 from volo.engine.logger import Logger
-from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.loop import EpochTotals, Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -54,6 +55,7 @@ from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.run_directory import RunDirectory, choose_directory, settings_of
 from volo.engine.schedule import LrSchedule, resolve_lr
+from volo.engine.teacher import Teacher, load_teacher
 
 
 def run(args: Namespace) -> int:
@@ -78,6 +80,7 @@ class Setup:
     precision: Precision
     schedule: LrSchedule
     lr_formula: str
+    teacher: Teacher | None = None
 
 
 def train(args: Namespace, world: World) -> None:
@@ -112,9 +115,10 @@ def train(args: Namespace, world: World) -> None:
                 setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
             )
             state.epoch = epoch + 1
+            costs = teacher_costs(setup, totals, logger)
             evaluations = validate_epoch(args, setup, world, logger)
             best = save_epoch(args, setup, evaluations, checkpoints, logger)
-            logger.epoch(epoch, totals, evaluations, best)
+            logger.epoch(epoch, totals, evaluations, best, costs)
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
@@ -130,6 +134,10 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
     objective = make_objective(args, model, settings["input_size"][1:], world.rank)
+    teacher = load_teacher(args, model, settings, folders.train.class_names, world)
+    if teacher is not None:
+        assert isinstance(objective, TokenLabelObjective)
+        objective = replace(objective, teacher=teacher)
     model = prepare_model(model, args, world)
 
     loader = train_loader(args, folders.train, labels, settings, world)
@@ -147,12 +155,14 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         metadata={
             "arch": args.model,
             "args": settings_of(args),
-            "model_config": model_config(model, args, settings, folders.train.class_names),
+            "model_config": model_config(model, args, settings, folders.train.class_names)
+            | ({"labels": teacher.record} if teacher else {}),
         },
         updates_per_epoch=len(loader),
     )
     schedule = LrSchedule(args, lr, len(loader))
-    return Setup(state, wrap_model(model, args, world), loader, validation, objective, precision, schedule, formula)
+    called = wrap_model(model, args, world)
+    return Setup(state, called, loader, validation, objective, precision, schedule, formula, teacher)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -200,6 +210,9 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
         f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
         f"accumulation steps; {len(setup.loader)} updates an epoch, {setup.schedule.total_epochs} epochs"
     )
+    if setup.teacher is not None and world.is_primary:
+        dense = isinstance(setup.objective, TokenLabelObjective) and setup.objective.dense
+        logger.line(setup.teacher.describe(model, (config["in_chans"], height, width), dense))
     dtype = setup.precision.amp_dtype
     logger.line(
         f"learning rate {setup.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
@@ -221,6 +234,7 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
         assert resume.checkpoint is not None
         messages = messages + state.load(resume.checkpoint, path, not args.no_resume_opt)
         messages += changed_args(resume.checkpoint, settings_of(args))
+        messages += changed_labels(resume.checkpoint, state)
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     for message in messages:
         logger.line(message)
@@ -230,6 +244,28 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
             raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
         state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
     return path
+
+
+def changed_labels(checkpoint: dict[str, Any], state: TrainState) -> list[str]:
+    """A line if the teacher was another one, or had other weights."""
+    was, now = ((each.get("model_config") or {}).get("labels") for each in (checkpoint, state.metadata))
+    return [f"labels: {was!r} in the checkpoint, {now!r} now"] if was != now else []
+
+
+def teacher_costs(setup: Setup, totals: EpochTotals, logger: Logger) -> dict[str, float]:
+    """Tell what the teacher took in an epoch, on this rank; the columns of its summary."""
+    if setup.teacher is None:
+        return {}
+    seconds, images = setup.teacher.take_cost()
+    costs = {
+        "teacher_ms_per_image": 1000 * seconds / max(images, 1),
+        "teacher_share": seconds / max(totals.seconds, 1e-9),
+    }
+    logger.line(
+        f"teacher: {costs['teacher_ms_per_image']:.3g} ms an image on a {setup.teacher.device.type} device, "
+        f"{100 * costs['teacher_share']:.0f} % of the training time"
+    )
+    return costs
 
 
 def open_run(
