@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -19,13 +18,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from tlt import geometry, published
 from tlt.data.counter import uniform
 from tlt.data.decode import Backend, BadImage, Encoded, PilBackend, Size, TorchvisionBackend
 from tlt.data.folder import ImageFolder, printable
 from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
+from tlt.data.reading_board import ReadingBoard
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
 
@@ -96,30 +96,6 @@ class LabelReader(Protocol):
 
     def take_faults(self) -> list[tuple[str, str]]:
         """(image, reason) of the maps that `read` replaced since the last call."""
-
-
-class ReadingBoard:
-    """Shared between workers and main process: which image each worker has in hand, and since when."""
-
-    def __init__(self, workers: int) -> None:
-        self._index = torch.full((max(workers, 1),), -1, dtype=torch.int64).share_memory_()
-        self._since = torch.zeros(max(workers, 1), dtype=torch.float64).share_memory_()
-
-    def mark(self, index: int) -> None:
-        """Note that this process begins with image `index` (-1: with none)."""
-        worker = get_worker_info()
-        slot = 0 if worker is None else worker.id
-        # monotonic() is one clock for all processes of a machine.
-        self._since[slot] = time.monotonic()
-        self._index[slot] = index
-
-    def longest(self) -> tuple[int, float] | None:
-        """Index and seconds of the image that has been in hand for longest, None if no worker has one."""
-        busy = [(s, i) for i, s in zip(self._index.tolist(), self._since.tolist(), strict=True) if i >= 0]
-        if not busy:
-            return None
-        since, index = min(busy)
-        return index, time.monotonic() - since
 
 
 class BatchDataset(Dataset[HostBatch | Fault]):

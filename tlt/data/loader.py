@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, Fault, HostBatch, ReadingBoard, Skipped, TrainDataset
+from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, Fault, HostBatch, Skipped, TrainDataset
 from tlt.data.folder import printable
 from tlt.data.index_stream import IndexStream, eval_indices
 from tlt.data.plan import Plan
+from tlt.data.reading_board import ReadingBoard
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch
 

@@ -114,7 +114,7 @@ class TokenLabelObjective:
     teacher: Teacher | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
-        batch = batch if self.teacher is None else self.teacher.label(batch)
+        targets = self.targets(batch)  # before the forward pass: a teacher's activations don't add to the student's
         box = self._box(step, batch.images.device) if self.mix_token else None
         shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
         images = batch.images if shares is None else shares.blend_images(batch.images)
@@ -125,7 +125,7 @@ class TokenLabelObjective:
         terms = mixed_token_label_loss(
             cls_logits,
             token_logits,
-            self.targets(batch),
+            targets,
             box,
             cls_weight=self.cls_weight,
             dense_weight=self.dense_weight,
@@ -140,7 +140,8 @@ class TokenLabelObjective:
         return terms
 
     def targets(self, batch: Batch) -> Targets | SparseTargets:
-        """What the outputs for `batch` are compared with."""
+        """What the outputs for `batch` are compared with; its images are not mixed yet."""
+        batch = batch if self.teacher is None else self.teacher.label(batch)
         made: Targets | SparseTargets = self.make_targets(
             batch.labels,
             batch.affine,
