@@ -56,12 +56,12 @@ class Cells:
 
 
 def class_colours(ids: Iterable[int]) -> Colours:
-    """A colour for each class: the one of its id, or the next one that none of the others has.
+    """A colour for each class: the one of its id, or the next one that none of those before it has.
 
     Colours repeat where there are more classes than colours.
     """
     taken: Colours = {}
-    for class_id in sorted(set(ids)):
+    for class_id in dict.fromkeys(ids):
         free = [PALETTE[(class_id + step) % len(PALETTE)] for step in range(len(PALETTE))]
         taken[class_id] = next((colour for colour in free if colour not in taken.values()), free[0])
     return taken

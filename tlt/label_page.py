@@ -185,7 +185,7 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
         note: What the probabilities are, for the legend.
     """
     counts = sum((example.classes() for example in examples), Counter[int]())
-    colours = class_colours(counts)
+    colours = class_colours(class_id for class_id, _ in counts.most_common())
     names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in counts}
     panels = _panels(examples)
     abreast = 2 if len(examples) > 3 else 1

@@ -120,6 +120,7 @@ def test_the_label_map_lies_on_its_area_with_the_softmax_over_all_classes(data: 
 
 def test_colours_are_stable_and_differ_as_long_as_there_are_any() -> None:
     assert class_colours([3, 17, 1000]) == {3: PALETTE[3], 17: PALETTE[17], 1000: PALETTE[0]}
+    assert class_colours([20, 0]) == {20: PALETTE[0], 0: PALETTE[1]}
     assert len(set(class_colours(range(0, 400, 20)).values())) == 20
     assert len(class_colours(range(1000))) == 1000
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import timm
 import torch
 from PIL import Image
 
-from tests.programs.conftest import QUICK, Ended
+from tests.programs.conftest import QUICK, ROOT, Ended
 from volo.attention_maps import forward_with_inputs, self_attention
 from volo.attention_page import draw_attention
 from volo.attention_view import HeadWindows, Heat, choose_layers, view
@@ -75,6 +77,16 @@ def test_mistakes_are_one_line(
     model = f"--model volo_test --num-classes 6 --checkpoint {checkpoint('volo_test')} --device cpu"
     ended = call("show_attention", f"{flags.format(image=image)} {model}")
     assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nsys.argv = ['show_attention.py', '--help']\nfrom volo.cli import show_attention\n"
+        "try:\n    show_attention()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('HEAVY', sorted({'torch', 'timm', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout and "--query" in done.stdout
 
 
 def test_a_model_without_attention_is_refused(call: Call, image: Path, checkpoint: Callable[[str], Path]) -> None:
