@@ -171,8 +171,7 @@ class EvalLoader:
         batch_size: Images per batch.
         stage: Normalises (images uint8 on the device) to float32.
         world_size, rank: The images are dealt to the ranks in turn.
-        may_be_empty: Not one of the images needs to be readable.
-        The others: as `TrainLoader`.
+        may_be_empty: Not one of the images needs to be readable. The others: as `TrainLoader`.
     """
 
     def __init__(
@@ -288,10 +287,10 @@ class _Keys(Sampler[BatchKey]):
     """The sampler of one DataLoader; what it yields is set before each pass."""
 
     def __init__(self) -> None:
-        self.source: Callable[[], Iterator[BatchKey]] = _no_keys
+        self.source: Callable[[], Iterable[BatchKey]] = tuple
 
     def __iter__(self) -> Iterator[BatchKey]:
-        return self.source()
+        return iter(self.source())
 
 
 class _Workers:
@@ -344,7 +343,7 @@ class _Workers:
                     del explained  # its traceback holds this frame
             raise
         finally:
-            self.keys.source = _no_keys
+            self.keys.source = tuple
 
     def _explained(self, error: Exception) -> UserError | None:
         if not self.workers:
@@ -390,10 +389,6 @@ def worker_fault(error: RuntimeError) -> UserError | None:
     if "Too many open files" in text or "received 0 items of ancdata" in text:
         return UserError("too many open files between the data workers: raise the limit (ulimit -n) or lower --workers")
     return None
-
-
-def _no_keys() -> Iterator[BatchKey]:
-    return iter(())
 
 
 def _unchanged(batch: Any) -> Any:
