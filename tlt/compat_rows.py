@@ -26,6 +26,9 @@ ROWS: Mapping[str, str] = {
     "mixtoken-rng": "MixToken's boxes come from numpy's legacy generator",
 }
 
+# Rows that change which part of a map a token is given, or the map.
+LABEL_ROWS = ("label-crop", "label-scale", "label-area", "label-affine", "half-ids")
+
 
 def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
     """Rows in the table's order, and whether all were asked for: `upstream` is all of them, `no-ROW` one less.

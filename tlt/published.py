@@ -32,9 +32,6 @@ Ints = npt.NDArray[np.int64]
 T = TypeVar("T", Targets, SparseTargets)
 TargetMaker = Callable[..., Any]  # with the arguments and results of `tlt.targets.make_targets`
 
-# Rows that change which part of a map a token is given, or the map.
-LABEL_ROWS = frozenset({"label-crop", "label-scale", "label-area", "label-affine", "half-ids"})
-
 
 def label_view(
     rows: Collection[str], config: AugmentConfig, steps: Steps, plan: Plan, labels: LabelBatch
@@ -43,7 +40,7 @@ def label_view(
     `tlt.targets.sample_tokens`), as the published data set would have them.
 
     Args:
-        rows: Of `LABEL_ROWS`; others are left to others.
+        rows: Of `tlt.compat_rows.LABEL_ROWS`; others are left to others.
         steps: What the plan was composed of.
     """
     if "half-ids" in rows:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import PurePath
 
 import numpy as np
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tlt.data.dataset import BatchKey, TrainDataset
@@ -42,16 +44,28 @@ def show(args: Namespace) -> list[str]:
         hflip=args.hflip,
         auto_augment=None if args.aa in ("", "none") else args.aa,
         reprob=args.reprob,
+        aug_order=args.aug_order,
     )
-    dataset = TrainDataset(folder, config, args.seed, store)
-    batch = load_batch(dataset, rows, args.epoch)
+    if "label-affine" in args.compat and args.aug_order != "published":
+        raise UserError("--compat label-affine needs the published order: add --aug-order published")
+    dataset = TrainDataset(folder, config, args.seed, store, compat=args.compat)
+    batch, shown = load_batch(dataset, rows, args.epoch)
     assert batch.labels is not None
     num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # Without smoothing, so that opacity 1 means certain.
-    targets = make_sparse_targets(batch.labels, batch.affine, batch.visible, batch.classes, grid, num_classes, 0.0)
+    targets = make_sparse_targets(
+        batch.labels,
+        batch.affine,
+        batch.visible,
+        batch.classes,
+        grid,
+        num_classes,
+        smoothing=0.0,
+        uncovered=args.uncovered,
+    )
     try:
-        examples = read_examples(dataset, batch, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     except BadImage as error:
         raise UserError(f"an image in {printable(folder.root)} changed while it was read: {error}") from error
     k, h, w = store.shape
@@ -102,12 +116,13 @@ def find_images(folder: ImageFolder, wanted: list[str]) -> list[int]:
     return found
 
 
-def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:
-    """These images as a training batch, made as a worker and the device stage make it."""
+def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> tuple[Batch, Batch]:
+    """These images as a training batch, made as a worker and the device stage make it; and the same with the images'
+    own geometry, which is another one where the labels follow rows of `--compat`."""
     host = dataset.load(BatchKey(epoch, tuple(rows)))
     assert host.plan is not None
     stage = DeviceStage(dataset.config, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    return Batch(
+    batch = Batch(
         images=stage(host.images, host.plan),
         classes=host.classes,
         indices=host.indices,
@@ -118,6 +133,8 @@ def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:
         bad_labels=host.bad_labels,
         size=len(host.indices),
     )
+    affine, visible = (torch.from_numpy(each).float() for each in (host.plan.normalised_affine(), host.plan.visible()))
+    return batch, replace(batch, affine=affine, visible=visible)
 
 
 def classes_of(store: LabelStore, folder: ImageFolder, seen: int) -> tuple[int, list[str]]:

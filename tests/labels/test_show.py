@@ -50,7 +50,7 @@ def data(tmp_path: Path) -> tuple[Path, Path]:
 def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor]:
     folder = scan_folder(data[0])
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
-    batch = load_batch(dataset, [0, 1, 2], epoch=2)
+    batch, _ = load_batch(dataset, [0, 1, 2], epoch=2)
     targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
     assert targets.tokens is not None
     return read_examples(dataset, batch, targets, CONFIG.mean, (0.229, 0.224, 0.225)), targets.tokens
@@ -79,7 +79,7 @@ def test_the_augmented_image_is_the_batchs(data: tuple[Path, Path]) -> None:
     examples, _ = _examples(data)
     folder = scan_folder(data[0])
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
-    images = load_batch(dataset, [0, 1, 2], epoch=2).images
+    images = load_batch(dataset, [0, 1, 2], epoch=2)[0].images
     std = np.array([0.229, 0.224, 0.225])
     for axes, image in zip(_drawn(draw_page(examples, NAMES, ""), "augmented"), images, strict=True):
         drawn = np.asarray(axes.get_images()[0].get_array())
@@ -196,6 +196,16 @@ def test_flags_mean_what_train_py_means() -> None:
     shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), train_parser().defaults()
     assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])
     assert shown.aa == train["aa"]
+    assert (shown.aug_order, shown.uncovered) == (train["aug_order"], train["uncovered"])
+
+
+def test_the_window_is_the_images_also_where_the_labels_have_another(data: tuple[Path, Path]) -> None:
+    folder = scan_folder(data[0])
+    store = open_labels(data[1], folder.paths)
+    usual, _ = load_batch(TrainDataset(folder, CONFIG, 1, store), [0, 1, 2], epoch=2)
+    labels, shown = load_batch(TrainDataset(folder, CONFIG, 1, store, compat=["label-crop"]), [0, 1, 2], epoch=2)
+    assert torch.equal(shown.affine, usual.affine) and torch.equal(shown.visible, usual.visible)
+    assert not torch.allclose(labels.affine, usual.affine, atol=0.01)
 
 
 def test_labels_of_other_classes_are_numbers(data: tuple[Path, Path], make_labels: Callable[..., Path]) -> None:

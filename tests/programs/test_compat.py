@@ -46,7 +46,7 @@ def test_upstream_runs_is_recorded_and_resumes_to_the_same_bits(
     settings = yaml.safe_load((tmp_path / "whole" / "args.yaml").read_text())
     assert (settings["compat"], settings["aug_order"], settings["uncovered"]) == (rows, "published", "uniform")
     first = torch.load(tmp_path / "whole" / "checkpoint-0.pth.tar", weights_only=True)
-    recorded = {"compat": rows, "aug_order": "published", "uncovered": "uniform"}
+    recorded = {"compat": rows, "aug_order": "published", "uncovered": "uniform", "label_tail": "zero"}
     assert first["model_config"]["labels"] == recorded and first["args"]["compat"] == rows
 
     generator, expected = np.random.RandomState(42), []
@@ -77,7 +77,7 @@ def test_upstream_runs_is_recorded_and_resumes_to_the_same_bits(
     whole_loss, plain_loss, scale_loss = (metrics(tmp_path / name)[0]["loss"] for name in ("whole", "plain", "scale"))
     assert len({whole_loss, plain_loss, scale_loss}) == 3
     config = torch.load(tmp_path / "plain" / "last.pth.tar", weights_only=True)["model_config"]
-    assert config["labels"] == {"compat": [], "aug_order": "timm", "uncovered": "ignore"}
+    assert config["labels"] == {"compat": [], "aug_order": "timm", "uncovered": "ignore", "label_tail": "zero"}
 
 
 def test_the_untrained_dense_head_stays_on(

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tlt import geometry, published
+from tlt.compat_rows import LABEL_ROWS
 from tlt.data.counter import uniform
 from tlt.data.decode import Backend, BadImage, Encoded, PilBackend, Size, TorchvisionBackend
 from tlt.data.folder import ImageFolder, printable
@@ -164,7 +165,7 @@ class TrainDataset(BatchDataset):
         self.config = config
         self.seed = seed
         self.labels = labels
-        self.label_rows = published.LABEL_ROWS.intersection(compat)
+        self.label_rows = frozenset(LABEL_ROWS).intersection(compat)
 
     def load(self, key: BatchKey) -> HostBatch:
         slots = _Slots(self, key)

@@ -24,9 +24,9 @@ from tlt.drawing import check_format, save_figure
 from tlt.errors import UserError
 from volo.attention_page import draw_attention
 from volo.attention_view import choose_layers, view
+from volo.engine.annotator import load_annotator
 from volo.engine.distributed import choose_device
 from volo.engine.model import eval_settings
-from volo.programs.generate_label import load_annotator
 
 
 def run(args: Namespace) -> int:

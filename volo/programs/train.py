@@ -155,8 +155,9 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         metadata={
             "arch": args.model,
             "args": settings_of(args),
-            "model_config": model_config(model, args, settings, folders.train.class_names)
-            | ({"labels": teacher.record} if teacher else {}),
+            "model_config": model_config(
+                model, args, settings, folders.train.class_names, teacher.record if teacher else None
+            ),
         },
         updates_per_epoch=len(loader),
     )
@@ -248,8 +249,9 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
 
 def changed_labels(checkpoint: dict[str, Any], state: TrainState) -> list[str]:
     """A line if the teacher was another one, or had other weights."""
-    was, now = ((each.get("model_config") or {}).get("labels") for each in (checkpoint, state.metadata))
-    return [f"labels: {was!r} in the checkpoint, {now!r} now"] if was != now else []
+    configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, state.metadata)]
+    was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
+    return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
 
 
 def teacher_costs(setup: Setup, totals: EpochTotals, logger: Logger) -> dict[str, float]:
