@@ -1,0 +1,214 @@
+"""Images and label maps that say where they are, and where each token of an augmented batch is, read off both.
+
+Nothing here computes geometry. What a token shows is read off the pixels of the batch, what it is said to show off its
+target; the two come from one image file and one label file by different ways, so that any mistake in between shows.
+
+Images: the grey levels of red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x.
+Truncation, as in a warp, lowers all three alike and cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2, and
+R + G + B is the same everywhere, which tells the image from the fill and from pixels whose colours were changed.
+
+Maps: every cell lists the class COLUMN, whose logit counts columns, the class ROW, whose logit counts rows, and a class
+of its own. One class is listed nowhere: softened targets give logits back as log ratios to it.
+
+Legend: B images, N tokens, C classes. Places are shares (x, y) of the source image, edge to edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.label_map import LabelMap
+
+COLUMN, ROW, FIRST_CELL = 0, 1, 2
+CELL_LOGIT = 8.0
+_COARSE, _BLOCK, _FINE = 24.0, 4, 12.0
+_LOW = _COARSE + _FINE + 1
+_SPAN = 255 - 2 * _LOW
+_FIT_LIMITS = (8.0, 4.0, 2.0, 1.5, 1.5)  # grey levels: what is further off the plane than that is left out, in rounds
+Size = tuple[int, int]
+
+
+def ramp_image(width: int, height: int) -> np.ndarray:
+    """(height, width, 3) uint8."""
+    x, y = (np.arange(width) + 0.5) / width, ((np.arange(height) + 0.5) / height)[:, None]
+    ramps = np.stack([(x + y) / 2, (x - y) / 2 + 0.5, np.broadcast_to(1 - x, (height, width))], axis=2)
+    generator = np.random.default_rng(0)
+    coarse = generator.uniform(-_COARSE, _COARSE, (-(-height // _BLOCK), -(-width // _BLOCK)))
+    noise = coarse.repeat(_BLOCK, 0).repeat(_BLOCK, 1)[:height, :width] + generator.uniform(-_FINE, _FINE, (height, width))
+    levels = _LOW + _SPAN * ramps + noise[..., None]
+    # Rounded sums, not summed roundings: over any stretch of a row the error is below one level.
+    sums = np.rint(np.cumsum(levels, axis=1) + generator.uniform(-0.5, 0.5, (height, 1, 3)))
+    return np.diff(sums, axis=1, prepend=0).clip(0, 255).astype(np.uint8)
+
+
+def position_map(rows: int, cols: int) -> LabelMap:
+    """A map of `rows x cols` cells and `position_classes(rows, cols)` classes, exact in float16 up to 256 cells a side."""
+    down, across = np.mgrid[:rows, :cols]
+    scale = _logit_scale((rows, cols))
+    values = np.stack([(across + 0.5) * scale, (down + 0.5) * scale, np.full((rows, cols), CELL_LOGIT)])
+    ids = np.stack([np.full_like(down, COLUMN), np.full_like(down, ROW), FIRST_CELL + down * cols + across])
+    return LabelMap(values.astype(np.float16), ids.astype(np.int32))
+
+
+def position_classes(rows: int, cols: int) -> int:
+    """How many classes there are with maps of `rows x cols` cells; the last one is listed nowhere."""
+    return FIRST_CELL + rows * cols + 1
+
+
+def _logit_scale(cells: Size) -> float:
+    """Logit per cell: a power of two with which no logit exceeds 8."""
+    return float(2.0 ** (3 - np.ceil(np.log2(max(cells)))))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the pixels of a batch show.
+
+    Attributes:
+        affine: (B, 2, 3) float64, unit square of the output -> place; a least-squares fit through all clean pixels.
+        clean: (B, H, W) bool, pixels with the colours of an image: no fill, nothing erased.
+        fitted: (B,) share of the clean pixels that lie on the fitted plane, 0 where there are too few to fit one.
+        size: (H, W) of the output.
+    """
+
+    affine: Tensor
+    clean: Tensor
+    fitted: Tensor
+    size: Size
+
+    def places(self, points: Tensor) -> Tensor:
+        """(P, 2) points (x, y) of the output's unit square -> places (B, P, 2)."""
+        return points @ self.affine[:, :, :2].transpose(1, 2) + self.affine[:, None, :, 2]
+
+
+def read_images(images: Tensor) -> Shown:
+    """Images (B, 3, H, W) in [0, 1]: mean 0 and standard deviation 1."""
+    size = (images.shape[2], images.shape[3])
+    levels = images.double() * 255
+    red, green, blue = ((levels - _LOW) / _SPAN).unbind(1)
+    places = torch.stack([(red + green - 2 * blue) / 3 + 0.5, red - green + 0.5], -1).flatten(1, 2)  # (B, H * W, 2)
+    clean = ((places > -0.1) & (places < 1.1)).all(-1).view(-1, *size)
+    points = torch.cat([grid_points(size), torch.ones(size[0] * size[1], 1, dtype=torch.float64)], 1)  # (H * W, 3)
+    used = clean.flatten(1).double()
+    for limit in _FIT_LIMITS:
+        weighted = points * used[..., None]  # (B, H * W, 3)
+        affine = torch.linalg.pinv(weighted.mT @ points, hermitian=True) @ (weighted.mT @ places)  # (B, 3, 2)
+        near = (points @ affine - places).abs().amax(-1) * _SPAN < limit
+        used = (clean.flatten(1) & near).double()
+    fitted = used.sum(1) / clean.flatten(1).sum(1).clamp(min=size[0] * size[1] / 10)
+    return Shown(affine.mT, clean, fitted, size)
+
+
+def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
+    """(rows * cols, 2) points (x, y) of the unit square, at `offset` = (x, y) share of every cell of a grid."""
+    y = (torch.arange(grid[0], dtype=torch.float64) + offset[1]) / grid[0]
+    x = (torch.arange(grid[1], dtype=torch.float64) + offset[0]) / grid[1]
+    return torch.stack([x.repeat(grid[0]), y.repeat_interleave(grid[1])], -1)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Where the targets of a batch say that its tokens look: (B, N, 2) places, by both codes of the map."""
+
+    by_ramp: Tensor
+    by_cell: Tensor
+
+
+def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
+    """Soft labels without smoothing (B, N, C) of maps of `cells` = (rows, columns) over `area` (B, 4)."""
+    logits = tokens.double().log()
+    logits = logits - logits[..., -1:]
+    ramp = logits[..., [COLUMN, ROW]] / (_logit_scale(cells) * torch.tensor([cells[1], cells[0]]))
+    weights = logits[..., FIRST_CELL:-1].clamp(min=0)
+    by_cell = (weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)) @ grid_points(cells)
+    corner, extent = area[:, None, :2].double(), (area[:, None, 2:] - area[:, None, :2]).double()
+    return Named(corner + ramp * extent, corner + by_cell * extent)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the tokens of a batch show and what their targets say. Only pixels decide which tokens are compared.
+
+    Attributes:
+        ramp_error, cell_error: (B, N, 2) places, named minus shown.
+        whole: (B, N) bool, tokens that show image alone, all of it inside the area of the map.
+        ramp: (B, N) bool, those of them whose points lie between the centres of the outer cells: beyond, the outer cell
+            continues.
+        cover: (B, N) share of the token's pixels that show image inside the area of the map.
+        judged: (B,) bool, images whose pixels could be read.
+        shown: What the pixels show.
+        source: (B, 2) width and height of the images in pixels.
+    """
+
+    ramp_error: Tensor
+    cell_error: Tensor
+    whole: Tensor
+    ramp: Tensor
+    cover: Tensor
+    judged: Tensor
+    shown: Shown
+    source: Tensor
+
+    def output_pixels(self) -> Tensor:
+        """(B, N) `ramp_error` in pixels of the output."""
+        linear = self.shown.affine[:, None, :, :2]
+        error = torch.linalg.pinv(linear) @ self.ramp_error[..., None]
+        return (error[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
+
+    def source_pixels(self) -> Tensor:
+        """(B, N) `ramp_error` in pixels of the source image."""
+        return (self.ramp_error * self.source[:, None]).norm(dim=-1)
+
+    def shares(self) -> Tensor:
+        """(B, N) `cell_error` as a share of the source's sides."""
+        return self.cell_error.norm(dim=-1)
+
+
+def compare(
+    images: Tensor, tokens: Tensor, grid: Size, cells: Size, area: Tensor, source: Tensor, least_fit: float = 0.9
+) -> Comparison:
+    """Compare a batch with its targets.
+
+    Args:
+        images: (B, 3, H, W) in [0, 1]; a whole number of pixels per token.
+        tokens: (B, N, C), see `read_targets`.
+        grid: Rows and columns of tokens.
+        cells: Rows and columns of the maps.
+        area: (B, 4) x0, y0, x1, y1, what the maps really cover.
+        source: (B, 2) width and height of the images.
+        least_fit: Images of which less was fitted are not judged.
+    """
+    shown, named = read_images(images), read_targets(tokens, cells, area)
+    centre = shown.places(grid_points(grid))
+    area = area.double()
+    half = (area[:, 2:] - area[:, :2]) / torch.tensor([cells[1], cells[0]]) / 2
+    covered = shown.clean & _inside(shown.places(grid_points(shown.size)), area).view_as(shown.clean)
+    corners = [shown.places(grid_points(grid, (x, y))) for x in (0.0, 1.0) for y in (0.0, 1.0)]
+    inner = torch.cat([area[:, :2] + half, area[:, 2:] - half], 1)
+    judged = shown.fitted > least_fit
+    cover = _per_token(covered, grid)
+    whole = (cover == 1) & judged[:, None]
+    for corner in corners:
+        whole = whole & _inside(corner, area)
+    ramp = whole.clone()
+    for corner in corners:
+        ramp = ramp & _inside(corner, inner)
+    return Comparison(
+        named.by_ramp - centre, named.by_cell - centre, whole, ramp, cover, judged, shown, source.double()
+    )
+
+
+def _inside(places: Tensor, area: Tensor) -> Tensor:
+    """Places (B, P, 2) in areas (B, 4), with a margin for the error of the fit."""
+    margin = 1e-3
+    return ((places >= area[:, None, :2] - margin) & (places <= area[:, None, 2:] + margin)).all(-1)
+
+
+def _per_token(pixels: Tensor, grid: Size) -> Tensor:
+    """(B, H, W) -> (B, N) share of each token's pixels that are set."""
+    height, width = (side // tokens for side, tokens in zip(pixels.shape[1:], grid, strict=True))
+    return pixels.double().unflatten(1, (grid[0], height)).unflatten(3, (grid[1], width)).mean((2, 4)).flatten(1)
