@@ -132,11 +132,10 @@ def mean_distance(batch: Batch) -> dict[tuple[int, int], float]:
     return result
 
 
+@pytest.mark.parametrize("order", ["timm", "published"])
 @pytest.mark.parametrize("case", CASES)
-def test_labels_lie_where_the_tokens_look(data: tuple[ImageFolder, Path], case: str) -> None:
-    config = GeometryOnly(
-        (GRID[0] * PATCH, GRID[1] * PATCH), color_jitter=None, auto_augment=None, reprob=0, **CASES[case]
-    )
+def test_labels_lie_where_the_tokens_look(data: tuple[ImageFolder, Path], case: str, order: str) -> None:
+    config = GeometryOnly(PIXELS, color_jitter=None, auto_augment=None, reprob=0, aug_order=order, **CASES[case])
     batch = one_batch(data, config)
     for size, distance in mean_distance(batch).items():
         assert distance < LIMIT, (size, distance)

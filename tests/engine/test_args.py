@@ -284,6 +284,7 @@ def test_data_dir_as_a_flag() -> None:
             "--cls-weight 0 leaves nothing to train",
         ),
         ("--no-aug --hflip 0.3", "--hflip 0.3 has no effect without augmentation (--no-aug)"),
+        ("--no-aug --aug-order published", "--aug-order published has no effect without augmentation (--no-aug)"),
         ("--outlooker-drop-path", "without --drop-path above 0"),
         ("--torchcompile eager --torchcompile-mode reduce-overhead", "without --torchcompile inductor"),
         ("--mixup-prob 0.5", "without --mixup or --cutmix"),

@@ -87,6 +87,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         recount=args.recount,
         mean=tuple(settings["mean"]),
         no_aug=args.no_aug,
+        aug_order=args.aug_order,
     )
 
 

@@ -15,7 +15,18 @@ _COMPILE = "TorchScript is not supported: use --torchcompile"
 _DENSE = "dense targets (--token-label-data, and no --token-label-size 1)"
 CYCLIC = ("cosine", "tanh", "poly")
 # What --no-aug leaves no room for; --train-interpolation it uses.
-AUGMENTATION_FLAGS = ("scale", "ratio", "hflip", "vflip", "aa", "color_jitter", "reprob", "remode", "recount")
+AUGMENTATION_FLAGS = (
+    "aug_order",
+    "scale",
+    "ratio",
+    "hflip",
+    "vflip",
+    "aa",
+    "color_jitter",
+    "reprob",
+    "remode",
+    "recount",
+)
 _SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
 
 # Flags that can only stay at their default, and why.

@@ -221,6 +221,12 @@ AUGMENTATION = Group(
     "Augmentation",
     (
         switch("--no-aug", help="squash the image to its size and do nothing else to it; not with the flags below"),
+        flag(
+            "--aug-order",
+            default="timm",
+            choices=("timm", "published"),
+            help="timm: crop, flip, RandAugment; published: flip, RandAugment on the full image, crop",
+        ),
         flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
         flag("--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"),
         flag("--hflip", default=0.5, type=SHARE, metavar="P", help="probability of a horizontal flip"),
