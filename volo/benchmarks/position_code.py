@@ -4,8 +4,10 @@ Nothing here computes geometry. What a token shows is read off the pixels of the
 target; the two come from one image file and one label file by different ways, so that any mistake in between shows.
 
 Images: the grey levels of red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x.
-Truncation, as in a warp, lowers all three alike and cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2, and
-R + G + B is the same everywhere, which tells the image from the fill and from pixels whose colours were changed.
+What changes all three alike cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp, and
+noise that is added so that roundings are independent of each other. Shots of one image differ in their noise; whatever
+is drawn for an image is a function of seed, epoch, index and size, so shots are augmented alike and can be averaged.
+Magenta, the fill, is no position.
 
 Maps: every cell lists the class COLUMN, whose logit counts columns, the class ROW, whose logit counts rows, and a class
 of its own. One class is listed nowhere: softened targets give logits back as log ratios to it.
@@ -25,23 +27,22 @@ from tlt.label_map import LabelMap
 
 COLUMN, ROW, FIRST_CELL = 0, 1, 2
 CELL_LOGIT = 8.0
-_COARSE, _BLOCK, _FINE = 24.0, 4, 12.0
-_LOW = _COARSE + _FINE + 1
-_SPAN = 255 - 2 * _LOW
-_FIT_LIMITS = (8.0, 4.0, 2.0, 1.5, 1.5)  # grey levels: what is further off the plane than that is left out, in rounds
+_NOISE, _LOW, _SPAN = 48.0, 54.0, 147.0  # grey levels; room for what bicubic filters make of the noise
+# Grey levels: what is further off the plane is left out of the fit, round by round, and counts as no image at last.
+_FIT_LIMITS = (8.0, 4.0, 2.0, 1.5, 1.5)
+_CLEAN_LIMIT = 6.0
+_LEAST_FITTED = 0.9  # an image of which less was fitted isn't judged
 Size = tuple[int, int]
 
 
-def ramp_image(width: int, height: int) -> np.ndarray:
-    """(height, width, 3) uint8."""
+def ramp_image(width: int, height: int, shot: int = 0) -> np.ndarray:
+    """(height, width, 3) uint8; shots differ in their noise."""
     x, y = (np.arange(width) + 0.5) / width, ((np.arange(height) + 0.5) / height)[:, None]
     ramps = np.stack([(x + y) / 2, (x - y) / 2 + 0.5, np.broadcast_to(1 - x, (height, width))], axis=2)
-    generator = np.random.default_rng(0)
-    coarse = generator.uniform(-_COARSE, _COARSE, (-(-height // _BLOCK), -(-width // _BLOCK)))
-    noise = coarse.repeat(_BLOCK, 0).repeat(_BLOCK, 1)[:height, :width] + generator.uniform(-_FINE, _FINE, (height, width))
-    levels = _LOW + _SPAN * ramps + noise[..., None]
+    generator = np.random.default_rng(shot)
+    noise = generator.uniform(-_NOISE, _NOISE, (height, width, 1))
     # Rounded sums, not summed roundings: over any stretch of a row the error is below one level.
-    sums = np.rint(np.cumsum(levels, axis=1) + generator.uniform(-0.5, 0.5, (height, 1, 3)))
+    sums = np.rint(np.cumsum(_LOW + _SPAN * ramps + noise, axis=1) + generator.uniform(-0.5, 0.5, (height, 1, 3)))
     return np.diff(sums, axis=1, prepend=0).clip(0, 255).astype(np.uint8)
 
 
@@ -70,8 +71,8 @@ class Shown:
 
     Attributes:
         affine: (B, 2, 3) float64, unit square of the output -> place; a least-squares fit through all clean pixels.
-        clean: (B, H, W) bool, pixels with the colours of an image: no fill, nothing erased.
-        fitted: (B,) share of the clean pixels that lie on the fitted plane, 0 where there are too few to fit one.
+        clean: (B, H, W) bool, pixels with the colours that an image has there: no fill, nothing erased.
+        fitted: (B,) share of the pixels with any image's colours that lie on the fitted plane, small where these are few.
         size: (H, W) of the output.
     """
 
@@ -86,21 +87,21 @@ class Shown:
 
 
 def read_images(images: Tensor) -> Shown:
-    """Images (B, 3, H, W) in [0, 1]: mean 0 and standard deviation 1."""
-    size = (images.shape[2], images.shape[3])
-    levels = images.double() * 255
-    red, green, blue = ((levels - _LOW) / _SPAN).unbind(1)
+    """Images (S, B, 3, H, W) in [0, 1], mean 0 and standard deviation 1: S shots of the same images."""
+    size = (images.shape[3], images.shape[4])
+    red, green, blue = ((images.double() * 255 - _LOW) / _SPAN).mean(0).unbind(1)
     places = torch.stack([(red + green - 2 * blue) / 3 + 0.5, red - green + 0.5], -1).flatten(1, 2)  # (B, H * W, 2)
-    clean = ((places > -0.1) & (places < 1.1)).all(-1).view(-1, *size)
     points = torch.cat([grid_points(size), torch.ones(size[0] * size[1], 1, dtype=torch.float64)], 1)  # (H * W, 3)
-    used = clean.flatten(1).double()
+    possible = ((places > -0.1) & (places < 1.1)).all(-1)
+    used = possible.double()
     for limit in _FIT_LIMITS:
         weighted = points * used[..., None]  # (B, H * W, 3)
         affine = torch.linalg.pinv(weighted.mT @ points, hermitian=True) @ (weighted.mT @ places)  # (B, 3, 2)
-        near = (points @ affine - places).abs().amax(-1) * _SPAN < limit
-        used = (clean.flatten(1) & near).double()
-    fitted = used.sum(1) / clean.flatten(1).sum(1).clamp(min=size[0] * size[1] / 10)
-    return Shown(affine.mT, clean, fitted, size)
+        distance = (points @ affine - places).abs().amax(-1) * _SPAN
+        used = (possible & (distance < limit)).double()
+    fitted = used.sum(1) / possible.sum(1).clamp(min=size[0] * size[1] / 10)
+    clean = possible & (distance < _CLEAN_LIMIT)
+    return Shown(affine.mT, clean.view(-1, *size), fitted, size)
 
 
 def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
@@ -168,38 +169,29 @@ class Comparison:
         return self.cell_error.norm(dim=-1)
 
 
-def compare(
-    images: Tensor, tokens: Tensor, grid: Size, cells: Size, area: Tensor, source: Tensor, least_fit: float = 0.9
-) -> Comparison:
+def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor, source: Tensor) -> Comparison:
     """Compare a batch with its targets.
 
     Args:
-        images: (B, 3, H, W) in [0, 1]; a whole number of pixels per token.
+        shown: From `read_images`; a whole number of pixels per token.
         tokens: (B, N, C), see `read_targets`.
         grid: Rows and columns of tokens.
         cells: Rows and columns of the maps.
         area: (B, 4) x0, y0, x1, y1, what the maps really cover.
         source: (B, 2) width and height of the images.
-        least_fit: Images of which less was fitted are not judged.
     """
-    shown, named = read_images(images), read_targets(tokens, cells, area)
+    named, area = read_targets(tokens, cells, area), area.double()
     centre = shown.places(grid_points(grid))
-    area = area.double()
     half = (area[:, 2:] - area[:, :2]) / torch.tensor([cells[1], cells[0]]) / 2
-    covered = shown.clean & _inside(shown.places(grid_points(shown.size)), area).view_as(shown.clean)
-    corners = [shown.places(grid_points(grid, (x, y))) for x in (0.0, 1.0) for y in (0.0, 1.0)]
     inner = torch.cat([area[:, :2] + half, area[:, 2:] - half], 1)
-    judged = shown.fitted > least_fit
+    covered = shown.clean & _inside(shown.places(grid_points(shown.size)), area).view_as(shown.clean)
+    judged = shown.fitted > _LEAST_FITTED
     cover = _per_token(covered, grid)
-    whole = (cover == 1) & judged[:, None]
-    for corner in corners:
-        whole = whole & _inside(corner, area)
-    ramp = whole.clone()
-    for corner in corners:
-        ramp = ramp & _inside(corner, inner)
-    return Comparison(
-        named.by_ramp - centre, named.by_cell - centre, whole, ramp, cover, judged, shown, source.double()
-    )
+    corners = [shown.places(grid_points(grid, (x, y))) for x in (0.0, 1.0) for y in (0.0, 1.0)]
+    whole, ramp = (torch.stack([_inside(corner, box) for corner in corners]).all(0) for box in (area, inner))
+    whole &= (cover == 1) & judged[:, None]
+    errors = named.by_ramp - centre, named.by_cell - centre
+    return Comparison(*errors, whole, ramp & whole, cover, judged, shown, source.double())
 
 
 def _inside(places: Tensor, area: Tensor) -> Tensor:

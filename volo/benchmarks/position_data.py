@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from PIL import Image
+from torch import Tensor
 
 from tlt.data.dataset import TrainDataset
 from tlt.data.decode import Backend
@@ -20,13 +22,16 @@ from tlt.label_store import LabelStore
 from tlt.store import write_map
 from volo.benchmarks.position_code import Size, position_classes, position_map, ramp_image
 
+SHOTS = 8
+_SEED = 3
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel", "TranslateX", "TranslateY")
 
 
 @dataclass(frozen=True)
 class GeometryOnly(AugmentConfig):
-    """Augmentation with chosen geometric operations, always applied, and nothing that changes colours; fills black."""
+    """Augmentation with chosen geometric operations, always applied, and nothing that changes colours; fills with magenta."""
 
+    hflip: float = 0.0
     color_jitter: float | tuple[float, ...] | None = None
     auto_augment: str | None = None
     reprob: float = 0.0
@@ -46,37 +51,42 @@ class GeometryOnly(AugmentConfig):
         )
 
 
-def write_images(root: Path, sizes: Sequence[Size], count: int) -> ImageFolder:
-    """`count` images of each (width, height), a class per size."""
-    for number, (width, height) in enumerate(sizes):
-        folder = root / f"{number}_{width}x{height}"
-        folder.mkdir(parents=True)
-        image = Image.fromarray(ramp_image(width, height))
-        for i in range(count):
-            image.save(folder / f"{i}.png", compress_level=1)
-    return scan_folder(root)
+def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int = SHOTS) -> list[ImageFolder]:
+    """`count` images of each (width, height), a class per size, in a folder per shot."""
+    for shot in range(shots):
+        for number, (width, height) in enumerate(sizes):
+            folder = root / str(shot) / f"{number}_{width}x{height}"
+            folder.mkdir(parents=True)
+            Image.fromarray(ramp_image(width, height, shot)).save(folder / "0.bmp")
+            for i in range(1, count):
+                (folder / f"{i}.bmp").hardlink_to(folder / "0.bmp")
+    return [scan_folder(root / str(shot)) for shot in range(shots)]
 
 
-def write_maps(root: Path, folder: ImageFolder, cells: Size) -> None:
+def write_maps(root: Path, names: Sequence[str], cells: Size) -> None:
     """A label file of `cells` = (rows, columns) for every image, as a published tree."""
     label_map = position_map(*cells)
-    for path in folder.paths:
-        target = (root / path).with_suffix(".pt")
+    for name in names:
+        target = (root / name).with_suffix(".pt")
         target.parent.mkdir(parents=True, exist_ok=True)
         write_map(target, label_map, position_classes(*cells))
 
 
 def load_batch(
-    folder: ImageFolder,
+    shots: Sequence[ImageFolder],
     labels: LabelStore,
     config: AugmentConfig,
-    seed: int = 3,
     workers: int = 0,
     backend: Backend | None = None,
-) -> Batch:
-    """All images of a folder as one augmented batch, in the folder's order or not; grey levels as shares of 255."""
-    stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1))
-    stream = IndexStream(len(folder), len(folder), seed=seed)
-    loader = TrainLoader(TrainDataset(folder, config, seed, labels, backend), stream, stage, workers=workers)
-    ((_, _, batch),) = loader.epoch(1)
-    return batch
+    device: str = "cpu",
+) -> tuple[Tensor, Batch]:
+    """All images as one augmented batch, and the images (S, B, 3, H, W) of all shots; grey levels as shares of 255."""
+    batches = []
+    for folder in shots:
+        stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
+        stream = IndexStream(len(folder), len(folder), seed=_SEED)
+        dataset = TrainDataset(folder, config, _SEED, labels, backend)
+        loader = TrainLoader(dataset, stream, stage, device, workers)
+        ((_, _, batch),) = loader.epoch(1)
+        batches.append(batch)
+    return torch.stack([batch.images for batch in batches]), batches[0]
