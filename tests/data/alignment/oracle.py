@@ -38,7 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "vflip": {"vflip": 1.0},
     **{name: {"operations": (name,)} for name in GEOMETRIC},
     "two": {"hflip": 0.5, "operations": GEOMETRIC, "layers": 2},
-    "everything": {"hflip": 0.5, "vflip": 0.3, "operations": GEOMETRIC, "layers": 3, "magnitude": 6.0},
+    "turns": {"hflip": 0.5, "operations": GEOMETRIC[:3], "layers": 2},
+    "everything": {"hflip": 0.5, "vflip": 0.3, "operations": GEOMETRIC, "layers": 3, "magnitude": 5.0},
     "no_aug": {"no_aug": True},
 }
 
