@@ -29,7 +29,7 @@ from tlt.archive_format import (
 )
 from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.label_files import find_labels
+from tlt.label_files import find_labels, find_published
 from tlt.label_map import LabelMap
 from tlt.label_store import LabelStore
 from tlt.store import TreeMetadata
@@ -157,8 +157,9 @@ class LabelArchive(LabelStore):
         num_classes: int | None = None,
         bad_label: str = "stop",
         class_names: Sequence[str] | None = None,
+        published_names: bool = False,
     ) -> None:
-        super().__init__(root, names, num_classes, bad_label)
+        super().__init__(root, names, num_classes, bad_label, published_names)
         self.manifest = read_manifest(self.root)
         header = self.manifest.header
         self.rows = Rows(self.root, header)
@@ -233,7 +234,7 @@ class LabelArchive(LabelStore):
     def _match(self, names: Sequence[str]) -> np.ndarray:
         forms = self.rows.column("form")
         images, labels = self.rows.all_names("image"), self.rows.all_names("label")
-        row_of_image = {name: row for row, name in enumerate(images) if name}
+        row_of_image = {} if self.published_names else {name: row for row, name in enumerate(images) if name}
         rows = np.array([row_of_image.get(name, -1) for name in names], np.int64)
         taken = set(rows.tolist())
         row_of_label = {
@@ -241,7 +242,8 @@ class LabelArchive(LabelStore):
         }
         rest = np.flatnonzero(rows < 0).tolist()
         rest_names = [names[index] for index in rest]
-        found = find_labels(_ArchiveListing(self.root, row_of_label), rest_names)
+        find = find_published if self.published_names else find_labels
+        found = find(_ArchiveListing(self.root, row_of_label), rest_names)
         for place, index in enumerate(rest):
             if place not in found.missing:
                 label = found.other_name.get(place) or os.path.splitext(rest_names[place])[0] + ".pt"

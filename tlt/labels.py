@@ -17,6 +17,7 @@ def open_labels(
     num_classes: int | None = None,
     bad_label: str = "stop",
     class_names: Sequence[str] | None = None,
+    published_names: bool = False,
 ) -> LabelStore:
     """The labels of a list of images: out of an archive (`tlt pack`), or of a tree of published files.
 
@@ -26,4 +27,4 @@ def open_labels(
         UserError: Whatever can be known now about why the labels can't be used.
     """
     kind = LabelArchive if is_archive(path) else PublishedTree
-    return kind(path, names, area, num_classes, bad_label, class_names)
+    return kind(path, names, area, num_classes, bad_label, class_names, published_names)

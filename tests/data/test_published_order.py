@@ -1,4 +1,4 @@
-"""`--aug-order published` (flip, RandAugment on the full image, crop) as one window and one warp, against PIL's steps."""
+"""`--aug-order published` (flip, RandAugment on the full image, crop) as one window and one warp, against PIL's own."""
 
 from dataclasses import dataclass, replace
 

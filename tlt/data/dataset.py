@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from tlt import geometry
+from tlt import geometry, published
 from tlt.data.counter import uniform
 from tlt.data.decode import Backend, BadImage, Encoded, PilBackend, Size, TorchvisionBackend
 from tlt.data.folder import ImageFolder, printable
-from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
+from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
 
@@ -64,8 +64,8 @@ class HostBatch:
     images: Tensor  # (B, 3, H, W) uint8
     classes: Tensor  # (B,) int64
     indices: Tensor  # (B,) int64, of the images that were loaded
-    affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source
-    visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows
+    affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source, as labels take it
+    visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows, as labels take it
     plan: Plan | None  # None in evaluation
     labels: LabelBatch | None
     skipped: list[Skipped]  # images
@@ -171,6 +171,7 @@ class TrainDataset(BatchDataset):
         seed: Of crops, augmentation and replacements.
         labels: Token labels in the folder's order, or None.
         backend: Decoder; None: torchvision's.
+        compat: Rows of `tlt.compat_rows` that the labels follow.
     """
 
     def __init__(
@@ -180,11 +181,13 @@ class TrainDataset(BatchDataset):
         seed: int,
         labels: LabelReader | None = None,
         backend: Backend | None = None,
+        compat: Collection[str] = (),
     ) -> None:
         super().__init__(folder, backend or TorchvisionBackend())
         self.config = config
         self.seed = seed
         self.labels = labels
+        self.label_rows = published.LABEL_ROWS.intersection(compat)
 
     def load(self, key: BatchKey) -> HostBatch:
         slots = _Slots(self, key)
@@ -229,13 +232,17 @@ class TrainDataset(BatchDataset):
 
     def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> HostBatch:
         labels, bad_labels = self._labels(slots.indices, plan.source.tolist())
+        affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
+        if labels is not None and self.label_rows:
+            steps = draw_steps(self.config, self.seed, key.epoch, np.array(slots.indices), plan.source)
+            labels, affine, visible = published.label_view(self.label_rows, self.config, steps, plan, labels)
         return HostBatch(
             key=key,
             images=images,
             classes=torch.from_numpy(self.classes[slots.indices]),
             indices=torch.tensor(slots.indices),
-            affine=torch.from_numpy(plan.normalised_affine()).float(),
-            visible=torch.from_numpy(plan.visible()).float(),
+            affine=affine,
+            visible=visible,
             plan=plan,
             labels=labels,
             skipped=slots.skipped,

@@ -163,6 +163,16 @@ class Plan:
         return np.stack([x / width, y / height, (x + w) / width, (y + h) / height], axis=1)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What is done to each of B images, one after the other: what the plan is composed of."""
+
+    crop: Ints  # (B, 4) x, y, w, h in pixels of the image, or, in the published order, of the flipped and moved image
+    mirrored: Bools  # (B, 2) left and right, top and bottom
+    kernels: Ints  # (B, layers) rand_augment.Kernel of every operation in its order, NONE for those left out
+    values: Floats  # (B, layers) their arguments
+
+
 _ARRAYS = tuple(field.name for field in fields(Plan) if field.name != "size")
 
 
@@ -175,9 +185,9 @@ def make_plan(
     source = np.stack([np.broadcast_to(np.asarray(side, np.int64), count) for side in (widths, heights)], axis=1)
     draw = _Draws(seed, epoch, indices)
     flip_draws = draw(Stream.FLIP, 4)
-    kernels, values = _layers(config, draw, count)
-    window, warp = _geometry(config, draw, flip_draws, kernels, values, source)
-    op, argument, warp_at = _colour_layers(kernels, values)
+    steps = draw_steps(config, seed, epoch, indices, source)
+    window, warp = _windows_and_warps(config, steps, source)
+    op, argument, warp_at = _colour_layers(steps.kernels, steps.values)
     return Plan(
         size=config.size,
         source=source,
@@ -192,6 +202,16 @@ def make_plan(
         erase=_erased_boxes(config, draw, count),
         erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
     )
+
+
+def draw_steps(config: AugmentConfig, seed: int, epoch: int, indices: Ints, source: Ints) -> Steps:
+    """Draw the steps of the images `indices` (B,), whose widths and heights are `source` (B, 2)."""
+    draw, count = _Draws(seed, epoch, indices), len(indices)
+    kernels, values = _layers(config, draw, count)
+    if config.no_aug:
+        return Steps(boxes.whole(source), np.zeros((count, 2), bool), kernels, values)
+    crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
+    return Steps(crop, draw(Stream.FLIP, 2) < np.array([config.hflip, config.vflip]), kernels, values)
 
 
 @dataclass(frozen=True)
@@ -252,47 +272,41 @@ _MAPS: dict[int, Callable[[Floats, Floats, Floats, int], geometry.Affine]] = {
 }
 
 
-def _geometry(
-    config: AugmentConfig, draw: _Draws, flip_draws: Floats, kernels: Ints, values: Floats, source: Ints
-) -> tuple[Ints, Floats]:
+def _windows_and_warps(config: AugmentConfig, steps: Steps, source: Ints) -> tuple[Ints, Floats]:
     """Windows (B, 4) to cut out of the images, and warps (B, 2, 3) output px -> resized window px."""
-    if config.no_aug:
-        return boxes.whole(source), geometry.identity(len(source))
     output = np.broadcast_to(np.array(config.size[::-1], np.int64), source.shape)
-    flips = _flips(config, flip_draws, output)
-    crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
     if config.aug_order == "timm":
-        return crop, _operations(config, kernels, values, output, flips)
-    before_crop = _operations(config, kernels, values, source, _flips(config, flip_draws, source))
-    window = boxes.enclosing_windows(crop, before_crop, source)
-    composed = geometry.compose(_crop_map(crop, config.size), before_crop)
+        return steps.crop, flips_and_operations(config, steps, output)
+    before_crop = flips_and_operations(config, steps, source)
+    window = boxes.enclosing_windows(steps.crop, before_crop, source)
+    composed = geometry.compose(_crop_map(steps.crop, config.size), before_crop)
     warp = geometry.compose(composed, geometry.invert(_crop_map(window, config.size)))
     # A flip of the crop is the flip of the window, without any rounding: the device stage knows it by that.
-    plain = ~np.any(kernels >= Kernel.ROTATE, axis=1)
-    return window, np.where(plain[:, None, None], flips, warp)
+    plain = ~np.any(steps.kernels >= Kernel.ROTATE, axis=1)
+    return window, np.where(plain[:, None, None], _flips(steps, output), warp)
 
 
-def _flips(config: AugmentConfig, draws: Floats, canvas: Ints) -> Floats:
+def _flips(steps: Steps, canvas: Ints) -> Floats:
     """(B, 2, 3) maps of the flips of images whose widths and heights are `canvas` (B, 2)."""
     width, height = canvas.T
-    across = geometry.hflip(draws[:, 0] < config.hflip, width)
-    return geometry.compose(geometry.vflip(draws[:, 1] < config.vflip, height), across)
+    across = geometry.hflip(steps.mirrored[:, 0], width)
+    return geometry.compose(geometry.vflip(steps.mirrored[:, 1], height), across)
 
 
-def _operations(config: AugmentConfig, kernels: Ints, values: Floats, canvas: Ints, before: Floats) -> Floats:
-    """(B, 2, 3): what came `before`, then the geometric layers, on images of `canvas` (B, 2) width and height.
+def flips_and_operations(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
+    """(B, 2, 3) map of the flips, then the geometric layers, on images of `canvas` (B, 2) width and height.
 
     A later operation of the image is an earlier step of the map, which goes from output to source.
     """
-    result = before
+    result = _flips(steps, canvas)
     const = int(min(config.size) * TRANSLATE_SHARE)
-    for layer in range(kernels.shape[1]):
-        maps = geometry.identity(len(kernels))
+    for layer in range(steps.kernels.shape[1]):
+        maps = geometry.identity(len(result))
         for kernel, make in _MAPS.items():
-            rows = np.flatnonzero(kernels[:, layer] == kernel)
+            rows = np.flatnonzero(steps.kernels[:, layer] == kernel)
             if rows.size:
                 width, height = canvas[rows].astype(np.float64).T
-                maps[rows] = make(values[rows, layer], width, height, const)
+                maps[rows] = make(steps.values[rows, layer], width, height, const)
         result = geometry.compose(maps, result)
     return result
 

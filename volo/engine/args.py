@@ -30,6 +30,8 @@ _TOKEN_LABEL_FLAGS = (
     "token_label_data",
     "token_label_size",
     "token_label_area",
+    "uncovered",
+    "compat",
     "bad_label",
     "no_mix_token",
     "dense_weight",
@@ -87,6 +89,10 @@ def parse_train(argv: Sequence[str] | None = None) -> Namespace:
     args = Namespace(**(parser.defaults() | _not_overruled(recipe, given) | given))
     _join_data_dir(args, "DATA_DIR")
     args.notes = resolve_aliases(args) + check_train(args, parser.flags)
+    for dest in ("aug_order", "uncovered"):
+        if given.get(dest, getattr(args, dest)) != getattr(args, dest):
+            row = dest.replace("_", "-")
+            raise UserError(f"--{row} {given[dest]} contradicts --compat {row}: keep one of them (no-{row})")
     return args
 
 

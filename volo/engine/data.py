@@ -16,6 +16,7 @@ from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.labels import open_labels as open_label_store
+from tlt.published import check_half_ids
 from volo.engine.distributed import World
 
 # Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
@@ -60,6 +61,9 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
         return SyntheticLabels(folder), [
             f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
         ]
+    rows = args.compat or ()
+    if "half-ids" in rows:
+        check_half_ids(num_classes)
     labels = open_label_store(
         args.token_label_data,
         folder.paths,
@@ -67,6 +71,7 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
         num_classes=num_classes,
         bad_label=args.bad_label,
         class_names=folder.class_names,
+        published_names="label-names" in rows,
     )
     return labels, labels.warnings
 
@@ -110,7 +115,7 @@ def train_loader(
         args.drop_last,
     )
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _backend(args)),
+        TrainDataset(folder, config, args.seed, labels, _backend(args), args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),

@@ -134,6 +134,13 @@ TOKEN_LABELS = Group(
             metavar="N",
             help="tokens per side (the model's; 1, or absent without label data: class targets alone, ReLabel)",
         ),
+        flag(
+            "--compat",
+            default=None,
+            nargs="+",
+            metavar="ROW",
+            help="do as the published code does: upstream, or rows of docs/flags.md; no-ROW takes one out of upstream",
+        ),
         flag("--dense-weight", default=0.5, type=AMOUNT, metavar="W", help="weight of the dense loss"),
         flag("--cls-weight", default=1.0, type=AMOUNT, metavar="W", help="weight of the class loss"),
         switch("--no-mix-token", help="do not mix two images after the patch embedding"),
@@ -145,6 +152,12 @@ TOKEN_LABELS = Group(
             default=None,
             choices=("full", "center"),
             help="part of the image that the maps show (as the label folder says; else full)",
+        ),
+        flag(
+            "--uncovered",
+            default="ignore",
+            choices=("ignore", "uniform"),
+            help="where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
         ),
         flag(
             "--bad-label",

@@ -204,6 +204,13 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
                 head.bias.fill_(bias)
 
 
+def label_settings(args: Namespace) -> dict[str, Any] | None:
+    """How the token labels of a run were read, None for a run without."""
+    if not args.token_label:
+        return None
+    return {"compat": args.compat or [], "aug_order": args.aug_order, "uncovered": args.uncovered}
+
+
 def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
     """What a checkpoint records so that others build and evaluate the model as it was trained."""
     return {
@@ -215,4 +222,5 @@ def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], cl
         "dense_head": getattr(model, "dense_head", None),
         **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
         "class_names": class_names,
+        "labels": label_settings(args),
     }

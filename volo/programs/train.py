@@ -128,7 +128,7 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
-    objective = make_objective(args, model, settings["input_size"][1:])
+    objective = make_objective(args, model, settings["input_size"][1:], world.rank)
     model = prepare_model(model, args, world)
 
     loader = train_loader(args, folders.train, labels, settings, world)
