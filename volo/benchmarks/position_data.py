@@ -18,12 +18,13 @@ from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, TrainLoader
 from tlt.data.plan import AugmentConfig
 from tlt.data.rand_augment import RandAugmentPolicy
+from tlt.label_map import LabelMap
 from tlt.label_store import LabelStore
 from tlt.store import write_map
-from volo.benchmarks.position_code import Size, position_classes, position_map, ramp_image
+from volo.benchmarks.position_code import Size, ramp_image
 
 SHOTS = 8
-_SEED = 3
+SEED = 3
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel", "TranslateX", "TranslateY")
 
 
@@ -45,7 +46,7 @@ class GeometryOnly(AugmentConfig):
     def policy(self) -> RandAugmentPolicy | None:
         if not self.operations or self.no_aug:
             return None
-        bound = max(10.0, self.magnitude)
+        bound = max(10.0, 2 * self.magnitude)  # a level cut at the bound repeats, and equal shears cancel
         return RandAugmentPolicy(
             self.operations, None, self.layers, self.magnitude, self.magnitude_std, bound, probability=1.0
         )
@@ -63,13 +64,16 @@ def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int = SHO
     return [scan_folder(root / str(shot)) for shot in range(shots)]
 
 
-def write_maps(root: Path, names: Sequence[str], cells: Size) -> None:
-    """A label file of `cells` = (rows, columns) for every image, as a published tree."""
-    label_map = position_map(*cells)
+def write_maps(root: Path, names: Sequence[str], label_map: LabelMap, num_classes: int) -> None:
+    """The same label file for every image, as a published tree."""
+    first = root / "map.pt"
+    root.mkdir()
+    write_map(first, label_map, num_classes)
     for name in names:
         target = (root / name).with_suffix(".pt")
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_map(target, label_map, position_classes(*cells))
+        target.hardlink_to(first)
+    first.unlink()
 
 
 def load_batch(
@@ -79,13 +83,17 @@ def load_batch(
     workers: int = 0,
     backend: Backend | None = None,
     device: str = "cpu",
+    rows: Sequence[str] = (),
 ) -> tuple[Tensor, Batch]:
-    """All images as one augmented batch, and the images (S, B, 3, H, W) of all shots; grey levels as shares of 255."""
+    """All images as one augmented batch, and the images (S, B, 3, H, W) of all shots; grey levels as shares of 255.
+
+    `rows`: of `tlt.compat_rows.ROWS`.
+    """
     batches = []
     for folder in shots:
         stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
-        stream = IndexStream(len(folder), len(folder), seed=_SEED)
-        dataset = TrainDataset(folder, config, _SEED, labels, backend)
+        stream = IndexStream(len(folder), len(folder), seed=SEED)
+        dataset = TrainDataset(folder, config, SEED, labels, backend, rows)
         loader = TrainLoader(dataset, stream, stage, device, workers)
         ((_, _, batch),) = loader.epoch(1)
         batches.append(batch)

@@ -49,9 +49,9 @@ def test_every_map(scene: Scene, cells: tuple[int, int], area: str, archive: boo
 
 @pytest.mark.parametrize("order", AUG_ORDERS)
 @pytest.mark.parametrize("case", ["turns", "TranslateXRel", "TranslateY"])
-@pytest.mark.parametrize("magnitude", [1.0, 5.0, 10.0, 14.0])
+@pytest.mark.parametrize("magnitude", [0.5, 5.0, 14.0])
 def test_every_magnitude(scene: Scene, magnitude: float, case: str, order: str) -> None:
-    config = geometry_only(case, aug_order=order, magnitude=magnitude, magnitude_std=0.0)
+    config = geometry_only(case, aug_order=order, magnitude=magnitude)
     check(measure(scene, config), PHASE["bilinear"] if case in SHIFTS else 0.0, least_ramp=0.1, unjudged=0.4)
 
 
@@ -61,7 +61,7 @@ def test_every_magnitude(scene: Scene, magnitude: float, case: str, order: str) 
     ("size", "grid"), [((160, 96), (10, 6)), ((64, 128), (8, 16)), ((96, 96), (6, 12)), ((90, 130), (9, 13))]
 )
 def test_every_output(scene: Scene, size: tuple[int, int], grid: tuple[int, int], area: str, order: str) -> None:
-    config = geometry_only("everything", size, aug_order=order)
+    config = geometry_only("turns", size, aug_order=order)
     check(measure(scene, config, (10, 20), area, grid=grid), least_ramp=0.1)
 
 
