@@ -6,7 +6,7 @@ loader and the target maker. What a token shows is read off its pixels, what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, Path]:
     return scan_folder(root / "train"), root / "labels"
 
 
-def one_batch(data: tuple[ImageFolder, Path], config: AugmentConfig, workers: int = 0) -> Batch:
+def one_batch(
+    data: tuple[ImageFolder, Path], config: AugmentConfig, workers: int = 0, compat: Sequence[str] = ()
+) -> Batch:
     folder, label_root = data
     labels = PublishedTree(label_root, folder.paths, num_classes=CELLS**2)
     stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1))
     stream = IndexStream(len(folder), len(folder), seed=3)
-    training = TrainLoader(TrainDataset(folder, config, 3, labels), stream, stage, workers=workers)
+    dataset = TrainDataset(folder, config, 3, labels, compat=compat)
+    training = TrainLoader(dataset, stream, stage, workers=workers)
     ((_, _, batch),) = training.epoch(1)
     return batch
 
@@ -181,3 +184,24 @@ def test_mistakes_are_seen(data: tuple[ImageFolder, Path], case: str, mistake: C
     right, wrong = mean_distance(batch), mean_distance(mistaken)
     for size in SIZES:
         assert right[size] < LIMIT and wrong[size] > least, (size, right[size], wrong[size])
+
+
+def test_compat_makes_the_published_mistakes_and_no_others(data: tuple[ImageFolder, Path]) -> None:
+    """In the labels: pixels stay the same."""
+    crop = GeometryOnly(PIXELS, auto_augment=None, color_jitter=None, reprob=0, hflip=0.0)
+    right, wrong = one_batch(data, crop), one_batch(data, crop, compat=("label-crop",))
+    assert torch.equal(right.images, wrong.images)
+    torch.testing.assert_close(wrong.affine, transposed_crop(right))
+    assert min(mean_distance(wrong).values()) > 0.08
+
+    moved = GeometryOnly(
+        PIXELS, auto_augment=None, color_jitter=None, reprob=0, aug_order="published", operations=("Rotate",)
+    )
+    right, cells = one_batch(data, moved), one_batch(data, moved, compat=("label-affine",))
+    assert torch.equal(right.images, cells.images) and (cells.affine[:, 0, 1] == 0).all()
+    assert right.labels is not None and cells.labels is not None
+    assert not torch.equal(right.labels.ids, cells.labels.ids)
+    best, moved_cells = mean_distance(right), mean_distance(cells)
+    # Half a cell off where images are square, more where they are not.
+    assert all(best[size] < LIMIT < moved_cells[size] < 0.1 for size in SIZES)
+    assert moved_cells[(420, 420)] < min(moved_cells[(500, 375)], moved_cells[(375, 500)])

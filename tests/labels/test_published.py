@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 from torchvision.ops import roi_align
@@ -256,7 +257,7 @@ def test_legacy_boxes_are_those_of_numpys_global_generator() -> None:
         global_state = np.random.get_state()[1].copy()
         boxes = LegacyBoxes(42, 3, (14, 12))
         assert [boxes(k) for k in range(60)] == expected
-        assert [boxes(k) for k in (31, 32, 5, 59, 0)] == [expected[k] for k in (31, 32, 5, 59, 0)]
+        assert [boxes(k) for k in (31, 32, 5, 5, 59, 0)] == [expected[k] for k in (31, 32, 5, 5, 59, 0)]
         assert np.array_equal(np.random.get_state()[1], global_state)
     finally:
         np.random.set_state(before)
@@ -271,7 +272,10 @@ def test_label_names_are_cut_at_the_first_dot(tmp_path: Path) -> None:
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         write_map(tmp_path / "tree" / name, LabelMap(np.full((1, 2, 2), number, np.float16), ids), 4)
     names = ["a/img.v1.jpg", "a/img.v2.jpg", "001.Albatross/x.jpg", "deep/b/plain.jpg"]
-    pack(tmp_path / "tree", tmp_path / "archive")
+    for name in names:
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / "images" / name)
+    pack(str(tmp_path / "tree"), str(tmp_path / "archive"), str(tmp_path / "images"))
     for path in (tmp_path / "tree", tmp_path / "archive"):
         found = open_labels(path, names, published_names=True)
         assert [found.read(index).values[0, 0, 0] for index in range(4)] == [0, 0, 2, 3]
