@@ -4,9 +4,10 @@ Nothing here computes geometry. What a token shows is read off the pixels of the
 target; the two come from one image file and one label file by different ways, so that any mistake in between shows.
 
 Images: the grey levels of red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x.
-What changes all three alike cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp, and
-noise that is added so that roundings are independent of each other. Shots of one image differ in their noise; whatever
-is drawn for an image is a function of seed, epoch, index and size, so shots are augmented alike and can be averaged.
+What changes all three alike cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp,
+and noise that is added so that roundings are independent of each other. Shots of one image differ in their noise;
+whatever is drawn for an image is a function of seed, epoch, index and size, so shots are augmented alike and can be
+averaged.
 Magenta, the fill, is no position.
 
 Maps: every cell lists the class COLUMN, whose logit counts columns, the class ROW, whose logit counts rows, and a class
@@ -47,7 +48,7 @@ def ramp_image(width: int, height: int, shot: int = 0) -> np.ndarray:
 
 
 def position_map(rows: int, cols: int) -> LabelMap:
-    """A map of `rows x cols` cells and `position_classes(rows, cols)` classes, exact in float16 up to 256 cells a side."""
+    """A map of `rows x cols` cells with `position_classes(rows, cols)` classes; exact in float16 up to 256 a side."""
     down, across = np.mgrid[:rows, :cols]
     scale = _logit_scale((rows, cols))
     values = np.stack([(across + 0.5) * scale, (down + 0.5) * scale, np.full((rows, cols), CELL_LOGIT)])
@@ -72,7 +73,7 @@ class Shown:
     Attributes:
         affine: (B, 2, 3) float64, unit square of the output -> place; a least-squares fit through all clean pixels.
         clean: (B, H, W) bool, pixels with the colours that an image has there: no fill, nothing erased.
-        fitted: (B,) share of the pixels with any image's colours that lie on the fitted plane, small where these are few.
+        fitted: (B,) share of the pixels with any image's colours that lie on the plane, small where these are few.
         size: (H, W) of the output.
     """
 
@@ -113,10 +114,12 @@ def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
 
 @dataclass(frozen=True)
 class Named:
-    """Where the targets of a batch say that its tokens look: (B, N, 2) places, by both codes of the map."""
+    """Where targets say that their tokens look, (B, N, 2) places by both codes of the map, and (B, N) which share of a
+    token they speak of at all."""
 
     by_ramp: Tensor
     by_cell: Tensor
+    told: Tensor
 
 
 def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
@@ -125,9 +128,10 @@ def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
     logits = logits - logits[..., -1:]
     ramp = logits[..., [COLUMN, ROW]] / (_logit_scale(cells) * torch.tensor([cells[1], cells[0]]))
     weights = logits[..., FIRST_CELL:-1].clamp(min=0)
-    by_cell = (weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)) @ grid_points(cells)
+    total = weights.sum(-1)
+    by_cell = (weights / total.clamp(min=1e-9)[..., None]) @ grid_points(cells)
     corner, extent = area[:, None, :2].double(), (area[:, None, 2:] - area[:, None, :2]).double()
-    return Named(corner + ramp * extent, corner + by_cell * extent)
+    return Named(corner + ramp * extent, corner + by_cell * extent, total / CELL_LOGIT)
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class Comparison:
         ramp: (B, N) bool, those of them whose points lie between the centres of the outer cells: beyond, the outer cell
             continues.
         cover: (B, N) share of the token's pixels that show image inside the area of the map.
+        told: (B, N) share of the token that its target speaks of.
         judged: (B,) bool, images whose pixels could be read.
         shown: What the pixels show.
         source: (B, 2) width and height of the images in pixels.
@@ -150,15 +155,23 @@ class Comparison:
     whole: Tensor
     ramp: Tensor
     cover: Tensor
+    told: Tensor
     judged: Tensor
     shown: Shown
     source: Tensor
 
     def output_pixels(self) -> Tensor:
         """(B, N) `ramp_error` in pixels of the output."""
-        linear = self.shown.affine[:, None, :, :2]
-        error = torch.linalg.pinv(linear) @ self.ramp_error[..., None]
-        return (error[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
+        return self._in_output_pixels(self.ramp_error)
+
+    def output_pixels_by_cell(self) -> Tensor:
+        """(B, N) `cell_error` in pixels of the output: the same for `ramp` tokens, and right where a part of the token
+        has no label."""
+        return self._in_output_pixels(self.cell_error)
+
+    def _in_output_pixels(self, error: Tensor) -> Tensor:
+        pixels = torch.linalg.pinv(self.shown.affine[:, None, :, :2]) @ error[..., None]
+        return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
 
     def source_pixels(self) -> Tensor:
         """(B, N) `ramp_error` in pixels of the source image."""
@@ -191,7 +204,7 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor,
     whole, ramp = (torch.stack([_inside(corner, box) for corner in corners]).all(0) for box in (area, inner))
     whole &= (cover == 1) & judged[:, None]
     errors = named.by_ramp - centre, named.by_cell - centre
-    return Comparison(*errors, whole, ramp & whole, cover, judged, shown, source.double())
+    return Comparison(*errors, whole, ramp & whole, cover, named.told, judged, shown, source.double())
 
 
 def _inside(places: Tensor, area: Tensor) -> Tensor:

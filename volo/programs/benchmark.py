@@ -1,6 +1,7 @@
 """Measure this machine.
 
     python benchmark.py loss
+    python benchmark.py alignment
 
 Every subcommand is a module of `volo.benchmarks` and compares the alternatives in one run.
 """

@@ -9,5 +9,5 @@ from tests.data.alignment.oracle import SIZES, Scene
 
 @pytest.fixture(scope="package")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """Four images of each of SIZES."""
-    return Scene.write(tmp_path_factory.mktemp("alignment"), SIZES, 4)
+    """Three images of each of SIZES."""
+    return Scene.write(tmp_path_factory.mktemp("alignment"), SIZES, 3)

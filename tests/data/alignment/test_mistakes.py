@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,14 +127,13 @@ def test_planted_mistakes_are_seen(scene: Scene, name: str) -> None:
         check(wrong, slack)
 
 
-# case, size of the maps, area, rows of --compat, and the range of the typical error in pixels that is published
+# case, size of the maps, area, rows of --compat, pixels that it makes at least
 PUBLISHED: dict[str, tuple[str, Size, str, tuple[str, ...], float]] = {
     "label-crop": ("crop", (18, 18), "full", ("label-crop",), 10),
     "label-scale": ("crop", (10, 20), "full", ("label-scale",), 20),
     "label-area": ("crop", (18, 18), "center", ("label-area",), 2),
     "label-affine": ("Rotate", (18, 18), "full", ("label-affine",), 1),
     "label-affine, absolute shift": ("TranslateX", (18, 18), "full", ("label-affine",), 10),
-    "roi-align": ("crop", (18, 18), "full", ("roi-align",), 0.01),
     "upstream": ("turns", (18, 18), "center", tuple(ROWS), 10),
 }
 
@@ -142,13 +142,11 @@ PUBLISHED: dict[str, tuple[str, Size, str, tuple[str, ...], float]] = {
 def test_published_behaviour_is_seen(scene: Scene, name: str) -> None:
     case, cells, area, rows, least = PUBLISHED[name]
     measured = measure(scene, geometry_only(case, aug_order="published"), cells, area, rows=rows)
-    print(name, measured.typical(), measured.pixels())
     assert measured.typical() > least
 
 
 @pytest.mark.parametrize(("size", "overlap"), [((125, 94), 0.47), ((112, 112), 0.54)], ids=["4:3", "square"])
-def test_published_windows_overlap_by_half(tmp_path, size: Size, overlap: float) -> None:
+def test_published_windows_overlap_by_half(tmp_path: Path, size: Size, overlap: float) -> None:
     """The part of the image that is shown and the part of the map that its label is of: intersection over union."""
-    found = {rows: window_overlap(tmp_path / str(len(rows)), size, 500, rows) for rows in ((), ("label-crop",))}
-    assert found[()] > 0.98
-    assert found["label-crop",] == pytest.approx(overlap, abs=0.02)
+    assert window_overlap(tmp_path / "ours", size, 50, ()) > 0.97
+    assert window_overlap(tmp_path / "published", size, 1200, ("label-crop",)) == pytest.approx(overlap, abs=0.02)

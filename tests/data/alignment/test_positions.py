@@ -13,9 +13,9 @@ from tlt.data.plan import AUG_ORDERS
 from volo.benchmarks.position_data import GeometryOnly
 
 SHIFTS = ("TranslateX", "TranslateY", "TranslateXRel", "TranslateYRel")
-# A shift gives all pixels one phase t, and what a filter does there doesn't average out. Bilinear: a warp truncates, which
-# moves a noisy ramp by about 0.4 / (noise between neighbours, in grey levels). Bicubic: PIL's kernel for transforms
-# (a = -1) reads t (2 - 3 t + 2 t t) where it should read t, up to 0.0962 off along either axis.
+# A shift gives all pixels one phase t, and what a filter does there doesn't average out. Bilinear: a warp truncates,
+# which moves a noisy ramp by about 0.4 / (noise between neighbours, in grey levels). Bicubic: PIL's kernel for
+# transforms (a = -1) reads t (2 - 3 t + 2 t t) where it should read t, up to 0.0962 off along either axis.
 PHASE = {"bilinear": 0.03, "bicubic": 2**0.5 * 0.0962}
 
 
@@ -27,7 +27,7 @@ def geometry_only(case: str, size: tuple[int, int] = PIXELS, **settings: Any) ->
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation(scene: Scene, case: str, order: str) -> None:
     measured = measure(scene, geometry_only(case, aug_order=order))
-    check(measured, slack=PHASE["bilinear"] if case in SHIFTS else 0.0, unjudged=0.2 if case in SHIFTS else 0.1)
+    check(measured, slack=PHASE["bilinear"] if case in SHIFTS else 0.0)
     fills = case not in ("crop", "hflip", "vflip", "no_aug")
     assert (measured.dense.cover < 1).any() == (measured.weight < 1).any() == fills
 
@@ -39,8 +39,7 @@ def test_bicubic(scene: Scene, case: str, order: str) -> None:
     check(measure(scene, config), slack=0 if case in ("crop", "Rotate", "ShearX") else PHASE["bicubic"])
 
 
-@pytest.mark.parametrize("order", AUG_ORDERS)
-@pytest.mark.parametrize("archive", [False, True], ids=["tree", "archive"])
+@pytest.mark.parametrize(("archive", "order"), [(False, "timm"), (True, "timm"), (True, "published")])
 @pytest.mark.parametrize("area", ["full", "center"])
 @pytest.mark.parametrize("cells", [(18, 18), (10, 20), (32, 24)], ids=["18x18", "10x20", "32x24"])
 def test_every_map(scene: Scene, cells: tuple[int, int], area: str, archive: bool, order: str) -> None:
@@ -55,10 +54,9 @@ def test_every_magnitude(scene: Scene, magnitude: float, case: str, order: str) 
     check(measure(scene, config), PHASE["bilinear"] if case in SHIFTS else 0.0, least_ramp=0.1, unjudged=0.4)
 
 
-@pytest.mark.parametrize("order", AUG_ORDERS)
-@pytest.mark.parametrize("area", ["full", "center"])
+@pytest.mark.parametrize(("area", "order"), [("full", "timm"), ("center", "published")])
 @pytest.mark.parametrize(
-    ("size", "grid"), [((160, 96), (10, 6)), ((64, 128), (8, 16)), ((96, 96), (6, 12)), ((90, 130), (9, 13))]
+    ("size", "grid"), [((160, 96), (10, 6)), ((96, 192), (12, 24)), ((96, 96), (6, 12)), ((90, 130), (9, 13))]
 )
 def test_every_output(scene: Scene, size: tuple[int, int], grid: tuple[int, int], area: str, order: str) -> None:
     config = geometry_only("turns", size, aug_order=order)

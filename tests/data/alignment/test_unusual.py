@@ -84,7 +84,9 @@ def test_exif_orientation_is_ignored(tmp_path: Path, backend: PilBackend) -> Non
             image = Image.fromarray(ramp_image(375, 500, number))
             image.save(file, quality=100, subsampling=0, exif=exif)
         shots.append(scan_folder(tmp_path / "jpeg" / str(number)))
-    check(measure(Scene(tmp_path, shots, scene.sizes), geometry_only("turns"), area="center", backend=backend), slack=0.25)
+    check(
+        measure(Scene(tmp_path, shots, scene.sizes), geometry_only("turns"), area="center", backend=backend), slack=0.25
+    )
 
 
 @pytest.mark.parametrize("order", AUG_ORDERS)
