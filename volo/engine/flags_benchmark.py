@@ -89,7 +89,37 @@ _AUGMENTATION = (
     ),
 )
 
+_ALIGNMENT = (
+    Group(
+        "Sizes",
+        (
+            flag("--images", default=8, type=POSITIVE, metavar="N", help="images of each shape"),
+            flag("--crops", default=1000, type=POSITIVE, metavar="N", help="crops whose windows are compared"),
+            flag("--size", default=[224, 224], type=POSITIVE, nargs=2, metavar="N", help="height, width of the output"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--area", default="full", choices=("full", "center"), help="of the images, what the maps cover"),
+            flag(
+                "--shapes",
+                default=["500x375", "375x500", "420x420"],
+                nargs="+",
+                metavar="WxH",
+                help="width and height of the images",
+            ),
+        ),
+    ),
+    Group(
+        "Output",
+        (
+            switch("--json", help="one line of JSON instead of the table"),
+            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+        ),
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
+    "alignment": Command(
+        "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
+    ),
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
     "augmentation": Command(
