@@ -142,7 +142,8 @@ def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float],
     from matplotlib.patches import Rectangle
 
     x0, y0, x1, y1 = box
-    known = np.vectorize(lambda class_id: to_rgb(colours[class_id]), otypes=[float] * 3)
+    # A cell that counts for nothing shows no colour, and its class may have none.
+    known = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
     rgba = np.stack([*known(cells.ids), _OPACITY * cells.opacity], axis=-1)  # (r, c, 4)
     axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
     rows, cols = cells.ids.shape

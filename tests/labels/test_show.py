@@ -125,6 +125,14 @@ def test_colours_are_stable_and_differ_as_long_as_there_are_any() -> None:
     assert len(class_colours(range(1000))) == 1000
 
 
+def test_a_cell_that_counts_for_nothing_needs_no_colour() -> None:
+    axes = new_figure(1, 1).add_axes((0, 0, 1, 1))
+    cells = Cells(np.array([[0, 3]]), np.array([[0.0, 1.0]]), np.array([[0.0, 1.0]]))
+    draw_cells(axes, cells, (0, 0, 2, 1), class_colours([3]))
+    drawn = axes.images[0].get_array()
+    assert drawn is not None and drawn[0, 0, 3] == 0 and drawn[0, 1, 3] > 0
+
+
 def test_lines_run_between_different_classes_only() -> None:
     axes = new_figure(1, 1).add_axes((0, 0, 1, 1))
     draw_cells(
