@@ -173,13 +173,15 @@ def make_roi_targets(
     check_size(token_label_size, grid)
     covers = known(labels)
     # An empty map would be read at points without number.
-    area = torch.where(covers[:, None], labels.area.to(affine), affine.new_tensor(FULL_AREA))
-    extent = area[:, 2:] - area[:, :2]
-    start = (affine[:, :, 2] - area[:, :2]) / extent
-    size = torch.stack([affine[:, 0, 0], affine[:, 1, 1]], 1) / extent
-    cells = affine.new_tensor(labels.values.shape[:1:-1])  # w, h
-    boxes = torch.cat([start * cells, (start + size) * cells], 1) - 0.5
-    rois = torch.cat([torch.arange(len(boxes), device=boxes.device, dtype=boxes.dtype)[:, None], boxes], 1)
+    low, high = labels.area.to(affine).masked_fill(~covers[:, None], 0).split(2, 1)  # (B, 2) x, y
+    extent = (high - low).masked_fill(~covers[:, None], 1)
+    h, w = labels.values.shape[2:]
+    (x0, y0), (x1, y1) = (
+        ((corner - low) / extent).unbind(1)
+        for corner in (affine[:, :, 2], affine[:, :, 2] + affine[:, :, :2].diagonal(dim1=1, dim2=2))
+    )
+    number = torch.arange(len(covers), device=affine.device, dtype=affine.dtype)
+    rois = torch.stack([number, x0 * w - 0.5, y0 * h - 0.5, x1 * w - 0.5, y1 * h - 0.5], 1)
     truth = one_hot(classes.long(), num_classes, smoothing, affine.dtype)
     with torch.autocast(affine.device.type, enabled=False):
         maps = dense_maps(labels, num_classes, affine.dtype)  # (B, C, h, w)

@@ -139,6 +139,23 @@ def test_an_image_without_a_map_keeps_its_class_in_roi_targets() -> None:
     assert made.cls[1, 4] == pytest.approx(0.9 + 0.1 / CLASSES) and made.cls[1].sum() == pytest.approx(1)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_roi_targets_on_cuda_agree_and_do_not_synchronise() -> None:
+    view_of = view({"label-crop", "label-affine"}, PUBLISHED, some_labels())
+    make = target_maker({"roi-align", "target-sum"}, make_targets)
+    expected = make(*view_of, torch.arange(COUNT), GRID, CLASSES, SMOOTHING, None, "uniform")
+    on_gpu = (*(part.to("cuda") for part in view_of), torch.arange(COUNT, device="cuda"))
+    make(*on_gpu, GRID, CLASSES, SMOOTHING, None, "uniform")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = make(*on_gpu, GRID, CLASSES, SMOOTHING, None, "uniform")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(made.tokens.cpu(), expected.tokens, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(made.cls.cpu(), expected.cls, rtol=1e-4, atol=1e-6)
+
+
 @BOTH
 def test_label_crop_alone_moves_the_window_across_the_diagonal(config: AugmentConfig) -> None:
     """The label of a point is that of the point as far into the mirrored window, through the same operations."""

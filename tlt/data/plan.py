@@ -298,17 +298,24 @@ def flips_and_operations(config: AugmentConfig, steps: Steps, canvas: Ints) -> F
 
     A later operation of the image is an earlier step of the map, which goes from output to source.
     """
-    result = _flips(steps, canvas)
-    const = int(min(config.size) * TRANSLATE_SHARE)
-    for layer in range(steps.kernels.shape[1]):
-        maps = geometry.identity(len(result))
-        for kernel, make in _MAPS.items():
-            rows = np.flatnonzero(steps.kernels[:, layer] == kernel)
-            if rows.size:
-                width, height = canvas[rows].astype(np.float64).T
-                maps[rows] = make(steps.values[rows, layer], width, height, const)
-        result = geometry.compose(maps, result)
+    result, maps = _flips(steps, canvas), _operation_maps(config, steps, canvas)
+    for layer in range(maps.shape[1]):
+        result = geometry.compose(maps[:, layer], result)
     return result
+
+
+def _operation_maps(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
+    """The map of each layer (B, layers, 2, 3), identity where it changes colours or nothing."""
+    flat, amounts = steps.kernels.ravel(), steps.values.ravel()
+    layers = steps.kernels.shape[1]
+    const = int(min(config.size) * TRANSLATE_SHARE)
+    maps = geometry.identity(flat.size)
+    for kernel, make in _MAPS.items():
+        rows = np.flatnonzero(flat == kernel)
+        if rows.size:
+            width, height = canvas[rows // layers].astype(np.float64).T
+            maps[rows] = make(amounts[rows], width, height, const)
+    return maps.reshape(*steps.kernels.shape, 2, 3)
 
 
 def _colour_layers(kernels: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:
