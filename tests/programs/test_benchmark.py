@@ -39,6 +39,8 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
         ("labels --top-k 6 --num-classes 5", "--top-k 6 is more than --num-classes 5"),
         ("augmentation --aa rand-m9-foo", "foo"),
         ("loss --batch-size 0", "--batch-size: 0 is out of range"),
+        ("alignment --size 224 100", "--size 224 100: tokens are 16 x 16 pixels, give multiples of 16"),
+        ("alignment --shapes 500", "--shapes 500: give WIDTHxHEIGHT in pixels"),
     ],
 )
 def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,3 +74,16 @@ def test_loss_compares_both_forms_of_one_loss(capsys: pytest.CaptureFixture[str]
     assert dense["work_bytes"] > 2 * logits and sparse["work_bytes"] < logits
     assert sparse["all_bytes"] - sparse["work_bytes"] == 2 * logits
     assert found["dense/sparse"]["work"] == pytest.approx(dense["work_bytes"] / sparse["work_bytes"])
+
+
+def test_alignment_prints_ours_and_the_published_error(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "alignment --images 2 --crops 50 --size 96 96 --shapes 100x75 --area center"
+    assert cli.benchmark([*line.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    overlap, pixels = found["overlap"]["100x75"], found["pixels"]["100x75"]
+    assert overlap["ours"] > 0.97 and overlap["published"] < 0.7
+    for ways in pixels.values():
+        assert ways["ours"]["mean"] < 0.2 and ways["ours"]["lost"] == 0
+        assert ways["published"]["mean"] > 2
+    assert cli.benchmark(line.split()) == 0
+    assert "100x75    TranslateXRel" in capsys.readouterr().out

@@ -144,9 +144,9 @@ def _row(compared: Comparison) -> Row:
 def window_overlap(root: Path, shape: Size, count: int, rows: Collection[str]) -> float:
     """Mean over random resized crops of the intersection over union of the part of the image that is shown and the part
     that the labels of the tokens speak of."""
-    files = Files.write(root, shape, (6, 6), count, shots=1)
+    files = Files.write(root, shape, (10, 10), count, shots=1)
     grid = (14, 14)
-    compared = files.compare(GeometryOnly((28, 28), interpolation="bilinear"), grid, "full", rows)
+    compared = files.compare(GeometryOnly((56, 56), interpolation="bilinear"), grid, "full", rows)
     centres = grid_points(grid)
     named = compared.shown.places(centres) + compared.ramp_error
     ones = torch.ones(len(centres), 1, dtype=centres.dtype)

@@ -30,7 +30,7 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel", "Tr
 
 @dataclass(frozen=True)
 class GeometryOnly(AugmentConfig):
-    """Augmentation with chosen geometric operations, always applied, and nothing that changes colours. Fills magenta."""
+    """Augmentation with chosen geometric operations, always applied, nothing that changes colours; fill is magenta."""
 
     hflip: float = 0.0
     color_jitter: float | tuple[float, ...] | None = None

@@ -74,3 +74,10 @@ def test_pillow_decodes(scene: Scene) -> None:
 def test_worker_processes_give_the_same_geometry(scene: Scene) -> None:
     here, there = (measure(scene, geometry_only("two"), workers=workers) for workers in (0, 1))
     assert torch.equal(here.dense.ramp_error, there.dense.ramp_error) and torch.equal(here.weight, there.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("order", AUG_ORDERS)
+def test_gpu(scene: Scene, order: str) -> None:
+    check(measure(scene, geometry_only("everything", aug_order=order), area="center", device="cuda"))
