@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
 SIZE, FINE_SIZE = 32, 48  # px
+GRID = SIZE // 8  # tokens of VOLO-D0 in a row
 HELD_OUT_EVERY = 5  # each fifth scan is held out
 
 # Digits keep their meaning under small shifts, shears and rotations, not under flips or large crops.
@@ -104,7 +105,8 @@ def annotate() -> None:
     run(f"python generate_label.py {OUTPUT}/digits {LABELS} --checkpoint {weights} --format archive -j 0", done)
     run(f"python -m tlt check {OUTPUT}/digits {LABELS}")
     done = (ROOT / OUTPUT / "labels.png").is_file()
-    run(f"python -m tlt show {OUTPUT}/digits {LABELS} -o {OUTPUT}/labels.png --size {SIZE} {SIZE} {AUGMENTATION}", done)
+    sizes = f"--size {SIZE} {SIZE} --grid {GRID} {GRID}"
+    run(f"python -m tlt show {OUTPUT}/digits {LABELS} -o {OUTPUT}/labels.png {sizes} {AUGMENTATION}", done)
 
 
 def validate(name: str) -> dict[str, str]:
