@@ -159,7 +159,10 @@ class Board:
 
     def fail(self) -> bool:
         """Say that this rank can't go on; True on the first one to say so."""
-        return self.add("failed", 1) == 1
+        try:
+            return self.add("failed", 1) == 1
+        except RuntimeError:  # a rank that failed before has taken the board with it
+            return False
 
     def failed(self) -> bool:
         """Whether a rank has said that it can't go on, or has taken the board with it."""
