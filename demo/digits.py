@@ -23,15 +23,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
 SIZE, FINE_SIZE = 32, 48  # px
+GRID = SIZE // 8  # tokens of VOLO-D0 in a row
 HELD_OUT_EVERY = 5  # each fifth scan is held out
 
 # Digits keep their meaning under small shifts, shears and rotations, not under flips or large crops.
+AUGMENTATION = "--hflip 0 --scale 0.7 1.0 --reprob 0 --aa rand-m5-n2-mstd0.5-inc1-tweights"
 COMMON = (
-    f"{OUTPUT}/digits --num-classes 10 --crop-pct 1.0 --hflip 0 --scale 0.7 1.0 --ratio 0.85 1.18 "
-    "--aa rand-m5-n2-mstd0.5-inc1-tweights --reprob 0 --cooldown-epochs 0 -j 0 -vb 8 --log-interval 15 "
-    f"--output {OUTPUT} --resume auto"
+    f"{OUTPUT}/digits --num-classes 10 --crop-pct 1.0 {AUGMENTATION} --ratio 0.85 1.18 --cooldown-epochs 0 "
+    f"-j 0 -vb 8 --log-interval 15 --output {OUTPUT} --resume auto"
 )
-LABELS = f"--token-label --token-label-data {OUTPUT}/labels"
+LABELS = f"{OUTPUT}/labels.tlt"
+TOKEN_LABELS = f"--token-label --token-label-data {LABELS}"
 TRAINING = {  # experiment: (launcher, flags, epochs)
     "annotator": (
         "python train.py",
@@ -40,12 +42,12 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
     ),
     "volo_d0": (
         "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05 {LABELS}",
+        f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05 {TOKEN_LABELS}",
         24,
     ),
     "volo_d0_fine": (
         "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 2e-4 --warmup-epochs 0 --drop-path 0.05 {LABELS} "
+        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 2e-4 --warmup-epochs 0 --drop-path 0.05 {TOKEN_LABELS} "
         f"--finetune {OUTPUT}/volo_d0/model_best.pth.tar",
         6,
     ),
@@ -63,7 +65,6 @@ def main() -> None:
     write_digits(ROOT / OUTPUT / "digits")
     train("annotator")
     annotate()
-    draw_labels(ROOT / OUTPUT / "labels.png")
     train("volo_d0")
     train("volo_d0_fine")
     results = [validate(name) for name in ("volo_d0", "volo_d0_fine")]
@@ -98,38 +99,14 @@ def train(name: str) -> None:
 
 
 def annotate() -> None:
-    """Make the token labels."""
+    """Make the token labels, look whether they belong to the images, and draw some."""
     weights = f"{OUTPUT}/annotator/model_best.pth.tar"
-    done = (ROOT / OUTPUT / "labels" / "labels.json").is_file()
-    run(f"python generate_label.py {OUTPUT}/digits {OUTPUT}/labels --checkpoint {weights} -j 0", done)
-
-
-def draw_labels(file: Path, count: int = 12) -> None:
-    """Draw some scans with the best class of every place written over them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    sys.path.insert(0, str(ROOT))  # the demo also runs where the packages are not installed
-    from tlt.data.folder import scan_folder
-    from tlt.store import PublishedTree
-
-    folder = scan_folder(ROOT / OUTPUT / "digits" / "train")
-    labels = PublishedTree(ROOT / OUTPUT / "labels", folder.paths)
-    figure, axes = plt.subplots(2, count // 2, figsize=(2 * count // 2, 4.4), constrained_layout=True)
-    for axis, index in zip(axes.flat, range(0, len(folder), len(folder) // count), strict=False):
-        image, best = plt.imread(folder.path(index)), labels.read(index).ids[0]  # (rows, columns)
-        rows, columns = best.shape
-        axis.imshow(image, cmap="gray", extent=(0, columns, rows, 0))
-        for row in range(rows):
-            for column in range(columns):
-                axis.text(column + 0.5, row + 0.5, best[row, column], color="tab:red", ha="center", va="center")
-        axis.set(xticks=range(columns + 1), yticks=range(rows + 1), xticklabels=[], yticklabels=[])
-        axis.grid(color="tab:red", alpha=0.3)
-    figure.suptitle("token labels: the annotator's first class at every place")
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    done = (ROOT / LABELS / "manifest.json").is_file()
+    run(f"python generate_label.py {OUTPUT}/digits {LABELS} --checkpoint {weights} --format archive -j 0", done)
+    run(f"python -m tlt check {OUTPUT}/digits {LABELS}")
+    done = (ROOT / OUTPUT / "labels.png").is_file()
+    sizes = f"--size {SIZE} {SIZE} --grid {GRID} {GRID}"
+    run(f"python -m tlt show {OUTPUT}/digits {LABELS} -o {OUTPUT}/labels.png {sizes} {AUGMENTATION}", done)
 
 
 def validate(name: str) -> dict[str, str]:

@@ -72,7 +72,8 @@ class Agreement:
             return "agreement with the folders' classes: not measured"
         said = self.summary()
         return (
-            f"the mean of the cells names the folder's class for {100 * said['images_naming_their_class']:.2f} % of "
-            f"{self.images} images, a single cell for {100 * said['cells_naming_their_class']:.2f} % of {self.cells} "
-            f"cells ({100 * said['cells_by_chance']:.2f} % by chance)"
+            "the mean of the cells' shares names the folder's class for "
+            f"{100 * said['images_naming_their_class']:.2f} % of {self.images} images, a single cell for "
+            f"{100 * said['cells_naming_their_class']:.2f} % of {self.cells} cells "
+            f"({100 * said['cells_by_chance']:.2f} % by chance)"
         )

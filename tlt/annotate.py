@@ -19,15 +19,18 @@ Shapes: B images, C classes, maps of `h x w` places, `channels` features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.groups import image_groups
 from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
-from tlt.models.wrap import TOKEN_LABEL_MODELS
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead
 
 _SUGGESTION = (
     "use a ConvNet (resnet50, convnext_tiny, dm_nfnet_f0), Swin, a vision transformer with average pooling, or a model "
@@ -53,10 +56,70 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         UserError: The model's features are not a map, its logits not their mean, or its dense head is switched off.
     """
-    if isinstance(model, TOKEN_LABEL_MODELS):
-        _, tokens = model(images, dense=True)  # (B, h * w, C)
-        return tokens.unflatten(1, model.token_grid((images.shape[-2], images.shape[-1])))
-    return _head_everywhere(model, *_features(model, images))
+    return _classify(model, *_features(model, images))
+
+
+class Annotation(NamedTuple):
+    """What an annotator says about B images.
+
+    Attributes:
+        values, ids: (B, k, h, w) float16 and int32, as of `top_classes`.
+        log_sum_exp: (B, h, w) float32, of all logits of a place, where those listed count as rounded in `values`.
+        named: (B,) int64, the class that the mean over the places names.
+    """
+
+    values: Tensor
+    ids: Tensor
+    log_sum_exp: Tensor
+    named: Tensor
+
+
+class Annotator:
+    """A network that labels images, in bounded memory however many classes it knows.
+
+    Args:
+        model: As of `dense_logits`, in evaluation mode.
+        k: Classes kept per place.
+        amp_dtype: Of autocast; None for float32.
+        compiled: Compiles a function, or returns it as it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        k: int,
+        amp_dtype: torch.dtype | None = None,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
+        self.model, self.k, self.amp_dtype = model, k, amp_dtype
+        # Not the head: how many images go through it at once is decided here, not by the compiler.
+        self._features = compiled(_features)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Annotation:
+        """Label (B, 3, H, W) normalised images. Raises UserError as `dense_logits`."""
+        parts = []
+        autocast = functools.partial(torch.autocast, images.device.type)
+        with autocast(enabled=False):  # or what follows the head would be rounded, if the caller casts
+            with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                features, tokens = self._features(self.model, images)
+            numbers = features[0, ..., 0].numel() * cast(int, self.model.num_classes)
+            for rows in image_groups(len(images), numbers, images.device):
+                with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                    dense = _classify(self.model, features[rows], tokens)
+                parts.append(_annotation(dense, self.k))
+            return Annotation(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _annotation(dense: Tensor, k: int) -> Annotation:
+    """Of dense logits (B, h, w, C), which are overwritten."""
+    dense = dense.float()
+    values, ids = top_classes(dense, k)
+    named = dense.mean((1, 2)).argmax(-1)
+    # The difference of two sums would lose the digits of a small tail.
+    tail = dense.scatter_(-1, ids.permute(0, 2, 3, 1).long(), -torch.inf).logsumexp(-1)
+    total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
+    return Annotation(values, ids, total, named)
 
 
 def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:
@@ -78,8 +141,8 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
         # a map of one place: large features of both signs do neither.
         probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
         pairs = [
-            (model(images), _head_everywhere(model, features, tokens)),
-            (_head(model, 10 * probe, tokens), _head_everywhere(model, 10 * probe, tokens)),
+            (model(images), _classify(model, features, tokens)),
+            (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
         ]
     for own, dense in pairs:
         _compare(own, dense.mean((1, 2)), name)
@@ -110,17 +173,24 @@ def _compare(own: Tensor, mean: Tensor, name: str) -> None:
 
 
 def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
-    """(B, h, w, channels) of a timm model's last features, and whether the model keeps them as tokens."""
+    """(B, h, w, channels) of the model's last features, and whether a timm model keeps them as tokens."""
     kind = type(model).__name__
+    if isinstance(model, TOKEN_LABEL_MODELS) and not model.dense_head:
+        raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
+    if isinstance(model, TokenLabelModel):
+        tokens = model.forward_features(images)[:, 1:]
+        return tokens.unflatten(1, model.token_grid((images.shape[-2], images.shape[-1]))), True
+    if isinstance(model, WithDenseHead):
+        return feature_map(model, model.forward_features(images), (images.shape[-2], images.shape[-1])), True
     if not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
         raise UserError(f"{kind} has no forward_features and forward_head; {_SUGGESTION}")
     features = cast(Callable[[Tensor], Any], model.forward_features)(images)
-    tokens, pool = isinstance(features, Tensor) and features.ndim == 3, getattr(model, "global_pool", "avg")
-    if tokens and pool != "avg":
+    as_tokens, pool = isinstance(features, Tensor) and features.ndim == 3, getattr(model, "global_pool", "avg")
+    if as_tokens and pool != "avg":
         source = _OTHER_SOURCES.get(pool, f"global pooling {pool!r}")
         raise UserError(f"{kind} can't annotate: its logits come from {source}, not from its patches; {_SUGGESTION}")
     try:
-        return feature_map(model, features, (images.shape[-2], images.shape[-1])), tokens
+        return feature_map(model, features, (images.shape[-2], images.shape[-1])), as_tokens
     except UserError as error:
         raise UserError(f"{error}, so it can't annotate; {_SUGGESTION}") from error
 
@@ -135,8 +205,12 @@ def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
     return head(features if is_channels_last(model) else features.permute(0, 3, 1, 2))
 
 
-def _head_everywhere(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
+def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
     """(B, h, w, channels) -> (B, h, w, C): the head on every place, see the module's description."""
+    if isinstance(model, TokenLabelModel):
+        return model.aux_head(features)
+    if isinstance(model, WithDenseHead):
+        return model.aux_head(model.aux_norm(features))
     norm = norm_after_pooling(model)
     if norm is not None:
         classifier = cast(Callable[[], nn.Module], model.get_classifier)()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from tlt.archive_format import (
     MANIFEST_NAME,
@@ -29,10 +30,11 @@ from tlt.archive_format import (
 )
 from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.label_files import find_labels
+from tlt.label_files import find_labels, find_published
 from tlt.label_map import LabelMap
 from tlt.label_store import LabelStore
 from tlt.store import TreeMetadata
+from tlt.tail import relative_to_tail
 
 _HALF_EXPONENT = np.uint16(0x7C00)  # all ones: infinite or not a number
 _ASPECT_TOLERANCE = 0.02  # between the image a label was made of and the image now, which may have been made smaller
@@ -117,6 +119,11 @@ class Rows:
         shard.check_length()
         return int(shard.tensors["crc32"][place]) == row_crc(shard.rows, place, int(self.keys[row]))
 
+    def absent(self, row: int) -> bool:
+        """Whether a row says that it has no label."""
+        shard, place = self._place(row)
+        return int(shard.tensors["form"][place]) == Form.ABSENT
+
     def tensors(self, row: int) -> tuple[dict[str, np.ndarray], int]:
         """The tensors of a row's shard, and its place in them.
 
@@ -142,11 +149,12 @@ class LabelArchive(LabelStore):
     Images are matched by name, in whatever order the archive has them: by the image's own name where the archive knows
     it, else by label file, with the rule of `PublishedTree`.
 
-    Args and attributes: those of `LabelStore`.
+    Args and attributes: those of `LabelStore`, and `label_tail`: the logit of classes that a cell doesn't list.
+    `"zero"`: 0, as published. `"exact"`: such that they have the share that the annotator gave them (`tlt.tail`).
 
     Raises:
-        UserError: No archive, not complete, damaged, made for other classes or images; with `"stop"` also if any image
-            has no label.
+        UserError: No archive, not complete, damaged, made for other classes or images, without the log-sum-exp that
+            `"exact"` needs; with `"stop"` also if any image has no label.
     """
 
     def __init__(
@@ -157,8 +165,10 @@ class LabelArchive(LabelStore):
         num_classes: int | None = None,
         bad_label: str = "stop",
         class_names: Sequence[str] | None = None,
+        published_names: bool = False,
+        label_tail: str = "zero",
     ) -> None:
-        super().__init__(root, names, num_classes, bad_label)
+        super().__init__(root, names, num_classes, bad_label, published_names)
         self.manifest = read_manifest(self.root)
         header = self.manifest.header
         self.rows = Rows(self.root, header)
@@ -168,6 +178,7 @@ class LabelArchive(LabelStore):
         self.metadata = None if text is None else TreeMetadata.parse(text, f"{self.root}/{MANIFEST_NAME}")
         self._compare(class_names)
         self._check_ids()
+        self._tail_classes = self._classes_of_tail(label_tail)
         self._area_asked = area is not None
         self._resolve_area(area, header.area)
         grid = header.grid[::-1] if header.transposed else header.grid
@@ -186,6 +197,8 @@ class LabelArchive(LabelStore):
         # were looked at too, but not by whatever other program may have written the archive.
         if np.maximum.reduce(values.view(np.uint16) & _HALF_EXPONENT, axis=None) == _HALF_EXPONENT:
             raise UserError(f"{self.source(index)}: a label value is NaN or infinite; make this label again")
+        if self._tail_classes:
+            values = self._relative_to_tail(index, values, tensors["log_sum_exp"][place])
         x0, y0, x1, y1 = tensors["area"][place].tolist()
         if width and height:
             self._compare_size(index, tensors["size"][place].tolist(), width, height)
@@ -195,12 +208,31 @@ class LabelArchive(LabelStore):
         return LabelMap(values.copy(), ids.astype(np.int32), area)
 
     def log_sum_exp(self, index: int) -> np.ndarray | None:
-        """(h, w) float16 log-sum-exp of all the annotator's logits for image `index`; None: the archive has none."""
+        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None: the archive has none."""
         tensors, place = self.rows.tensors(int(self._row_of[index]))
         if "log_sum_exp" not in tensors:
             return None
         values = tensors["log_sum_exp"][place]
         return (values.T if self.manifest.header.transposed else values).copy()
+
+    def _classes_of_tail(self, label_tail: str) -> int:
+        """C for `"exact"`, 0 for `"zero"`."""
+        if label_tail == "zero":
+            return 0
+        shown = f"--label-tail {label_tail}: label archive {printable(self.root)}"
+        classes = self.num_classes or (self.metadata.num_classes if self.metadata else 0)
+        if not self.manifest.header.log_sum_exp:
+            raise UserError(f"{shown} has no log-sum-exp: make it with `generate_label.py --format archive`")
+        if not classes:
+            raise UserError(f"{shown} does not say how many classes there are: give --num-classes")
+        return classes
+
+    def _relative_to_tail(self, index: int, values: np.ndarray, log_sum_exp: np.ndarray) -> np.ndarray:
+        if not np.isfinite(log_sum_exp).all():
+            raise UserError(f"{self.source(index)}: a log-sum-exp is NaN or infinite; make this label again")
+        # Tensors want memory that they may write to.
+        both = torch.from_numpy(values.copy()), torch.from_numpy(log_sum_exp.copy())
+        return relative_to_tail(*both, self._tail_classes).numpy()
 
     def extra(self) -> list[str]:
         """Label files that belong to none of the images."""
@@ -233,7 +265,7 @@ class LabelArchive(LabelStore):
     def _match(self, names: Sequence[str]) -> np.ndarray:
         forms = self.rows.column("form")
         images, labels = self.rows.all_names("image"), self.rows.all_names("label")
-        row_of_image = {name: row for row, name in enumerate(images) if name}
+        row_of_image = {} if self.published_names else {name: row for row, name in enumerate(images) if name}
         rows = np.array([row_of_image.get(name, -1) for name in names], np.int64)
         taken = set(rows.tolist())
         row_of_label = {
@@ -241,7 +273,8 @@ class LabelArchive(LabelStore):
         }
         rest = np.flatnonzero(rows < 0).tolist()
         rest_names = [names[index] for index in rest]
-        found = find_labels(_ArchiveListing(self.root, row_of_label), rest_names)
+        find = find_published if self.published_names else find_labels
+        found = find(_ArchiveListing(self.root, row_of_label), rest_names)
         for place, index in enumerate(rest):
             if place not in found.missing:
                 label = found.other_name.get(place) or os.path.splitext(rest_names[place])[0] + ".pt"

@@ -101,10 +101,10 @@ class Header:
             "area": ("F32", (n, 4)),  # x0, y0, x1, y1
             "size": ("I32", (n, 2)),  # width, height of the image; 0: not known
             "crc32": ("U32", (n,)),
+            **({"log_sum_exp": ("F32", (n, *grid))} if self.log_sum_exp else {}),
             **wide,
             **narrow,
             "values": ("F16", (n, self.k, *grid)),
-            **({"log_sum_exp": ("F16", (n, *grid))} if self.log_sum_exp else {}),
             "form": ("U8", (n,)),
         }
 

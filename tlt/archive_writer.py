@@ -112,6 +112,10 @@ class ArchiveWriter:
         """Rows that are not written yet."""
         return [row for row in range(self.header.records) if not self.rows.valid(row)]
 
+    def has_label(self, row: int) -> bool:
+        """Whether a row is written, and not as absent."""
+        return self.rows.valid(row) and not self.rows.absent(row)
+
     def write(
         self,
         row: int,

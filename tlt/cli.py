@@ -4,6 +4,7 @@
     tlt unpack ARCHIVE OUT              and back, bit for bit
     tlt check DATA LABELS               do labels and images belong together?
     tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
+    tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
 
 Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
 `--debug` shows it); 130 interrupted from the keyboard.
@@ -15,6 +16,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from tlt.compat_rows import LABEL_ROWS
 from tlt.errors import UserError
 
 _SPLIT = "folder of the images within DATA, if there is one"
@@ -29,6 +31,7 @@ def parser() -> ArgumentParser:
     _unpack(commands.add_parser("unpack", help="an archive into the tree it was packed from", description=_UNPACK))
     _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
     _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
+    _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top
@@ -46,6 +49,11 @@ _CHECK = (
 _PROBE = (
     "Find out from the images which of {as stored, transposed} x {full image, centre square} fits the maps, and how "
     "sure that is. Nothing is written."
+)
+
+_SHOW = (
+    "Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with "
+    "the target of every token. Needs matplotlib."
 )
 
 
@@ -80,6 +88,27 @@ def _probe(command: ArgumentParser) -> None:
     command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the bootstrap (0)")
 
 
+def _show(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="picture: .png, .pdf or .svg")
+    command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
+    command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")
+    command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
+    command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")
+    command.add_argument("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="as train.py's; none: none")
+    command.add_argument("--scale", type=float, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
+    command.add_argument("--hflip", type=float, default=0.5, metavar="P", help="as train.py's (0.5)")
+    command.add_argument("--reprob", type=float, default=0.25, metavar="P", help="as train.py's (0.25)")
+    command.add_argument("--aug-order", choices=("timm", "published"), default="timm", help="as train.py's (timm)")
+    command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="as train.py's (ignore)")
+    command.add_argument("--compat", nargs="+", choices=LABEL_ROWS, default=(), help="as train.py's, for these labels")
+    command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the augmentation (0)")
+    command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
+
+
 def _positive(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
@@ -102,6 +131,10 @@ def run(args: Namespace) -> int:
         report = check(args.data, args.labels, args.split, args.num_classes)
         print("\n".join(report.lines()), flush=True)
         return 0 if report.usable else UserError.exit_code
+    elif args.command == "show":
+        from tlt.show import show
+
+        lines = show(args)
     else:
         from tlt.probe import probe
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 
 class UserError(Exception):
     """Bad input. The message is one line that names the file or flag and the remedy.
@@ -10,3 +13,19 @@ class UserError(Exception):
     """
 
     exit_code = 2
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional package where it is used.
+
+    Args:
+        module: Import name, such as `"matplotlib"`.
+        extra: The pip extra of this project that installs it.
+
+    Raises:
+        UserError: The package is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{module} is not installed: pip install 'volo-tlt[{extra}]' ({error})") from error

@@ -112,6 +112,18 @@ def find_labels(listing: Listing, names: Sequence[str]) -> Found:
     return found
 
 
+def find_published(listing: Listing, names: Sequence[str]) -> Found:
+    """Match images with label files by the published rule alone, which may give one file to several images."""
+    found = Found()
+    for index, name in enumerate(names):
+        label = published_label_name(name)
+        if listing.has(label):
+            found.other_name[index] = label
+        else:
+            found.missing.add(index)
+    return found
+
+
 def _match_published(
     listing: Listing, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: Found
 ) -> None:

@@ -37,7 +37,7 @@ class LabelMap:
     """The labels of one image.
 
     Attributes:
-        values: (k, h, w) float16, logits of the classes in `ids`.
+        values: (k, h, w) float16 logits of the classes in `ids`; float32 where they were shifted (`tlt.tail`).
         ids: (k, h, w) int32 class ids.
         area: `(x0, y0, x1, y1)`, the part of the source image that the map covers, in [0, 1]. An empty area means that
             nothing is known about the image.

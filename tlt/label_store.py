@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.label_files import Names
+from tlt.label_files import Names, published_label_name
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class LabelStore:
         num_classes: Class ids must be below it.
         bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
+        published_names: Find labels by the published rule alone (`tlt.label_files.published_label_name`).
     Stores also take `area`: `"full"` or `"center"`, what part of the images the maps cover (None: as the store says,
     else full), and `class_names`, compared with the store's, if it has any.
 
@@ -41,10 +42,18 @@ class LabelStore:
     area: str | Area
     shape: tuple[int, int, int]
 
-    def __init__(self, root: str | Path, names: Sequence[str], num_classes: int | None, bad_label: str) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        names: Sequence[str],
+        num_classes: int | None,
+        bad_label: str,
+        published_names: bool = False,
+    ) -> None:
         if bad_label not in BAD_LABEL_POLICIES:
             raise UserError(f"--bad-label {bad_label} is none of {', '.join(BAD_LABEL_POLICIES)}")
         self.root, self.num_classes, self.bad_label = os.fspath(root), num_classes, bad_label
+        self.published_names = published_names
         self.warnings: list[str] = []
         self.metadata: TreeMetadata | None = None
         self._names = Names(names)
@@ -133,6 +142,9 @@ class LabelStore:
         counts = f"{len(metadata.class_names)} classes there, {len(class_names)} here"
         raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
 
+    def _usual_label(self, name: str) -> str:
+        return published_label_name(name) if self.published_names else os.path.splitext(name)[0] + ".pt"
+
     def _refuse_missing(self, names: Sequence[str]) -> None:
         known = set(self.metadata.skipped) if self.metadata else set()
         missing = [names[index] for index in self.missing() if names[index] not in known]
@@ -140,8 +152,10 @@ class LabelStore:
             return
         text = (
             f"{len(missing)} of {len(names)} images have no label in {printable(self.root)}, the first is "
-            f"{printable(missing[0])} (looked for {printable(os.path.splitext(missing[0])[0])}.pt)"
+            f"{printable(missing[0])} (looked for {printable(self._usual_label(missing[0]))})"
         )
+        if len(missing) == len(names):
+            raise UserError(f"{text}; these labels are of another data set, or not complete")
         if self.bad_label == "stop" or len(self._missing) == len(names):
             raise UserError(
                 f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt.archive import LabelArchive, is_archive
+from tlt.data.folder import printable
+from tlt.errors import UserError
 from tlt.label_store import LabelStore
 from tlt.store import PublishedTree
 
@@ -17,13 +19,21 @@ def open_labels(
     num_classes: int | None = None,
     bad_label: str = "stop",
     class_names: Sequence[str] | None = None,
+    published_names: bool = False,
+    label_tail: str = "zero",
 ) -> LabelStore:
     """The labels of a list of images: out of an archive (`tlt pack`), or of a tree of published files.
 
-    Args: see `tlt.label_store.LabelStore`.
+    Args: see `tlt.label_store.LabelStore` and, for `label_tail`, `tlt.archive.LabelArchive`.
 
     Raises:
         UserError: Whatever can be known now about why the labels can't be used.
     """
-    kind = LabelArchive if is_archive(path) else PublishedTree
-    return kind(path, names, area, num_classes, bad_label, class_names)
+    if is_archive(path):
+        return LabelArchive(path, names, area, num_classes, bad_label, class_names, published_names, label_tail)
+    if label_tail != "zero":
+        raise UserError(
+            f"--label-tail {label_tail}: {printable(str(path))} is no archive with log-sum-exp, as "
+            "`generate_label.py --format archive` makes it"
+        )
+    return PublishedTree(path, names, area, num_classes, bad_label, class_names, published_names)

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from tlt.groups import image_groups
 from tlt.label_map import LabelBatch
-from tlt.targets import check_size, hat_weights, one_hot, points_per_token, smooth, source_points
+from tlt.targets import (
+    check_size,
+    check_uncovered,
+    hat_weights,
+    known,
+    one_hot,
+    points_per_token,
+    smooth,
+    source_points,
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class SparseTargets:
     Attributes:
         cls: (B, C) soft label of the whole crop.
         tokens: Soft labels of the tokens, or None where only the crop has one (label size 1, as in ReLabel).
-        weight: (B, N) share in [0, 1] of each token that its label map covers; None with `tokens`.
+        weight: (B, N) in [0, 1], how much each token counts; None with `tokens`.
         truth: (B,) int64 class of each image by its folder.
         smoothing: Label smoothing in [0, 1) that `cls` and `tokens` contain.
         grid: Token grid, (rows, cols); N = rows * cols.
@@ -83,6 +92,7 @@ def make_sparse_targets(
     num_classes: int,
     smoothing: float = 0.1,
     token_label_size: int | None = None,
+    uncovered: str = "ignore",
 ) -> SparseTargets:
     """The targets of `tlt.targets.make_targets`, whose arguments these are, without a tensor of (B, N, C).
 
@@ -90,16 +100,17 @@ def make_sparse_targets(
     place that another entry changes. No synchronisation with the host.
 
     Raises:
-        UserError: `token_label_size` is neither 1 nor the model's grid.
+        UserError: `token_label_size` is neither 1 nor the model's grid, or `uncovered` is unknown.
     """
     check_size(token_label_size, grid)
+    check_uncovered(uncovered)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     classes = classes.long()
     cls = one_hot(classes, num_classes, smoothing, dtype)
     if labels is None:
         tokens, weight = _truth_tokens(classes, grid, num_classes, smoothing, dtype)
     else:
-        geometry = labels, affine.to(dtype), visible.to(dtype), grid
+        geometry = labels, affine.to(dtype), visible.to(dtype), grid, uncovered
         # In lower precision the weights of a token's points would no longer sum to one.
         with torch.autocast(affine.device.type, enabled=False):
             cls = _crop_labels(*geometry, cls, smoothing)
@@ -121,30 +132,42 @@ def _truth_tokens(
 
 
 def _crop_labels(
-    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], truth: Tensor, smoothing: float
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
+    grid: tuple[int, int],
+    uncovered: str,
+    truth: Tensor,
+    smoothing: float,
 ) -> Tensor:
-    """(B, C) soft labels of the crops; `truth` where nothing is covered."""
+    """(B, C) soft labels of the crops; `truth` where no point counts."""
     result = torch.empty_like(truth)
     per_image = grid[0] * grid[1] * entries_per_token(labels, grid)
     for rows in image_groups(len(truth), per_image, truth.device):
-        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, truth.shape[1])
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, truth.shape[1])
         logits, total = _crop_logits(sample, truth.shape[1])
         result[rows] = torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows])
     return result
 
 
 def _token_labels(
-    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], num_classes: int, smoothing: float
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
+    grid: tuple[int, int],
+    uncovered: str,
+    num_classes: int,
+    smoothing: float,
 ) -> tuple[SparseLabels, Tensor]:
-    """Soft labels of every token, and (B, N) coverage."""
+    """Soft labels of every token, and (B, N) how much it counts."""
     shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(labels, grid))
-    coverage, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
+    weight, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
     ids = torch.empty(shape, dtype=torch.int32, device=affine.device)
     for rows in image_groups(shape[0], shape[1] * shape[2], affine.device):
-        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, num_classes)
-        coverage[rows] = sample.inside.mean(-1)
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, num_classes)
+        weight[rows] = sample.counted.mean(-1)
         base[rows], ids[rows], excess[rows] = _soft_labels(*_token_logits(sample), num_classes, smoothing)
-    return SparseLabels(base, ids, excess), coverage
+    return SparseLabels(base, ids, excess), weight
 
 
 @dataclass(frozen=True)
@@ -156,7 +179,8 @@ class _Sample:
         area: (B, 4) of the maps.
         map_size: (h, w).
         points: (B, N, n * n, 2) source points of every token.
-        inside: (B, N, n * n), 1 where a point counts, 0 where it does not.
+        inside: (B, N, n * n), 1 where a point is covered, 0 where it is not.
+        counted: (B, N, n * n), 1 where a point is in the mean; one that isn't covered adds nothing to it.
     """
 
     ids: Tensor
@@ -165,9 +189,12 @@ class _Sample:
     map_size: tuple[int, int]
     points: Tensor
     inside: Tensor
+    counted: Tensor
 
 
-def _sample(labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], num_classes: int) -> _Sample:
+def _sample(
+    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], uncovered: str, num_classes: int
+) -> _Sample:
     _, _, h, w = labels.values.shape
     n = points_per_token((h, w), grid)
     offsets = [((index // n + 0.5) / n, (index % n + 0.5) / n) for index in range(n * n)]
@@ -177,7 +204,8 @@ def _sample(labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int
     high = torch.minimum(area[:, 2:], visible[:, 2:])[:, None, None]
     # Strict, so that an empty area covers nothing.
     inside = ((points > low) & (points < high)).all(-1).to(affine.dtype)
-    return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside)
+    counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
+    return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside, counted)
 
 
 def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -197,7 +225,7 @@ def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> tu
 def _crop_logits(sample: _Sample, num_classes: int) -> tuple[Tensor, Tensor]:
     """(B, C) mean label logits over the points of the whole crop that count, and (B, 1) their number."""
     inside = sample.inside.flatten(1)  # (B, P)
-    total = inside.sum(1, keepdim=True)
+    total = sample.counted.flatten(1).sum(1, keepdim=True)
     across, down = hat_weights(sample.points.flatten(1, 2), sample.area, sample.map_size)  # (B, P, w), (B, P, h)
     cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
     ids, sums, _ = merge_equal(sample.ids.flatten(1), (sample.values * cells[..., None]).flatten(1), cells.shape[1])
@@ -208,7 +236,7 @@ def _crop_logits(sample: _Sample, num_classes: int) -> tuple[Tensor, Tensor]:
 def _token_logits(sample: _Sample) -> tuple[Tensor, Tensor, Tensor]:
     """(B, N, M) class ids, label logits and the mask of one entry per class, as `merge_equal` gives them."""
     cells, weights = _corners(sample.points, sample.area, sample.map_size)  # (B, N, n * n, 4)
-    weights = weights * (sample.inside / sample.inside.sum(-1, keepdim=True).clamp(min=1))[..., None]
+    weights = weights * (sample.inside / sample.counted.sum(-1, keepdim=True).clamp(min=1))[..., None]
     index = cells.flatten(1)[..., None].expand(-1, -1, sample.ids.shape[2])  # (B, N * n * n * 4, k)
     entries = sample.values.gather(1, index) * weights.flatten(1)[..., None]
     shape = (*weights.shape[:2], -1)

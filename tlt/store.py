@@ -19,7 +19,7 @@ import torch
 
 from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.label_files import TreeListing, find_labels
+from tlt.label_files import TreeListing, find_labels, find_published
 from tlt.label_map import FULL_AREA, Area, LabelMap
 from tlt.label_store import AREAS, LabelStore
 from tlt.weights import refused_name, short_reason
@@ -200,14 +200,15 @@ class PublishedTree(LabelStore):
         num_classes: int | None = None,
         bad_label: str = "stop",
         class_names: Sequence[str] | None = None,
+        published_names: bool = False,
     ) -> None:
-        super().__init__(root, names, num_classes, bad_label)
+        super().__init__(root, names, num_classes, bad_label, published_names)
         if not os.path.isdir(self.root):
             raise UserError(f"--token-label-data {printable(self.root)} does not exist or is not a folder")
         self.metadata = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
         self._compare(class_names)
         self._resolve_area(area, self.metadata.area if self.metadata else "full")
-        found = find_labels(TreeListing(self.root), names)
+        found = (find_published if published_names else find_labels)(TreeListing(self.root), names)
         self._other_name, self._missing = found.other_name, found.missing
         self._refuse_missing(names)
         self.shape = self._first_shape()

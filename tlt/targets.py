@@ -18,6 +18,8 @@ import torch
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch
 
+UNCOVERED = ("ignore", "uniform")
+
 # Samples are worked off in groups, so that the dense form of the label maps stays below this many numbers (64 MiB).
 _DENSE_NUMBERS = 2**24
 
@@ -30,7 +32,8 @@ class Targets:
         cls: (B, C) soft label of the whole crop.
         tokens: (B, N, C) soft label of every token, or None where only the crop has one (label size 1, as in ReLabel).
             May be an expanded view: don't write into it.
-        weight: (B, N) share in [0, 1] of each token that its label map covers; None with `tokens`.
+        weight: (B, N) in [0, 1], how much each token counts: the share of it that its label map covers, or 1 where
+            what isn't covered counts as uniform; None with `tokens`.
         truth: (B,) int64 class of each image by its folder.
         smoothing: Label smoothing in [0, 1) that `cls` and `tokens` contain.
         grid: Token grid, (rows, cols); N = rows * cols.
@@ -119,6 +122,7 @@ def make_targets(
     num_classes: int,
     smoothing: float = 0.1,
     token_label_size: int | None = None,
+    uncovered: str = "ignore",
 ) -> Targets:
     """Targets of one batch, computed on the device of its labels without synchronising with the host.
 
@@ -131,14 +135,18 @@ def make_targets(
         num_classes: C.
         smoothing: Label smoothing in [0, 1), put on top of the soft labels as published.
         token_label_size: None takes the model's grid. 1 makes a soft label of the crop only (ReLabel).
+        uncovered: What a point means that the map doesn't cover or the crop doesn't show. "ignore": nothing, it is left
+            out of the mean. "uniform": logit 0 for all classes, as published, and every token weighs 1.
 
-    The class label is the mean over all covered points of the crop, as `roi_align` to 1 x 1 would give, then the
-    softmax; a sample with no covered point gets its folder class.
+    The class label is the mean over all points of the crop that count, as `roi_align` to 1 x 1 would give, then the
+    softmax; a sample with no such point gets its folder class. A map of empty area says nothing of its image: there no
+    point counts.
 
     Raises:
-        UserError: `token_label_size` is neither 1 nor the model's grid.
+        UserError: `token_label_size` is neither 1 nor the model's grid, or `uncovered` is unknown.
     """
     check_size(token_label_size, grid)
+    check_uncovered(uncovered)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     classes = classes.long()
     truth = one_hot(classes, num_classes, smoothing, dtype)
@@ -147,6 +155,8 @@ def make_targets(
         cls, tokens = truth, truth[:, None].expand(-1, weight.shape[1], -1)
     else:
         logits, weight = sample_tokens(labels, affine.to(dtype), grid, visible.to(dtype), num_classes)
+        if uncovered == "uniform":
+            logits, weight = logits * weight[..., None], known(labels).to(dtype)[:, None].expand_as(weight)
         with torch.autocast(affine.device.type, enabled=False):
             cls = _crop_label(logits, weight, truth, smoothing)
         tokens = logits if token_label_size == 1 else smooth(logits.softmax(-1), smoothing)
@@ -163,8 +173,18 @@ def check_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
         )
 
 
+def check_uncovered(uncovered: str) -> None:
+    if uncovered not in UNCOVERED:
+        raise UserError(f"--uncovered {uncovered} is none of {', '.join(UNCOVERED)}")
+
+
+def known(labels: LabelBatch) -> torch.Tensor:
+    """(B,) bool: whether a map covers any of its image (`tlt.label_map.NO_AREA` doesn't)."""
+    return (labels.area[:, 2:] > labels.area[:, :2]).all(1)
+
+
 def _crop_label(logits: torch.Tensor, weight: torch.Tensor, truth: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """(B, N, C) token logits and their (B, N) coverage -> (B, C) soft label of the crop, `truth` where uncovered."""
+    """(B, N, C) token logits and their (B, N) weights -> (B, C) soft label of the crop, `truth` where all weigh 0."""
     total = weight.sum(1, keepdim=True)  # (B, 1)
     mean = torch.bmm((weight / total.clamp(min=torch.finfo(weight.dtype).tiny))[:, None], logits)[:, 0]  # (B, C)
     return torch.where(total > 0, smooth(mean.softmax(-1), smoothing), truth)
@@ -223,6 +243,11 @@ def _hat(share: torch.Tensor, size: int) -> torch.Tensor:
     position = (share * size - 0.5).clamp(0, size - 1)[..., None]
     cells = torch.arange(size, dtype=share.dtype, device=share.device)
     return (1 - (position - cells).abs()).clamp(min=0)
+
+
+def dense_maps(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
+    """(B, C, h, w) logits of every cell, 0 for classes it does not list."""
+    return _dense(labels, num_classes, dtype).transpose(1, 2).unflatten(2, labels.values.shape[2:]).contiguous()
 
 
 def _dense(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from volo.engine import args, flags_benchmark, flags_report
+from volo.engine import args, flags_attention, flags_benchmark, flags_report
 from volo.engine.console import run_program
 from volo.engine.preempt import STOP
 
@@ -33,3 +33,8 @@ def benchmark(argv: Sequence[str] | None = None) -> int:
 def report(argv: Sequence[str] | None = None) -> int:
     """`python report.py`, `volo-report`: what happened to a run (`volo.engine.report`)."""
     return run_program(flags_report.parse_report, "volo.engine.report", argv)
+
+
+def show_attention(argv: Sequence[str] | None = None) -> int:
+    """`python show_attention.py`, `volo-show-attention`: draw attention maps (`volo.programs.show_attention`)."""
+    return run_program(flags_attention.parse_show_attention, "volo.programs.show_attention", argv)

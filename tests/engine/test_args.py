@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tlt.compat_rows import ROWS as ROWS_OF_COMPAT
 from tlt.errors import UserError
 from volo.engine.args import (
     generate_label_parser,
@@ -22,6 +23,7 @@ from volo.engine.args import (
 )
 
 ROOT = Path(__file__).parents[2]
+LABELS = "--token-label --token-label-data l"
 
 # The published program, one flag a line: destination | default | on a command line | what that gives.
 # It was written down from the published program, not from ours.
@@ -276,6 +278,26 @@ def test_data_dir_as_a_flag() -> None:
         ("--no-mix-token", "--no-mix-token has no effect without --token-label"),
         ("--token-label --ground-truth", "--ground-truth has no effect without dense targets"),
         ("--token-label --token-label-data l --token-label-size 1 --dense-weight 1", "without dense targets"),
+        ("--token-label --uncovered uniform", "--uncovered uniform has no effect without --token-label-data"),
+        ("--compat label-corp", "--compat label-corp: unknown row, did you mean label-crop"),
+        ("--compat zzzz", "unknown row, there are upstream, aug-order, label-crop"),
+        ("--compat no-label-crop", "--compat no-label-crop takes a row out of upstream"),
+        ("--compat upstream label-crop no-label-crop", "keep one of them"),
+        ("--compat label-crop", "--compat label-crop has no effect without --token-label-data"),
+        ("--token-label --compat half-ids", "--compat half-ids has no effect without --token-label-data"),
+        ("--compat mixtoken-rng", "--compat mixtoken-rng has no effect without MixToken"),
+        ("--token-label --no-mix-token --compat mixtoken-rng", "has no effect without MixToken"),
+        ("--no-aug --compat aug-order", "--compat aug-order has no effect without augmentation (--no-aug)"),
+        (f"{LABELS} --smoothing 0 --compat target-sum", "--compat target-sum has no effect without --smoothing"),
+        (f"{LABELS} --compat untrained-dense-head", "has no effect without --dense-weight 0"),
+        (f"{LABELS} --data-backend synthetic --compat label-names", "has no effect without label files"),
+        (f"{LABELS} --compat label-affine", "needs the published order: add --compat aug-order"),
+        (f"{LABELS} --compat roi-align", "add --compat label-affine"),
+        (f"{LABELS} --compat upstream no-label-affine", "add --compat label-affine"),
+        (f"{LABELS} --compat upstream no-uncovered", "add --compat uncovered"),
+        (f"{LABELS} --compat upstream --aug-order timm", "--aug-order timm contradicts --compat aug-order"),
+        (f"{LABELS} --uncovered ignore --compat uncovered", "--uncovered ignore contradicts --compat uncovered"),
+        ("--no-aug --compat upstream", "--compat upstream changes nothing here"),
         ("--token-label --bad-label skip", "--bad-label skip has no effect without --token-label-data"),
         ("--token-label --token-label-data l --gt-weight-agree 0.7", "without --ground-truth"),
         ("--token-label --cls-weight 0", "--cls-weight 0 leaves nothing to train"),
@@ -284,6 +306,7 @@ def test_data_dir_as_a_flag() -> None:
             "--cls-weight 0 leaves nothing to train",
         ),
         ("--no-aug --hflip 0.3", "--hflip 0.3 has no effect without augmentation (--no-aug)"),
+        ("--no-aug --aug-order published", "--aug-order published has no effect without augmentation (--no-aug)"),
         ("--outlooker-drop-path", "without --drop-path above 0"),
         ("--torchcompile eager --torchcompile-mode reduce-overhead", "without --torchcompile inductor"),
         ("--mixup-prob 0.5", "without --mixup or --cutmix"),
@@ -309,6 +332,30 @@ def test_refused_in_one_line(line: str, message: str) -> None:
         parse_train(["/data", *line.split()])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
+    every = ["label-crop", "label-scale", "label-area", "label-affine", "roi-align"]
+    rest = ["target-sum", "half-ids", "label-names"]
+    args = parse_train(["/data", *LABELS.split(), "--compat", "upstream"])
+    assert args.compat == ["aug-order", *every, "uncovered", *rest, "mixtoken-rng"]
+    assert (args.aug_order, args.uncovered) == ("published", "uniform")
+    assert any("nothing to change: untrained-dense-head" in note for note in args.notes)
+    args = parse_train(["/data", *LABELS.split(), "--dense-weight", "0", "--compat", "upstream", "no-label-crop"])
+    assert args.compat == ["aug-order", *every[1:], "uncovered", *rest, "untrained-dense-head", "mixtoken-rng"]
+    args = parse_train(["/data", *LABELS.split(), "--no-aug", "--compat", "upstream"])
+    assert "label-affine" not in args.compat and "roi-align" in args.compat and args.aug_order == "timm"
+    one = parse_train(["/data", *LABELS.split(), "--compat", "label-scale"])
+    assert (one.compat, one.aug_order, one.uncovered) == (["label-scale"], "timm", "ignore")
+    assert parse_train(["/data", "--compat", "aug-order"]).aug_order == "published"
+    assert parse_train(["/data"]).compat is None
+
+
+def test_every_row_of_compat_can_stand_alone() -> None:
+    flags = f"{LABELS} --dense-weight 0 --aug-order published --uncovered uniform"
+    for row in ROWS_OF_COMPAT:
+        with_it = ["label-affine", row] if row == "roi-align" else [row]
+        assert parse_train(["/data", *flags.split(), "--compat", *with_it]).compat == with_it
 
 
 def test_data_dir_is_needed_but_for_synthetic_data() -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from tlt.errors import UserError
-from volo.engine.distributed import choose_device, from_primary, primary_first, ranks_from_environment, sum_over_ranks
+from volo.engine.distributed import (
+    Board,
+    choose_device,
+    from_primary,
+    primary_first,
+    ranks_from_environment,
+    sum_over_ranks,
+)
 
 
 def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:
@@ -47,3 +55,14 @@ def test_collectives_alone_change_nothing() -> None:
     assert ran
     with pytest.raises(UserError, match="bad"), primary_first():
         raise UserError("bad")
+
+
+def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:
+    alone = Board()
+    assert alone.fail() and not alone.fail()  # the first one tells
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board()
+    board._store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    assert board.add("done", 2) == 2 and not board.failed()
+    del host
+    assert board.failed() and not board.fail()

@@ -54,6 +54,15 @@ class TwoHeads(nn.Module):
         return self.cls, self.aux
 
 
+@pytest.mark.parametrize("num_classes", [200, 47])
+def test_what_is_not_covered_is_left_out_or_uniform(num_classes: int) -> None:
+    batch, objective = labelled_batch(num_classes), replace(OBJECTIVE, num_classes=num_classes)
+    batch = replace(batch, visible=torch.tensor([[0.0, 0.0, 0.5, 1.0]]).repeat(3, 1))
+    left_out, uniform = (replace(objective, uncovered=way).targets(batch) for way in ("ignore", "uniform"))
+    assert left_out.weight is not None and left_out.weight[:, 2::3].eq(0).all() and left_out.weight[:, 0::3].eq(1).all()
+    assert uniform.weight is not None and uniform.weight.eq(1).all()
+
+
 @pytest.mark.parametrize("num_classes,form", [(200, SparseTargets), (48, SparseTargets), (47, Targets)])
 def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int, form: type) -> None:
     batch, model = labelled_batch(num_classes), TwoHeads(num_classes)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlt import groups
 from tlt.errors import UserError
-from tlt.label_map import FULL_AREA, LabelBatch, LabelMap
+from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets, merge_equal
 from tlt.targets import make_targets, points_per_token
 
@@ -50,9 +50,14 @@ def point_logits(labels: LabelBatch, b: int, x: float, y: float) -> np.ndarray:
 
 
 def brute_force(
-    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], truth: list[int]
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
+    grid: tuple[int, int],
+    truth: list[int],
+    uncovered: str = "ignore",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Crop labels (B, C), token labels (B, N, C) and coverage (B, N)."""
+    """Crop labels (B, C), token labels (B, N, C) and weights (B, N)."""
     n, batch = points_per_token(tuple(labels.values.shape[2:]), grid), len(truth)
     seen: dict[tuple[int, int], list[np.ndarray]] = {}
     for b, row, col, i, j in np.ndindex(batch, *grid, n, n):
@@ -60,6 +65,8 @@ def brute_force(
         token = seen.setdefault((b, row * grid[1] + col), [])
         if all(a[0] < x < a[2] and a[1] < y < a[3] for a in (labels.area[b].tolist(), visible[b].tolist())):
             token.append(point_logits(labels, b, x, y))
+        elif uncovered == "uniform" and labels.area[b].any():
+            token.append(np.zeros(CLASSES))
 
     def soft(points: list[np.ndarray], nothing: np.ndarray) -> np.ndarray:
         powers = np.exp(np.mean(points, 0)) if points else nothing
@@ -91,6 +98,32 @@ def test_every_number_equals_the_loop(seed: int, grid: tuple[int, int]) -> None:
         np.testing.assert_allclose(found.cls.numpy(), cls, rtol=tolerance)
         np.testing.assert_allclose(found.tokens.dense(CLASSES).numpy(), tokens, rtol=tolerance)
         np.testing.assert_allclose(found.weight.numpy(), coverage, atol=1e-7)
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (2, 2)])
+def test_what_is_not_covered_counts_as_uniform_in_both_forms(grid: tuple[int, int]) -> None:
+    """But for an image of which nothing is known."""
+    labels, affine, visible = random_case(5)
+    labels.area[2] = torch.tensor(NO_AREA)
+    cls, tokens, weight = brute_force(labels, affine, visible, grid, [1, 2, 3, 4], "uniform")
+    ignored, _, coverage = brute_force(labels, affine, visible, grid, [1, 2, 3, 4])
+    assert weight.tolist() == [[float(b != 2)] * (grid[0] * grid[1]) for b in range(4)]
+    assert 0 < coverage[0].mean() < 1 and abs(ignored - cls)[[0, 1, 3]].max() > 0.05
+    arguments = (labels, affine, visible, torch.arange(4) + 1, grid, CLASSES, SMOOTHING, None, "uniform")
+    sparse, dense = make_sparse_targets(*arguments), make_targets(*arguments)
+    assert sparse.tokens is not None and sparse.weight is not None and dense.weight is not None
+    for made_cls, made_tokens, made_weight in (
+        (sparse.cls, sparse.tokens.dense(CLASSES), sparse.weight),
+        (dense.cls, dense.tokens, dense.weight),
+    ):
+        np.testing.assert_allclose(made_cls.numpy(), cls, rtol=1e-12)
+        np.testing.assert_allclose(made_tokens.numpy(), tokens, rtol=1e-12)
+        np.testing.assert_allclose(made_weight.numpy(), weight, atol=0)
+    for make in (make_sparse_targets, make_targets):
+        crop_only = make(*arguments[:7], 1, "uniform")
+        np.testing.assert_allclose(crop_only.cls.numpy(), cls, rtol=1e-12)
+        with pytest.raises(UserError, match="--uncovered zero is none of ignore, uniform"):
+            make(*arguments[:8], "zero")
 
 
 @pytest.mark.parametrize("cells,grid,k", [((18, 18), (14, 14), 5), ((1, 6), (3, 2), 1), ((8, 6), (2, 2), 2)])

@@ -22,6 +22,14 @@ QUICK = (
 )
 
 
+@pytest.fixture(autouse=True)
+def small_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image in the picture of the first batch: eight take half a second in every run."""
+    from volo.engine import first_batch
+
+    monkeypatch.setattr(first_batch, "_IMAGES", 1)
+
+
 class Ended(NamedTuple):
     """How a program ended."""
 

@@ -13,12 +13,13 @@ import torch
 
 from volo import cli
 from volo.benchmarks.memory import peak_of
+from volo.engine.flags_benchmark import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 
 
-@pytest.mark.parametrize("line", [["--help"], ["loss", "--help"]])
+@pytest.mark.parametrize("line", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(line: list[str]) -> None:
     code = (
         f"import sys\nsys.argv = ['benchmark.py', *{line!r}]\nfrom volo.cli import benchmark\n"
@@ -26,7 +27,7 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
         "print('HEAVY', sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "HEAVY []" in done.stdout and "loss" in done.stdout
+    assert "HEAVY []" in done.stdout and line[0].strip("-") in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,11 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
         ("los", "invalid choice: 'los'"),
         ("loss --num-clases 5", "unknown flag --num-clases, did you mean --num-classes?"),
         ("loss --top-k 6 --num-classes 5", "--top-k 6 is more than --num-classes 5"),
+        ("labels --top-k 6 --num-classes 5", "--top-k 6 is more than --num-classes 5"),
+        ("augmentation --aa rand-m9-foo", "foo"),
         ("loss --batch-size 0", "--batch-size: 0 is out of range"),
+        ("alignment --size 224 100", "--size 224 100: tokens are 16 x 16 pixels, give multiples of 16"),
+        ("alignment --shapes 500", "--shapes 500: give WIDTHxHEIGHT in pixels"),
     ],
 )
 def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,3 +94,16 @@ def test_checkpoint_tells_both_ways_of_saving_and_leaves_nothing(
 def test_checkpoint_in_a_directory_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.benchmark(["checkpoint", "--model", "volo_test", "--output", "nowhere"]) == 2
     assert "--output nowhere is not a directory" in capsys.readouterr().err
+
+
+def test_alignment_prints_ours_and_the_published_error(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "alignment --images 2 --crops 50 --size 96 96 --shapes 100x75 --area center"
+    assert cli.benchmark([*line.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    overlap, pixels = found["overlap"]["100x75"], found["pixels"]["100x75"]
+    assert overlap["ours"] > 0.97 and overlap["published"] < 0.7
+    for ways in pixels.values():
+        assert ways["ours"]["mean"] < 0.2 and ways["ours"]["lost"] == 0
+        assert ways["published"]["mean"] > 2
+    assert cli.benchmark(line.split()) == 0
+    assert "100x75    TranslateXRel" in capsys.readouterr().out

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
-from tlt import geometry
+from tlt import geometry, published
+from tlt.compat_rows import LABEL_ROWS
 from tlt.data.counter import uniform
 from tlt.data.decode import Backend, BadImage, Encoded, PilBackend, Size, TorchvisionBackend
 from tlt.data.folder import ImageFolder, printable
-from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
+from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
+from tlt.data.reading_board import ReadingBoard
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
 
@@ -64,8 +65,9 @@ class HostBatch:
     images: Tensor  # (B, 3, H, W) uint8
     classes: Tensor  # (B,) int64
     indices: Tensor  # (B,) int64, of the images that were loaded
-    affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source
-    visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows
+    sizes: Tensor  # (B, 2) int64 width, height of the images' files
+    affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source, as labels take it
+    visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows, as labels take it
     plan: Plan | None  # None in evaluation
     labels: LabelBatch | None
     skipped: list[Skipped]  # images
@@ -95,30 +97,6 @@ class LabelReader(Protocol):
 
     def take_faults(self) -> list[tuple[str, str]]:
         """(image, reason) of the maps that `read` replaced since the last call."""
-
-
-class ReadingBoard:
-    """Shared between workers and main process: which image each worker has in hand, and since when."""
-
-    def __init__(self, workers: int) -> None:
-        self._index = torch.full((max(workers, 1),), -1, dtype=torch.int64).share_memory_()
-        self._since = torch.zeros(max(workers, 1), dtype=torch.float64).share_memory_()
-
-    def mark(self, index: int) -> None:
-        """Note that this process begins with image `index` (-1: with none)."""
-        worker = get_worker_info()
-        slot = 0 if worker is None else worker.id
-        # monotonic() is one clock for all processes of a machine.
-        self._since[slot] = time.monotonic()
-        self._index[slot] = index
-
-    def longest(self) -> tuple[int, float] | None:
-        """Index and seconds of the image that has been in hand for longest, None if no worker has one."""
-        busy = [(s, i) for i, s in zip(self._index.tolist(), self._since.tolist(), strict=True) if i >= 0]
-        if not busy:
-            return None
-        since, index = min(busy)
-        return index, time.monotonic() - since
 
 
 class BatchDataset(Dataset[HostBatch | Fault]):
@@ -171,6 +149,7 @@ class TrainDataset(BatchDataset):
         seed: Of crops, augmentation and replacements.
         labels: Token labels in the folder's order, or None.
         backend: Decoder; None: torchvision's.
+        compat: Rows of `tlt.compat_rows` that the labels follow.
     """
 
     def __init__(
@@ -180,11 +159,13 @@ class TrainDataset(BatchDataset):
         seed: int,
         labels: LabelReader | None = None,
         backend: Backend | None = None,
+        compat: Collection[str] = (),
     ) -> None:
         super().__init__(folder, backend or TorchvisionBackend())
         self.config = config
         self.seed = seed
         self.labels = labels
+        self.label_rows = frozenset(LABEL_ROWS).intersection(compat)
 
     def load(self, key: BatchKey) -> HostBatch:
         slots = _Slots(self, key)
@@ -229,13 +210,18 @@ class TrainDataset(BatchDataset):
 
     def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> HostBatch:
         labels, bad_labels = self._labels(slots.indices, plan.source.tolist())
+        affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
+        if labels is not None and self.label_rows:
+            steps = draw_steps(self.config, self.seed, key.epoch, np.array(slots.indices), plan.source)
+            labels, affine, visible = published.label_view(self.label_rows, self.config, steps, plan, labels)
         return HostBatch(
             key=key,
             images=images,
             classes=torch.from_numpy(self.classes[slots.indices]),
             indices=torch.tensor(slots.indices),
-            affine=torch.from_numpy(plan.normalised_affine()).float(),
-            visible=torch.from_numpy(plan.visible()).float(),
+            sizes=torch.from_numpy(plan.source),
+            affine=affine,
+            visible=visible,
             plan=plan,
             labels=labels,
             skipped=slots.skipped,
@@ -334,6 +320,7 @@ class EvalDataset(BatchDataset):
             images=torch.stack([image for _, image, _ in shown]) if shown else torch.empty(0, 3, *self.size).byte(),
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
+            sizes=torch.tensor([(image.width, image.height) for _, _, image in shown]).view(-1, 2),
             affine=affine,
             visible=visible,
             plan=None,

@@ -72,7 +72,8 @@ def _warp_work(plan: Plan) -> list[Work]:
     kind = np.where(plan.warp_interpolation == BICUBIC, Step.WARP_BICUBIC, Step.WARP_BILINEAR)
     for flip, (x, y) in {0: (1, 1), Step.FLIP_X: (-1, 1), Step.FLIP_Y: (1, -1), Step.FLIP_XY: (-1, -1)}.items():
         exact = np.array([[x, 0, width * (x < 0)], [0, y, height * (y < 0)]])
-        kind[np.all(plan.warp == exact, axis=(1, 2))] = flip
+        # Operations that cancel out leave rounding behind, in pixels.
+        kind[np.all(np.abs(plan.warp - exact) < 1e-9, axis=(1, 2))] = flip
     work = []
     for code in np.unique(kind[kind > 0]):
         rows = np.flatnonzero(kind == code)

@@ -41,6 +41,7 @@ class Batch:
     skipped: list[Skipped]  # images that could not be read
     bad_labels: list[Skipped]  # images whose label map was replaced
     size: int  # B
+    sizes: Tensor = field(default_factory=lambda: torch.empty(0, 2))  # (B, 2) width, height of the files; on the CPU
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch."""
@@ -173,7 +174,7 @@ class EvalLoader:
         batch_size: Images per batch.
         stage: Normalises (images uint8 on the device) to float32.
         world_size, rank: The images are dealt to the ranks in turn.
-        The others: as `TrainLoader`.
+        may_be_empty: Not one of the images needs to be readable. The others: as `TrainLoader`.
     """
 
     def __init__(
@@ -190,9 +191,11 @@ class EvalLoader:
         skips: SkipCounter | None = None,
         world_size: int = 1,
         rank: int = 0,
+        may_be_empty: bool = False,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self.may_be_empty = may_be_empty
         self.skips = skips or SkipCounter(len(dataset))
         self._indices = eval_indices(len(dataset), world_size, rank).tolist()
         self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
@@ -209,7 +212,7 @@ class EvalLoader:
             shown += batch.size
             if batch.size:
                 yield batch
-        if self._indices and not shown:
+        if self._indices and not shown and not self.may_be_empty:
             path, reason = next(iter(self.skips.reasons.items()))
             raise UserError(
                 f"not one of {len(self._indices)} images in {printable(self.dataset.root)} can be read, the first is "
@@ -273,6 +276,7 @@ class _Feed:
             skipped=host.skipped,
             bad_labels=host.bad_labels,
             size=len(host.indices),
+            sizes=host.sizes,
         )
 
 

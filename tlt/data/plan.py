@@ -5,12 +5,15 @@ on the batch it is in. The backend executes `crop` and `interpolation` (decode, 
 `warp`, the colour layers and `erase`; labels follow `affine`. Numbers mean what they mean in timm 1.0
 (`create_transform(is_training=True)`, `RandomErasing`).
 
+Two orders. timm's: crop, flip, RandAugment on the resized crop; its operations are the warp. The published one: flip,
+RandAugment on the full image, crop. Then flip, operations and crop are composed first, the backend cuts the window of
+the image that the result shows, and what is left from the resized window to the output is the warp.
+
 Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of affines: see `tlt.geometry`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
@@ -19,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlt import geometry
-from tlt.data import rand_augment
+from tlt.data import boxes, rand_augment
 from tlt.data.counter import keys, uniform
 from tlt.data.rand_augment import Kernel, RandAugmentPolicy
 from tlt.errors import UserError
@@ -31,9 +34,8 @@ Bools = npt.NDArray[np.bool_]
 BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
 INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
 ERASE_MODES = ("const", "rand", "pixel")
-CROP_TRIES = ERASE_TRIES = 10
-ERASE_AREA, ERASE_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
-TRANSLATE_SHARE = 0.45  # of the shorter side: timm's translate_const
+AUG_ORDERS = ("timm", "published")
+TRANSLATE_SHARE = 0.45  # of the output's shorter side: timm's translate_const
 
 
 class Stream(IntEnum):
@@ -68,6 +70,7 @@ class AugmentConfig:
     recount: int = 1
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # in [0, 1]; what a warp shows outside the image
     no_aug: bool = False  # squash the whole image to `size` and do nothing else, as timm's --no-aug
+    aug_order: str = "timm"  # crop, flip, RandAugment; "published": flip, RandAugment on the full image, crop
 
     def __post_init__(self) -> None:
         checks = {
@@ -78,6 +81,7 @@ class AugmentConfig:
             f"--vflip {self.vflip}: a probability lies in [0, 1]": 0 <= self.vflip <= 1,
             f"--reprob {self.reprob}: a probability lies in [0, 1]": 0 <= self.reprob <= 1,
             f"--recount {self.recount}: erase at least one box, or set --reprob 0": self.recount >= 1,
+            f"--aug-order {self.aug_order}: choose from {', '.join(AUG_ORDERS)}": self.aug_order in AUG_ORDERS,
             f"--remode {self.remode}: choose from {', '.join(ERASE_MODES)}": self.remode in ERASE_MODES,
             f"--train-interpolation {self.interpolation}: choose from {', '.join(INTERPOLATIONS)}": self.interpolation
             in INTERPOLATIONS,
@@ -122,7 +126,7 @@ class Plan:
 
     size: tuple[int, int]  # (H, W) of the output
     source: Ints  # (B, 2) width, height of the images in pixels
-    crop: Ints  # (B, 4) x, y, w, h in image pixels
+    crop: Ints  # (B, 4) x, y, w, h in image pixels: what is cut out
     interpolation: Ints  # (B,) BILINEAR or BICUBIC: the antialiased resize of the crop to `size`
     warp: Floats  # (B, 2, 3) output px -> resized crop px
     affine: Floats  # (B, 2, 3) output px -> image px: `warp`, then the crop
@@ -159,6 +163,16 @@ class Plan:
         return np.stack([x / width, y / height, (x + w) / width, (y + h) / height], axis=1)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What is done to each of B images, one after the other: what the plan is composed of."""
+
+    crop: Ints  # (B, 4) x, y, w, h in pixels of the image, or, in the published order, of the flipped and moved image
+    mirrored: Bools  # (B, 2) left and right, top and bottom
+    kernels: Ints  # (B, layers) rand_augment.Kernel of every operation in its order, NONE for those left out
+    values: Floats  # (B, layers) their arguments
+
+
 _ARRAYS = tuple(field.name for field in fields(Plan) if field.name != "size")
 
 
@@ -170,11 +184,10 @@ def make_plan(
     count = len(indices)
     source = np.stack([np.broadcast_to(np.asarray(side, np.int64), count) for side in (widths, heights)], axis=1)
     draw = _Draws(seed, epoch, indices)
-    window = _whole(source) if config.no_aug else _crop_windows(config, draw(Stream.CROP, 2 * CROP_TRIES + 2), source)
     flip_draws = draw(Stream.FLIP, 4)
-    kernels, values = _layers(config, draw, count)
-    warp = _warp(config, flip_draws, kernels, values)
-    op, argument, warp_at = _colour_layers(kernels, values)
+    steps = draw_steps(config, seed, epoch, indices, source)
+    window, warp = _windows_and_warps(config, steps, source)
+    op, argument, warp_at = _colour_layers(steps.kernels, steps.values)
     return Plan(
         size=config.size,
         source=source,
@@ -189,6 +202,16 @@ def make_plan(
         erase=_erased_boxes(config, draw, count),
         erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
     )
+
+
+def draw_steps(config: AugmentConfig, seed: int, epoch: int, indices: Ints, source: Ints) -> Steps:
+    """Draw the steps of the images `indices` (B,), whose widths and heights are `source` (B, 2)."""
+    draw, count = _Draws(seed, epoch, indices), len(indices)
+    kernels, values = _layers(config, draw, count)
+    if config.no_aug:
+        return Steps(boxes.whole(source), np.zeros((count, 2), bool), kernels, values)
+    crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
+    return Steps(crop, draw(Stream.FLIP, 2) < np.array([config.hflip, config.vflip]), kernels, values)
 
 
 @dataclass(frozen=True)
@@ -209,45 +232,9 @@ def _interpolations(config: AugmentConfig, draws: Floats) -> Ints:
     return np.array(choices, np.int64)[(draws * len(choices)).astype(np.int64)]
 
 
-def _whole(source: Ints) -> Ints:
-    return np.concatenate([np.zeros_like(source), source], axis=1)
-
-
-def _integers(draws: Floats, largest: Floats) -> Floats:
-    """Uniform integers 0..largest, as floats."""
-    return np.minimum(np.floor(draws * (largest + 1)), largest)
-
-
-def _crop_windows(config: AugmentConfig, draws: Floats, source: Ints) -> Ints:
-    """Random resized crop (B, 4): of ten (area, log aspect) proposals the first that fits, else the central crop."""
-    size = source.astype(np.float64)[:, :, None]  # (B, 2, 1) width, height
-    (small, large), (low, high) = config.scale, config.ratio
-    area = (small + (large - small) * draws[:, :CROP_TRIES]) * (size[:, 0] * size[:, 1])
-    aspect = np.exp(math.log(low) + (math.log(high) - math.log(low)) * draws[:, CROP_TRIES : 2 * CROP_TRIES])
-    proposals = np.rint(np.sqrt(np.stack([area * aspect, area / aspect], axis=1)))  # (B, 2, tries)
-    fits: Bools = np.all((proposals <= size) & (proposals > 0), axis=1)
-    first = np.take_along_axis(proposals, fits.argmax(1)[:, None, None], axis=2)[:, :, 0]
-    free = size[:, :, 0] - first
-    corner = _integers(draws[:, 2 * CROP_TRIES :], free)
-    windows = np.concatenate([corner, first], axis=1).astype(np.int64)
-    none_fits = ~np.any(fits, axis=1)
-    if none_fits.any():
-        windows[none_fits] = _central_crops(config, source[none_fits])
-    return windows
-
-
 def _crop_map(windows: Ints, size: tuple[int, int]) -> geometry.Affine:
     x, y, w, h = (windows[:, k] for k in range(4))
     return geometry.crop(x, y, w, h, size[1], size[0])
-
-
-def _central_crops(config: AugmentConfig, source: Ints) -> Ints:
-    """The largest central window (B, 4) whose aspect ratio is allowed."""
-    width, height = source.astype(np.float64).T
-    low, high = config.ratio
-    w = np.where(width / height > high, np.rint(height * high), width)
-    h = np.where(width / height < low, np.rint(width / low), height)
-    return np.stack([(width - w) // 2, (height - h) // 2, w, h], axis=1).astype(np.int64)
 
 
 def _layers(config: AugmentConfig, draw: _Draws, count: int) -> tuple[Ints, Floats]:
@@ -273,45 +260,62 @@ def _jitter_layers(strengths: tuple[float, ...], draws: Floats) -> tuple[Ints, F
     return kernels[order], np.take_along_axis(factors, order, axis=1)
 
 
-# (arguments, width, height) -> maps, per geometric kernel
-_MAPS: dict[int, Callable[[Floats, int, int], geometry.Affine]] = {
-    int(Kernel.ROTATE): geometry.rotate,
-    int(Kernel.SHEAR_X): lambda factor, width, height: geometry.shear_x(factor),
-    int(Kernel.SHEAR_Y): lambda factor, width, height: geometry.shear_y(factor),
-    int(Kernel.TRANSLATE_X): lambda share, width, height: geometry.translate(share * width, 0.0),
-    int(Kernel.TRANSLATE_Y): lambda share, width, height: geometry.translate(0.0, share * height),
-    int(Kernel.TRANSLATE_X_CONST): lambda share, width, height: geometry.translate(share * _const(width, height), 0.0),
-    int(Kernel.TRANSLATE_Y_CONST): lambda share, width, height: geometry.translate(0.0, share * _const(width, height)),
+# (arguments, width, height, translate_const) -> maps, per geometric kernel
+_MAPS: dict[int, Callable[[Floats, Floats, Floats, int], geometry.Affine]] = {
+    int(Kernel.ROTATE): lambda degrees, width, height, const: geometry.rotate(degrees, width, height),
+    int(Kernel.SHEAR_X): lambda factor, width, height, const: geometry.shear_x(factor),
+    int(Kernel.SHEAR_Y): lambda factor, width, height, const: geometry.shear_y(factor),
+    int(Kernel.TRANSLATE_X): lambda share, width, height, const: geometry.translate(share * width, 0.0),
+    int(Kernel.TRANSLATE_Y): lambda share, width, height, const: geometry.translate(0.0, share * height),
+    int(Kernel.TRANSLATE_X_CONST): lambda share, width, height, const: geometry.translate(share * const, 0.0),
+    int(Kernel.TRANSLATE_Y_CONST): lambda share, width, height, const: geometry.translate(0.0, share * const),
 }
 
 
-def _const(width: int, height: int) -> int:
-    """timm's translate_const in pixels."""
-    return int(min(width, height) * TRANSLATE_SHARE)
+def _windows_and_warps(config: AugmentConfig, steps: Steps, source: Ints) -> tuple[Ints, Floats]:
+    """Windows (B, 4) to cut out of the images, and warps (B, 2, 3) output px -> resized window px."""
+    output = np.broadcast_to(np.array(config.size[::-1], np.int64), source.shape)
+    if config.aug_order == "timm":
+        return steps.crop, flips_and_operations(config, steps, output)
+    before_crop = flips_and_operations(config, steps, source)
+    window = boxes.enclosing_windows(steps.crop, before_crop, source)
+    composed = geometry.compose(_crop_map(steps.crop, config.size), before_crop)
+    warp = geometry.compose(composed, geometry.invert(_crop_map(window, config.size)))
+    # A flip of the crop is the flip of the window, without any rounding: the device stage knows it by that.
+    plain = ~np.any(steps.kernels >= Kernel.ROTATE, axis=1)
+    return window, np.where(plain[:, None, None], _flips(steps, output), warp)
 
 
-def _operation_maps(kernels: Ints, values: Floats, size: tuple[int, int]) -> Floats:
+def _flips(steps: Steps, canvas: Ints) -> Floats:
+    """(B, 2, 3) maps of the flips of images whose widths and heights are `canvas` (B, 2)."""
+    width, height = canvas.T
+    across = geometry.hflip(steps.mirrored[:, 0], width)
+    return geometry.compose(geometry.vflip(steps.mirrored[:, 1], height), across)
+
+
+def flips_and_operations(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
+    """(B, 2, 3) map of the flips, then the geometric layers, on images of `canvas` (B, 2) width and height.
+
+    A later operation of the image is an earlier step of the map, which goes from output to source.
+    """
+    result, maps = _flips(steps, canvas), _operation_maps(config, steps, canvas)
+    for layer in range(maps.shape[1]):
+        result = geometry.compose(maps[:, layer], result)
+    return result
+
+
+def _operation_maps(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
     """The map of each layer (B, layers, 2, 3), identity where it changes colours or nothing."""
-    flat, amounts = kernels.ravel(), values.ravel()
+    flat, amounts = steps.kernels.ravel(), steps.values.ravel()
+    layers = steps.kernels.shape[1]
+    const = int(min(config.size) * TRANSLATE_SHARE)
     maps = geometry.identity(flat.size)
     for kernel, make in _MAPS.items():
         rows = np.flatnonzero(flat == kernel)
         if rows.size:
-            maps[rows] = make(amounts[rows], size[1], size[0])
-    return maps.reshape(*kernels.shape, 2, 3)
-
-
-def _warp(config: AugmentConfig, draws: Floats, kernels: Ints, values: Floats) -> Floats:
-    """(B, 2, 3) output px -> resized crop px. The image is flipped first, the layers follow: maps compose backwards."""
-    if config.no_aug:
-        return geometry.identity(len(draws))
-    height, width = config.size
-    warp = geometry.hflip(draws[:, 0] < config.hflip, width)
-    warp = geometry.compose(geometry.vflip(draws[:, 1] < config.vflip, height), warp)
-    maps = _operation_maps(kernels, values, config.size)
-    for layer in range(kernels.shape[1]):
-        warp = geometry.compose(maps[:, layer], warp)
-    return warp
+            width, height = canvas[rows // layers].astype(np.float64).T
+            maps[rows] = make(amounts[rows], width, height, const)
+    return maps.reshape(*steps.kernels.shape, 2, 3)
 
 
 def _colour_layers(kernels: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:
@@ -330,30 +334,9 @@ def _colour_layers(kernels: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:
 
 
 def _erased_boxes(config: AugmentConfig, draw: _Draws, count: int) -> Ints:
-    """timm's RandomErasing: boxes (B, recount, 4) of top, left, h, w, each the first of ten proposals that fits."""
-    boxes = np.zeros((count, config.recount, 4), np.int64)
+    """(B, recount, 4) of top, left, h, w."""
     if config.no_aug or config.reprob == 0:
-        return boxes
-    per_box = 2 * ERASE_TRIES + 2
-    draws = draw(Stream.ERASE, 2 + config.recount * per_box)
-    erased = np.flatnonzero(draws[:, 0] < config.reprob)
-    number = _integers(draws[erased, 1], np.full(len(erased), config.recount - 1.0)) + 1  # boxes of this image
-    proposals = draws[erased, 2:].reshape(len(erased), config.recount, per_box)
-    drawn = _box_proposals(config.size, proposals, number)
-    drawn[np.arange(config.recount) >= number[:, None]] = 0
-    boxes[erased] = drawn
-    return boxes
-
-
-def _box_proposals(size: tuple[int, int], draws: Floats, number: Floats) -> Ints:
-    """Draws (b, R, 2 * tries + 2), count (b,) that shares the area -> boxes (b, R, 4), zeros where nothing fits."""
-    (small, large), (low, high) = ERASE_AREA, ERASE_ASPECT
-    area = (small + (large - small) * draws[..., :ERASE_TRIES]) * (size[0] * size[1]) / number[:, None, None]
-    aspect = np.exp(math.log(low) + (math.log(high) - math.log(low)) * draws[..., ERASE_TRIES : 2 * ERASE_TRIES])
-    sides = np.rint(np.sqrt(np.stack([area * aspect, area / aspect], axis=2)))  # (b, R, 2, tries) h, w
-    limits = np.array(size, np.float64)
-    fits: Bools = np.all(sides < limits[:, None], axis=2)
-    first = np.take_along_axis(sides, fits.argmax(2)[:, :, None, None], axis=3)[..., 0]
-    corner = _integers(draws[..., 2 * ERASE_TRIES :], limits - first)
-    boxes = np.concatenate([corner, first], axis=2)
-    return np.where(np.any(fits, axis=2)[..., None], boxes, 0.0).astype(np.int64)
+        return np.zeros((count, config.recount, 4), np.int64)
+    return boxes.erased_boxes(
+        config.size, config.reprob, config.recount, draw(Stream.ERASE, boxes.erase_draws(config.recount))
+    )

@@ -194,7 +194,8 @@ def worker_fault(error: RuntimeError) -> WorkerDied | None:
         how = match[1].replace("is killed", "was killed")
         return WorkerDied(
             f"a data worker {how}: most likely too little memory; lower --workers or --batch-size, and in a container "
-            "give /dev/shm more room (docker --shm-size)"
+            "give /dev/shm more room (docker --shm-size). After a bus error, run tlt check: the label archive may have "
+            "been cut, or its disk gone, while it was read"
         )
     if "No space left on device" in text or "unable to allocate shared memory" in text:
         return WorkerDied(

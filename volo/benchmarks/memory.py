@@ -1,9 +1,10 @@
-"""Peak memory of a piece of work, above what was in use when it began."""
+"""Memory: the peak of a piece of work above what was in use when it began, and what processes share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from tlt.errors import UserError
 
 Result = TypeVar("Result")
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _RESET, _ROLLUP = (Path("/proc/self") / name for name in ("status", "clear_refs", "smaps_rollup"))
 
 
 def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
@@ -43,3 +44,30 @@ def _resident(field: str) -> int:
     if found is None:
         raise UserError(f"/proc/self/status has no {field}: peak memory on the CPU can't be read here")
     return int(found[1]) * 1024
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of a process in memory.
+
+    Attributes:
+        rss: All of them; pages that processes share count in each.
+        pss: A page that n processes share counts 1/n.
+        private: Pages that no other process has.
+    """
+
+    rss: int
+    pss: int
+    private: int
+
+    def __sub__(self, before: Resident) -> Resident:
+        return Resident(self.rss - before.rss, self.pss - before.pss, self.private - before.private)
+
+
+def resident() -> Resident | None:
+    """Memory of this process; None where the system doesn't tell (Linux does)."""
+    if not _ROLLUP.exists():
+        return None
+    fields = re.findall(r"^(\w+):\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
+    sizes = {name: int(number) * 1024 for name, number in fields}
+    return Resident(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])

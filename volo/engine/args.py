@@ -12,7 +12,13 @@ from typing import Any
 
 from tlt.errors import UserError
 from volo.engine.config import load_yaml
-from volo.engine.flag_rules import AUGMENTATION_FLAGS, check_train, check_validate, resolve_aliases
+from volo.engine.flag_rules import (
+    AUGMENTATION_FLAGS,
+    check_generate_label,
+    check_train,
+    check_validate,
+    resolve_aliases,
+)
 from volo.engine.flag_table import FlagParser
 from volo.engine.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
 from volo.engine.flags_train import TRAIN_GROUPS
@@ -25,12 +31,19 @@ _ALTERNATIVES: tuple[tuple[set[str], set[str]], ...] = (
     ({"drop_path"}, {"drop_connect"}),
     ({"finetune"}, {"initial_checkpoint", "pretrained"}),
     ({"initial_checkpoint"}, {"pretrained"}),
+    ({"token_label_data"}, {"token_label_teacher"}),
 )
 _TOKEN_LABEL_FLAGS = (
     "token_label_data",
+    "token_label_teacher",
+    "token_label_teacher_checkpoint",
+    "token_label_teacher_top_k",
     "token_label_size",
     "token_label_area",
+    "uncovered",
+    "compat",
     "bad_label",
+    "label_tail",
     "no_mix_token",
     "dense_weight",
     "cls_weight",
@@ -67,7 +80,7 @@ def generate_label_parser() -> FlagParser:
     return FlagParser(
         "generate_label.py",
         "generate_label.py DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
-        "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt.",
+        "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
         GENERATE_LABEL_GROUPS,
     )
 
@@ -87,6 +100,10 @@ def parse_train(argv: Sequence[str] | None = None) -> Namespace:
     args = Namespace(**(parser.defaults() | _not_overruled(recipe, given) | given))
     _join_data_dir(args, "DATA_DIR")
     args.notes = resolve_aliases(args) + check_train(args, parser.flags)
+    for dest in ("aug_order", "uncovered"):
+        if given.get(dest, getattr(args, dest)) != getattr(args, dest):
+            row = dest.replace("_", "-")
+            raise UserError(f"--{row} {given[dest]} contradicts --compat {row}: keep one of them (no-{row})")
     return args
 
 
@@ -103,7 +120,7 @@ def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
     """Parse generate_label.py's command line. Returns and raises as `parse_train` does."""
     parser = generate_label_parser()
     args = Namespace(**(parser.defaults() | parser.explicit(argv)))
-    args.notes = resolve_aliases(args) + check_validate(args, parser.flags)
+    args.notes = resolve_aliases(args) + check_generate_label(args, parser.flags)
     return args
 
 

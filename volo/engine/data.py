@@ -15,7 +15,9 @@ from tlt.data.index_stream import IndexStream
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.errors import UserError
 from tlt.labels import open_labels as open_label_store
+from tlt.published import check_half_ids
 from volo.engine.distributed import World
 
 # Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
@@ -57,9 +59,14 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
     if not args.token_label_data:
         return None, []
     if args.data_backend == "synthetic":
+        if args.label_tail != "zero":
+            raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
         return SyntheticLabels(folder), [
             f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
         ]
+    rows = args.compat or ()
+    if "half-ids" in rows:
+        check_half_ids(num_classes)
     labels = open_label_store(
         args.token_label_data,
         folder.paths,
@@ -67,6 +74,8 @@ def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple
         num_classes=num_classes,
         bad_label=args.bad_label,
         class_names=folder.class_names,
+        published_names="label-names" in rows,
+        label_tail=args.label_tail,
     )
     return labels, labels.warnings
 
@@ -87,6 +96,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         recount=args.recount,
         mean=tuple(settings["mean"]),
         no_aug=args.no_aug,
+        aug_order=args.aug_order,
     )
 
 
@@ -109,7 +119,7 @@ def train_loader(
         args.drop_last,
     )
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _backend(args)),
+        TrainDataset(folder, config, args.seed, labels, _backend(args), args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),

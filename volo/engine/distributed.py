@@ -172,6 +172,35 @@ def from_all(value: T) -> list[T]:
     return values
 
 
+class Board:
+    """Where ranks that work at their own pace leave word for each other: nobody waits for anybody to read it.
+
+    Made by every rank, after `init_world`.
+    """
+
+    def __init__(self) -> None:
+        joined = dist.is_initialized()
+        self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number that starts at 0; return what it is now, over all ranks."""
+        return self._store.add(f"board/{name}", amount)
+
+    def fail(self) -> bool:
+        """Say that this rank can't go on; True on the first one to say so."""
+        try:
+            return self.add("failed", 1) == 1
+        except RuntimeError:  # a rank that failed before has taken the board with it
+            return False
+
+    def failed(self) -> bool:
+        """Whether a rank has said that it can't go on, or has taken the board with it."""
+        try:
+            return self.add("failed", 0) > 0
+        except RuntimeError:
+            return True
+
+
 def wait_for_all() -> None:
     """Return when every rank has got here."""
     if dist.is_initialized():

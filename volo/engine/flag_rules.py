@@ -6,16 +6,28 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from tlt import compat_rows
 from tlt.errors import UserError
 from volo.engine.flag_table import Flag, nearest
 from volo.engine.flags_train import SCHEDULES
 
 _FOLDERS = ("", "imagefolder", "image_folder", "folder")
 _COMPILE = "TorchScript is not supported: use --torchcompile"
-_DENSE = "dense targets (--token-label-data, and no --token-label-size 1)"
+_DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
 CYCLIC = ("cosine", "tanh", "poly")
 # What --no-aug leaves no room for; --train-interpolation it uses.
-AUGMENTATION_FLAGS = ("scale", "ratio", "hflip", "vflip", "aa", "color_jitter", "reprob", "remode", "recount")
+AUGMENTATION_FLAGS = (
+    "aug_order",
+    "scale",
+    "ratio",
+    "hflip",
+    "vflip",
+    "aa",
+    "color_jitter",
+    "reprob",
+    "remode",
+    "recount",
+)
 _SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
 
 # Flags that can only stay at their default, and why.
@@ -51,6 +63,10 @@ def _mixes(args: Namespace) -> bool:
     return args.mixup > 0 or _cuts(args)
 
 
+def _has_labels(args: Namespace) -> bool:
+    return bool(args.token_label_data or args.token_label_teacher)
+
+
 _NEEDS_PRECISION = (
     Need(("amp_dtype",), "--amp", lambda a: a.amp),
     Need(("torchcompile_mode",), "--torchcompile inductor", lambda a: a.torchcompile == "inductor"),
@@ -60,17 +76,29 @@ _NEEDS_VALIDATE = (
     Need(("use_ema",), "--checkpoint", lambda a: bool(a.checkpoint)),
     Need(("results_format",), "--results-file", lambda a: bool(a.results_file)),
 )
+_NEEDS_GENERATE_LABEL = (
+    *_NEEDS_VALIDATE,
+    Need(("no_log_sum_exp",), "--format archive", lambda a: a.format == "archive"),
+)
 _NEEDS_TRAIN = (
     *_NEEDS_PRECISION,
     Need(
-        ("token_label_data", "token_label_size", "cls_weight", "ground_truth"), "--token-label", lambda a: a.token_label
+        ("token_label_data", "token_label_teacher", "token_label_size", "cls_weight", "ground_truth"),
+        "--token-label",
+        lambda a: a.token_label,
+    ),
+    Need(
+        ("token_label_teacher_checkpoint", "token_label_teacher_top_k"),
+        "--token-label-teacher",
+        lambda a: bool(a.token_label_teacher),
     ),
     Need(("no_mix_token",), "--token-label", lambda a: a.token_label),
     # Without dense targets there is no dense loss, so a weight of 0 says what happens.
     Need(("dense_weight",), "--token-label", lambda a: a.token_label or a.dense_weight == 0),
     Need(("ground_truth",), _DENSE, lambda a: a.token_label_size != 1),
     Need(("dense_weight",), _DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0),
-    Need(("token_label_area", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
+    Need(("token_label_area", "uncovered", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
+    Need(("label_tail",), "--token-label-data or --token-label-teacher", _has_labels),
     Need(("gt_weight_agree", "gt_weight_disagree"), "--ground-truth", lambda a: a.ground_truth),
     Need(("mixup_prob", "mixup_mode", "mixup_off_epoch"), "--mixup or --cutmix", _mixes),
     Need(("mixup_switch_prob",), "--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a)),
@@ -92,6 +120,35 @@ _NEEDS_TRAIN = (
     # 0 says what happens.
     Need(("cooldown_epochs",), "--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC or a.cooldown_epochs == 0),
     Need(("lr_cycle_mul",), "--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1),
+)
+
+
+# Rows of --compat, what they change nothing without, and whether it is there.
+_COMPAT_NEEDS = (
+    Need(
+        (
+            "label-crop",
+            "label-scale",
+            "label-area",
+            "label-affine",
+            "roi-align",
+            "uncovered",
+            "target-sum",
+            "half-ids",
+            "label-names",
+        ),
+        "--token-label-data",
+        lambda a: a.token_label and bool(a.token_label_data),
+    ),
+    Need(("label-names",), "label files", lambda a: a.data_backend != "synthetic"),
+    Need(("aug-order", "label-affine"), "augmentation (--no-aug)", lambda a: not a.no_aug),
+    Need(("target-sum",), "--smoothing above 0 and below 1", lambda a: 0 < a.smoothing < 1),
+    Need(
+        ("untrained-dense-head",),
+        "--dense-weight 0 and a --token-label-size other than 1",
+        lambda a: a.token_label and a.dense_weight == 0 and a.token_label_size != 1,
+    ),
+    Need(("mixtoken-rng",), "MixToken (--token-label)", lambda a: a.token_label and not a.no_mix_token),
 )
 
 
@@ -123,6 +180,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_data(args)
     _check_weights(args)
     notes = _settle_token_labels(args)
+    notes += _settle_compat(args)
     _check_needs(args, flags, _NEEDS_TRAIN)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
@@ -130,8 +188,13 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     return notes + _remarks(args)
 
 
-def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
+def check_generate_label(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what generate_label.py cannot honour; otherwise as `check_validate`."""
+    return check_validate(args, flags, _NEEDS_GENERATE_LABEL)
+
+
+def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
+    """Refuse what validate.py cannot honour; return lines for the log.
 
     Raises:
         UserError: As `check_train`.
@@ -139,7 +202,16 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_refused(args, flags, _REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     _check_pixels(args)
-    _check_needs(args, flags, _NEEDS_VALIDATE)
+    return check_weights(args, flags, needs)
+
+
+def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
+    """Settle where the weights come from, for every program but train.py; return lines for the log.
+
+    Raises:
+        UserError: Two sources, or none; a flag without effect.
+    """
+    _check_needs(args, flags, needs)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
     if args.model is None and not args.checkpoint:
@@ -242,12 +314,46 @@ def _check_weights(args: Namespace) -> None:
 
 
 def _settle_token_labels(args: Namespace) -> list[str]:
-    """Without label data the token-label size is 1, as published, unless the command line says otherwise."""
-    if not args.token_label or args.token_label_data:
+    """Without labels the token-label size is 1, as published, unless the command line says otherwise."""
+    if args.token_label_data and args.token_label_teacher:
+        raise UserError(
+            f"--token-label-data {args.token_label_data} and --token-label-teacher {args.token_label_teacher} both "
+            "give labels: keep one of them"
+        )
+    if not args.token_label or _has_labels(args):
         return []
     args.token_label_size = args.token_label_size or 1
     what = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"
     return [f"--token-label without --token-label-data trains {what}"]
+
+
+def _settle_compat(args: Namespace) -> list[str]:
+    """Replace `--compat` by the rows that change something in this run, and set the flags that are rows of it."""
+    if args.compat is None:
+        return []
+    rows, everything = compat_rows.resolve(args.compat)
+    idle = {row: need.of for need in reversed(_COMPAT_NEEDS) if not need.met(args) for row in need.flags if row in rows}
+    if idle and not everything:
+        row, of = next(iter(idle.items()))
+        raise UserError(f"--compat {row} has no effect without {of}")
+    args.compat = [row for row in rows if row not in idle]
+    if not args.compat:
+        raise UserError("--compat upstream changes nothing here: there are neither token labels nor augmentation")
+    args.aug_order = "published" if "aug-order" in args.compat else args.aug_order
+    args.uncovered = "uniform" if "uncovered" in args.compat else args.uncovered
+    if "label-affine" in args.compat and args.aug_order != "published":
+        raise UserError(
+            "--compat label-affine needs the published order: add --compat aug-order (--aug-order published)"
+        )
+    if "roi-align" in args.compat and not (args.no_aug or "label-affine" in args.compat):
+        raise UserError(
+            "--compat roi-align reads plain windows: add --compat label-affine, which moves the maps instead"
+        )
+    if "roi-align" in args.compat and args.uncovered != "uniform":
+        raise UserError("--compat roi-align leaves nothing out: add --compat uncovered (--uncovered uniform)")
+    return [
+        f"--compat: {', '.join(args.compat)}" + (f" (nothing to change: {', '.join(idle)})" if idle else ""),
+    ]
 
 
 def _check_mixing(args: Namespace) -> None:

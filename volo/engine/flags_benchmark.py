@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from volo.engine.flag_table import POSITIVE, FlagParser, Group, flag, switch
+from volo.engine.flag_table import COUNT, POSITIVE, FlagParser, Group, flag, switch
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,11 @@ class Command:
     description: str
     groups: tuple[Group, ...]
 
+
+_OUTPUT = (
+    switch("--json", help="one line of JSON instead of the table"),
+    switch("--debug", help="show the traceback of an error that is normally told in one line"),
+)
 
 _LOSS = (
     Group(
@@ -35,6 +40,76 @@ _LOSS = (
         (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
             flag("--repeats", default=5, type=POSITIVE, metavar="N", help="timed runs; the median counts"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_LABELS = (
+    Group(
+        "Sizes",
+        (
+            flag("--records", default=8192, type=POSITIVE, metavar="N", help="labels made and read"),
+            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--num-classes", default=1000, type=POSITIVE, metavar="N", help="classes"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all readers; the median counts"),
+            flag("--workers", default=4, type=POSITIVE, metavar="N", help="processes whose memory is measured"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_AUGMENTATION = (
+    Group(
+        "Images",
+        (
+            flag("--data-dir", default="", metavar="DIR", help="images of your own (else some are made)"),
+            flag("--images", default=256, type=POSITIVE, metavar="N", help="how many"),
+            flag(
+                "--image-size", default=[500, 375], type=POSITIVE, nargs=2, metavar="N", help="width and height if made"
+            ),
+            flag("--img-size", default=224, type=POSITIVE, metavar="N", help="height and width of the crops"),
+            flag("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="RandAugment in timm's grammar"),
+            flag("-b", "--batch-size", default=32, type=POSITIVE, metavar="N", help="images per batch"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
+            flag("--workers", default=2, type=COUNT, metavar="N", help="worker processes of the second part; 0: none"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_ALIGNMENT = (
+    Group(
+        "Sizes",
+        (
+            flag("--images", default=8, type=POSITIVE, metavar="N", help="images of each shape"),
+            flag("--crops", default=1000, type=POSITIVE, metavar="N", help="crops whose windows are compared"),
+            flag("--size", default=[224, 224], type=POSITIVE, nargs=2, metavar="N", help="height, width of the output"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--area", default="full", choices=("full", "center"), help="of the images, what the maps cover"),
+            flag(
+                "--shapes",
+                default=["500x375", "375x500", "420x420"],
+                nargs="+",
+                metavar="WxH",
+                help="width and height of the images",
+            ),
+        ),
+    ),
+    Group(
+        "Output",
+        (
             switch("--json", help="one line of JSON instead of the table"),
             switch("--debug", help="show the traceback of an error that is normally told in one line"),
         ),
@@ -62,8 +137,15 @@ _CHECKPOINT = (
 )
 
 COMMANDS: dict[str, Command] = {
+    "alignment": Command(
+        "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
+    ),
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
+    "augmentation": Command(
+        "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_train import COMPILE_MODES, INTERPOLATIONS, POOLS
 
-_MODEL = (
+MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
     flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
     switch("--pretrained", help="the published weights"),
@@ -19,13 +19,17 @@ _MODEL = (
     flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
 )
 
-_IMAGES = (
+PREPROCESSING = (
     flag("--img-size", default=None, type=POSITIVE, metavar="N", help="image side in px (the model's own)"),
     flag("--input-size", default=None, type=POSITIVE, nargs=3, metavar="N", help="channels, height and width in px"),
     flag("--crop-pct", default=None, type=ABOVE_ZERO, metavar="R", help="crop / resized side (the model's own)"),
     flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
     flag("--std", default=None, type=ABOVE_ZERO, nargs="+", metavar="S", help="their deviations (the model's own)"),
     flag("--interpolation", default="", choices=INTERPOLATIONS, help="resize filter (the model's own)"),
+)
+
+_IMAGES = (
+    *PREPROCESSING,
     flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
     switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
@@ -71,7 +75,7 @@ VALIDATE_GROUPS = (
             switch("--tf-preprocessing", help="refused"),
         ),
     ),
-    Group("Model", (*_MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
+    Group("Model", (*MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
     Group(
         "Results",
         (
@@ -96,18 +100,25 @@ GENERATE_LABEL_GROUPS = (
         "Data",
         (
             flag("data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE or DATA/CLASS/IMAGE"),
-            flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps"),
+            flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps, or archive"),
             flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
             flag("--split", default="train", metavar="NAME", help="folder of the images"),
             _batch_size(32),
             *_IMAGES,
         ),
     ),
-    Group("Model", _MODEL),
+    Group("Model", MODEL),
     Group(
         "Labels",
         (
+            flag(
+                "--format",
+                default="tree",
+                choices=("tree", "archive"),
+                help="one file per image, as published, or the few files of a label archive",
+            ),
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
+            switch("--no-log-sum-exp", help="an archive without what --label-tail exact needs, a sixth smaller"),
             switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
             switch("--overwrite", help="write label maps that exist already anew"),
             _DEBUG,

@@ -128,11 +128,28 @@ TOKEN_LABELS = Group(
             help="label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
         ),
         flag(
+            "--token-label-teacher", default="", metavar="NAME", help="label the batches themselves, by this annotator"
+        ),
+        flag(
+            "--token-label-teacher-checkpoint",
+            default="",
+            metavar="PATH",
+            help="its weights (the published ones)",
+        ),
+        flag("--token-label-teacher-top-k", default=5, type=POSITIVE, metavar="K", help="classes it names per place"),
+        flag(
             "--token-label-size",
             default=None,
             type=POSITIVE,
             metavar="N",
             help="tokens per side (the model's; 1, or absent without label data: class targets alone, ReLabel)",
+        ),
+        flag(
+            "--compat",
+            default=None,
+            nargs="+",
+            metavar="ROW",
+            help="do as the published code does: upstream, or rows of docs/flags.md; no-ROW takes one out of upstream",
         ),
         flag("--dense-weight", default=0.5, type=AMOUNT, metavar="W", help="weight of the dense loss"),
         flag("--cls-weight", default=1.0, type=AMOUNT, metavar="W", help="weight of the class loss"),
@@ -145,6 +162,18 @@ TOKEN_LABELS = Group(
             default=None,
             choices=("full", "center"),
             help="part of the image that the maps show (as the label folder says; else full)",
+        ),
+        flag(
+            "--uncovered",
+            default="ignore",
+            choices=("ignore", "uniform"),
+            help="where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
+        ),
+        flag(
+            "--label-tail",
+            default="zero",
+            choices=("zero", "exact"),
+            help="logit of classes that a cell does not list: 0, as published, or what leaves them their share",
         ),
         flag(
             "--bad-label",
@@ -221,6 +250,12 @@ AUGMENTATION = Group(
     "Augmentation",
     (
         switch("--no-aug", help="squash the image to its size and do nothing else to it; not with the flags below"),
+        flag(
+            "--aug-order",
+            default="timm",
+            choices=("timm", "published"),
+            help="timm: crop, flip, RandAugment; published: flip, RandAugment on the full image, crop",
+        ),
         flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
         flag("--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"),
         flag("--hflip", default=0.5, type=SHARE, metavar="P", help="probability of a horizontal flip"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -144,8 +144,15 @@ class Logger:
         if self.watch_pace is not None and not starting:
             self.watch_pace.interval(interval.epoch, own_seconds, interval.wait_seconds, interval.seconds)
 
-    def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
-        """Close the epoch: its row in summary.csv and its record.
+    def epoch(
+        self,
+        epoch: int,
+        totals: EpochTotals,
+        evaluations: dict[str, Evaluation],
+        best: float | None,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        """Close the epoch: its row in summary.csv, with `more` columns, and its record.
 
         Call it before the epoch's checkpoint is saved: a run that is killed in between does the epoch again.
         """
@@ -174,6 +181,7 @@ class Logger:
             }
         if best is not None:
             row["best"] = best
+        row |= more or {}
         self.directory.summary(row)
         self.directory.metrics({"event": "epoch", **row, "time": utc_now()})
 

@@ -23,6 +23,7 @@ TimmModel = Any
 
 # TensorFlow's BatchNorm: --bn-tf
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
+_LABEL_SETTINGS = ("aug_order", "uncovered", "label_tail")
 
 
 def image_size_of(args: Namespace) -> tuple[int, int] | None:
@@ -204,8 +205,26 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
                 head.bias.fill_(bias)
 
 
-def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
-    """What a checkpoint records so that others build and evaluate the model as it was trained."""
+def label_settings(args: Namespace) -> dict[str, Any] | None:
+    """How the token labels of a run were read, None for a run without."""
+    if not args.token_label:
+        return None
+    return {"compat": args.compat or []} | {name: getattr(args, name) for name in _LABEL_SETTINGS}
+
+
+def model_config(
+    model: TimmModel,
+    args: Namespace,
+    settings: dict[str, Any],
+    class_names: list[str],
+    teacher: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a checkpoint records so that others build and evaluate the model as it was trained.
+
+    Args:
+        teacher: Who made the labels, where a network did in the run itself.
+    """
+    labels = label_settings(args)
     return {
         "name": args.model,
         "kwargs": ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
@@ -215,4 +234,5 @@ def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], cl
         "dense_head": getattr(model, "dense_head", None),
         **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
         "class_names": class_names,
+        "labels": labels if teacher is None else (labels or {}) | teacher,
     }

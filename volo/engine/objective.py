@@ -7,25 +7,28 @@ batch. `step` is the key of everything random in the step, so that a resumed run
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt import mixtoken
+from tlt import mixtoken, published
 from tlt.data.counter import key
 from tlt.data.loader import Batch
 from tlt.data.mix import Mixup
 from tlt.errors import UserError
+from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms
 from tlt.mixed_loss import mixed_token_label_loss
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets
 from tlt.targets import Targets, make_targets
 from volo.engine.model import TimmModel
+from volo.engine.teacher import Teacher
 
 # Keep the uses of one step apart, and from those of the data (tlt.data.plan.Stream).
 _TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
@@ -53,6 +56,28 @@ class StepKey:
 
 
 Objective = Callable[[nn.Module, Batch, StepKey], LossTerms]
+Grid = tuple[int, int]
+
+
+def box_of_step(step: StepKey, grid: Grid) -> Sequence[int]:
+    """MixToken's box of a step, from its own generator."""
+    return mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), grid)
+
+
+def sparse_or_dense_targets(
+    labels: LabelBatch | None,
+    affine: Tensor,
+    visible: Tensor,
+    classes: Tensor,
+    grid: Grid,
+    num_classes: int,
+    *more: Any,
+) -> Targets | SparseTargets:
+    """Targets in sparse form unless there are fewer classes than a sparse label has entries. Both forms are the same
+    targets; arguments as `tlt.targets.make_targets`."""
+    sparse = entries_per_token(labels, grid) <= num_classes
+    make = make_sparse_targets if sparse else make_targets
+    return make(labels, affine, visible, classes, grid, num_classes, *more)
 
 
 @dataclass(frozen=True)
@@ -66,9 +91,12 @@ class TokenLabelObjective:
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
+        uncovered: What counts where no label is known, see `tlt.targets.make_targets`.
+        make_targets, draw_box: How targets are made and boxes drawn; `--compat` has other ways.
+        teacher: Labels the batch, before anything is mixed; None: it comes with labels, or without.
     """
 
-    grid: tuple[int, int]
+    grid: Grid
     num_classes: int
     token_label_size: int | None = None
     smoothing: float = 0.1
@@ -80,8 +108,13 @@ class TokenLabelObjective:
     dense: bool = True
     mix_token: bool = True
     mix: Mixup | None = None
+    uncovered: str = "ignore"
+    make_targets: published.TargetMaker = sparse_or_dense_targets
+    draw_box: Callable[[StepKey, Grid], Sequence[int]] = box_of_step
+    teacher: Teacher | None = None
 
     def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
+        targets = self.targets(batch)  # before the forward pass: a teacher's activations don't add to the student's
         box = self._box(step, batch.images.device) if self.mix_token else None
         shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
         images = batch.images if shares is None else shares.blend_images(batch.images)
@@ -89,10 +122,10 @@ class TokenLabelObjective:
             cls_logits, token_logits = model(images, dense=True, mix_box=box)
         else:
             cls_logits, token_logits = model(images, mix_box=box), None
-        return mixed_token_label_loss(
+        terms = mixed_token_label_loss(
             cls_logits,
             token_logits,
-            self.targets(batch),
+            targets,
             box,
             cls_weight=self.cls_weight,
             dense_weight=self.dense_weight,
@@ -101,13 +134,15 @@ class TokenLabelObjective:
             gt_weight_disagree=self.gt_weight_disagree,
             shares=shares,
         )
+        if token_logits is not None and not self.dense_weight:
+            # A dense head that is on but not trained gets gradients of 0, as published: weight decay still shrinks it.
+            terms = terms._replace(total=terms.total + 0 * token_logits.sum())
+        return terms
 
     def targets(self, batch: Batch) -> Targets | SparseTargets:
-        """What the outputs for `batch` are compared with: sparse unless there are fewer classes than a sparse label has
-        entries. Both forms are the same targets."""
-        sparse = entries_per_token(batch.labels, self.grid) <= self.num_classes
-        make = make_sparse_targets if sparse else make_targets
-        return make(
+        """What the outputs for `batch` are compared with; its images are not mixed yet."""
+        batch = batch if self.teacher is None else self.teacher.label(batch)
+        made: Targets | SparseTargets = self.make_targets(
             batch.labels,
             batch.affine,
             batch.visible,
@@ -116,10 +151,12 @@ class TokenLabelObjective:
             self.num_classes,
             self.smoothing,
             self.token_label_size,
+            self.uncovered,
         )
+        return made
 
     def _box(self, step: StepKey, device: torch.device) -> Tensor:
-        box = torch.tensor(mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), self.grid), dtype=torch.int32)
+        box = torch.tensor(self.draw_box(step, self.grid), dtype=torch.int32)
         # From pinned memory the copy doesn't hold up the host.
         return box.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else box
 
@@ -144,7 +181,7 @@ class ClassObjective:
         return LossTerms(loss, loss, torch.zeros_like(loss))
 
 
-def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int]) -> Objective:
+def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int], rank: int = 0) -> Objective:
     """Choose the objective from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
 
     Raises:
@@ -160,7 +197,8 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
             f"--token-label-size {args.token_label_size} doesn't fit: {args.model} has {grid[0]} x {grid[1]} tokens at "
             f"{image_size[0]} x {image_size[1]} px; leave the flag out"
         )
-    if not args.dense_weight:
+    rows = args.compat or ()
+    if not args.dense_weight and "untrained-dense-head" not in rows:
         model.set_dense_head(False)
     return TokenLabelObjective(
         grid,
@@ -175,7 +213,16 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
         dense=model.dense_head and args.token_label_size != 1,
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
+        uncovered=args.uncovered,
+        make_targets=published.target_maker(rows, sparse_or_dense_targets),
+        draw_box=_legacy_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
     )
+
+
+def _legacy_boxes(args: Namespace, grid: Grid, rank: int) -> Callable[[StepKey, Grid], Sequence[int]]:
+    """The published boxes: the number of this rank's forward passes so far says which."""
+    boxes = published.LegacyBoxes(args.seed, rank, grid)
+    return lambda step, grid: boxes(step.update * args.grad_accum_steps + step.micro_batch)
 
 
 def _mixup(args: Namespace, num_classes: int) -> Mixup | None:

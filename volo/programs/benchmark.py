@@ -1,7 +1,6 @@
 """Measure this machine.
 
-    python benchmark.py loss
-    python benchmark.py checkpoint --model volo_d5
+    python benchmark.py loss | labels | augmentation | alignment | checkpoint      [--help]
 
 Every subcommand is a module of `volo.benchmarks` and compares the alternatives in one run.
 """

@@ -1,94 +1,87 @@
 """Make token labels: for every image of a folder, what an annotator network sees at every place of it.
 
     python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
-    python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar
+    python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar --format archive
+    ./distributed_generate_label.sh 8 DATA OUT ...                                   one process per GPU
 
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
 OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
-The whole image is shown to the annotator, squashed to its input size, so that every crop of it has labels. The same
-command goes on where it was stopped. The annotator is a timm ConvNet, Swin or vision transformer with average pooling,
-or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token labels.
+With `--format archive` it becomes one label archive instead (docs/token_label_archive.md). The whole image is shown to
+the annotator, squashed to its input size, so that every crop of it has labels. The annotator is a timm ConvNet, Swin or
+vision transformer with average pooling, or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token
+labels.
+
+The same command goes on where it was stopped, however that was, and with any number of processes. A network's last bits
+depend on which images share its batch: batches are cut from the folder's order, and one that was stopped is repeated
+whole, so that the labels are the same as without interruption.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import functools
+import time
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import volo  # noqa: F401  (registers the models)
-from tlt.annotate import check_dense, dense_logits, top_classes
-from tlt.data.dataset import EvalDataset
+from tlt.annotate import Annotation, Annotator, check_dense
+from tlt.archive_format import sha256_of
+from tlt.data.dataset import EvalDataset, Skipped
 from tlt.data.decode import create_backend
 from tlt.data.device_stage import EvalStage
 from tlt.data.folder import ImageFolder, find_split, printable, scan_folder
-from tlt.data.loader import EvalLoader, SkipCounter
+from tlt.data.loader import Batch, EvalLoader, SkipCounter
 from tlt.errors import UserError
-from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.wrap import dense_head_of, with_dense_head
+from tlt.label_map import LabelMap
 from tlt.progress import Progress
 from tlt.store import TreeMetadata
-from tlt.weights import read_checkpoint
-from volo.engine.distributed import choose_device
-from volo.engine.finetune import load_weights
-from volo.engine.label_job import LabelJob
-from volo.engine.metrics import Sums, correct_in_top
-from volo.engine.model import build_model, compile_model, eval_settings, image_size_of
-from volo.engine.model_config import model_config_of
+from volo.engine.annotator import load_annotator
+from volo.engine.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
+from volo.engine.label_job import ArchiveJob, LabelJob, TreeJob
+from volo.engine.metrics import Sums
+from volo.engine.model import compile_model, eval_settings
 from volo.engine.precision import resolve_amp_dtype
+
+_PATIENCE = 7 * 86400.0  # seconds: ranks wait for rank 0 while it reads what is there
+_POLL = 0.2  # seconds between two looks at how far the other ranks are
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
-    for note in args.notes:
-        print(note, flush=True)
-    device = choose_device(args.device, 0)
+    """Entry point, after the arguments are parsed. One rank tells what went wrong, the others leave with its code."""
+    world = init_world(args.device, timeout_s=_PATIENCE)
+    board = Board()
+    try:
+        return label_folder(args, world, board)
+    except UserError as error:
+        if board.fail():
+            raise
+        return error.exit_code
+    except RuntimeError:  # the connection to a rank that has left
+        if board.failed():
+            return UserError.exit_code
+        raise
+    finally:
+        shut_down()
+
+
+def label_folder(args: Namespace, world: World, board: Board) -> int:
+    """Build everything, label, and close what was made. Returns the exit code."""
     folder = scan_folder(find_split(args.data, args.split, allow_root=True))
-    for warning in folder.warnings:
-        print(f"warning: {warning}", flush=True)
+    for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
+        print(line, flush=True)
     model, recorded = load_annotator(args)
     check_classes(args, model, folder, recorded)
     settings = label_settings(args, model, recorded)
-
-    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    model = model.eval().to(device).to(memory_format=memory_format)
-    check_dense(model, torch.randn(2, *settings["input_size"], device=device), f"--model {args.model}")
-    annotate = annotator(args, model, device)
-    with torch.no_grad():
-        shape = annotate(torch.zeros(1, *settings["input_size"], device=device)).shape  # (1, h, w, C)
-    job = LabelJob(args.token_label_root, folder, describe(args, settings, folder, shape), args.overwrite)
-    return make_labels(args, job, annotate, settings, device)
-
-
-def load_annotator(args: Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """The annotator with its weights, and what its checkpoint says about it.
-
-    Raises:
-        UserError: No such model or file, or weights that don't fit.
-    """
-    if not args.checkpoint:
-        return build_model(args), {}
-    checkpoint = read_checkpoint(args.checkpoint)
-    recorded = model_config_of(checkpoint, args.checkpoint) or {}
-    args.model = args.model or recorded.get("name")
-    if args.model is None:
-        raise UserError(f"--checkpoint {args.checkpoint} does not say what model it holds: add --model NAME")
-    args.num_classes = args.num_classes or recorded.get("num_classes")
-    if args.img_size is None and args.input_size is None:
-        args.img_size = recorded.get("img_size")
-    model = build_model(args, recorded.get("kwargs") if args.model == recorded.get("name") else None)
-    if isinstance(model, TokenLabelModel) and not recorded.get("dense_head", True):
-        model.set_dense_head(False)
-    if recorded.get("dense_head") and dense_head_of(checkpoint, args.use_ema or None, args.checkpoint):
-        model = with_dense_head(model, image_size_of(args))
-    load_weights(model, args.checkpoint, args.use_ema or None, checkpoint)
-    return model, recorded
+    annotator = prepare_annotator(args, model, settings, world)
+    grid = annotator(torch.zeros(1, *settings["input_size"], device=world.device)).values.shape[2:]
+    with primary_first():
+        job = open_job(args, folder, describe(args, settings, folder, model.num_classes, grid), world)
+    pending = from_primary(find_pending(args, job) if world.is_primary else [])
+    return make_labels(args, job, pending, annotator, settings, world, board)
 
 
 def check_classes(args: Namespace, model: nn.Module, folder: ImageFolder, recorded: dict[str, Any]) -> None:
@@ -126,23 +119,26 @@ def label_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any]) 
     return settings
 
 
-def annotator(args: Namespace, model: nn.Module, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Images (B, 3, H, W) -> dense logits (B, h, w, C), in the precision that the flags ask for."""
-    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, device)
+def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any], world: World) -> Annotator:
+    """The annotator on its device, in the precision that the flags ask for.
 
-    def annotate(images: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            return dense_logits(model, images)
+    Raises:
+        UserError: It has no exact dense logits.
+    """
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
+    model = model.eval().to(world.device).to(memory_format=memory_format)
+    check_dense(model, torch.randn(2, *settings["input_size"], device=world.device), f"--model {args.model}")
+    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    return Annotator(model, args.top_k, dtype, functools.partial(compile_model, args=args))
 
-    return compile_model(annotate, args)
 
-
-def describe(args: Namespace, settings: dict[str, Any], folder: ImageFolder, shape: torch.Size) -> TreeMetadata:
+def describe(
+    args: Namespace, settings: dict[str, Any], folder: ImageFolder, classes: int, grid: torch.Size
+) -> TreeMetadata:
     """What labels.json will say."""
     weights = "published"
     if args.checkpoint:
-        with open(args.checkpoint, "rb") as file:
-            weights = f"sha256 {_sha256(file.read)}" + (", EMA" if args.use_ema else "")
+        weights = f"sha256 {sha256_of(args.checkpoint)}" + (", EMA" if args.use_ema else "")
     annotator = {
         "model": args.model,
         "weights": weights,
@@ -153,54 +149,97 @@ def describe(args: Namespace, settings: dict[str, Any], folder: ImageFolder, sha
         "std": list(settings["std"]),
         "amp_dtype": (args.amp_dtype or "default") if args.amp else None,
     }
-    classes = shape[3]
     names = None if args.transfer else folder.class_names
-    return TreeMetadata(min(args.top_k, classes), (shape[1], shape[2]), classes, "full", annotator, names)
+    return TreeMetadata(min(args.top_k, classes), (grid[0], grid[1]), classes, "full", annotator, names)
 
 
-def _sha256(read: Callable[[int], bytes]) -> str:
-    digest = hashlib.sha256()
-    while block := read(2**20):
-        digest.update(block)
-    return digest.hexdigest()
+def open_job(args: Namespace, folder: ImageFolder, metadata: TreeMetadata, world: World) -> LabelJob:
+    """What OUT is to become; rank 0 first."""
+    overwrite = args.overwrite and world.is_primary
+    if args.format == "archive":
+        return ArchiveJob(args.token_label_root, folder, metadata, overwrite, not args.no_log_sum_exp)
+    return TreeJob(args.token_label_root, folder, metadata, overwrite)
+
+
+def find_pending(args: Namespace, job: LabelJob) -> list[int]:
+    """Rows of the folder that are to be labelled; says how many are done already."""
+    images = len(job.folder)
+    if job.origin_unknown:
+        print(
+            f"warning: {args.token_label_root} has label files of unknown origin; those that fit are kept", flush=True
+        )
+    if not job.found:
+        return list(range(images))
+    progress = Progress("checking labels", images)
+    pending = job.pending(progress.step)
+    progress.close()
+    print(f"{images - len(pending)} of {images} images are labelled already", flush=True)
+    return pending
 
 
 def make_labels(
     args: Namespace,
     job: LabelJob,
-    annotate: Callable[[Tensor], Tensor],
+    pending: list[int],
+    annotator: Annotator,
     settings: dict[str, Any],
-    device: torch.device,
+    world: World,
+    board: Board,
 ) -> int:
-    """Label what is not labelled yet, then close the tree. Returns the exit code."""
-    folder = job.folder
-    if job.origin_unknown:
-        print(
-            f"warning: {args.token_label_root} has label files of unknown origin; those that fit are kept", flush=True
-        )
-    pending = list(range(len(folder)))
-    if job.found:
-        progress = Progress("checking labels", len(folder))
-        pending = job.pending(progress.step)
-        progress.close()
-        print(f"{len(folder) - len(pending)} of {len(folder)} images are labelled already", flush=True)
-    loader = image_loader(args, folder, pending, settings, device)
-    sums = Sums(("images", "top1", "places", "agreeing"), device)
-    progress = Progress("labelling", len(pending))
+    """Label what is pending, each rank its part, then close tree or archive. Returns the exit code."""
+    batches = whole_batches(pending, len(job.folder), args.batch_size)[world.rank :: world.size]
+    rows = [row for batch in batches for row in batch]
+    loader = image_loader(args, job.folder, rows, settings, world.device)
+    wanted, sums = set(pending), Sums(("images", "top1", "places", "agreeing"), world.device)
+    progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
-        dense = annotate(batch.images).float()  # (B, h, w, C)
-        values, ids = top_classes(dense, args.top_k)  # (B, k, h, w)
-        if not args.transfer:
-            tally(sums, dense, ids, batch.classes)
-        values, ids = values.cpu(), ids.cpu()
-        for place, row in enumerate(batch.indices.tolist()):
-            job.write(pending[row], values[place], ids[place])
-        progress.step(batch.size)
-    progress.close()
-    skipped = report_skipped(loader.skips, folder)
-    job.finish(skipped)
-    print(summary(args, job, len(pending) - len(skipped), sums), flush=True)
+        made = write_batch(job, batch, annotator(batch.images), rows, wanted, None if args.transfer else sums)
+        done = board.add("done", made)
+        if progress is not None:
+            progress.step(done - progress.done)
+        if board.failed():
+            return UserError.exit_code
+    board.add("finished", 1)
+    while board.add("finished", 0) < world.size:
+        time.sleep(_POLL)
+        if progress is not None:
+            progress.step(board.add("done", 0) - progress.done)
+        if board.failed():
+            return UserError.exit_code
+    skips, totals = from_all(loader.skips.reasons), sums.totals()
+    if progress is not None:
+        progress.step(board.add("done", 0) - progress.done)
+        progress.close()
+        close(args, job, wanted, skips, totals)
     return 0
+
+
+def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:
+    """The batches, of all those that the folder is cut into, in which a row is pending."""
+    starts = sorted({row // batch_size * batch_size for row in pending})
+    return [range(start, min(start + batch_size, images)) for start in starts]
+
+
+def write_batch(
+    job: LabelJob, batch: Batch, found: Annotation, rows: list[int], wanted: set[int], sums: Sums | None
+) -> int:
+    """Write the labels of a batch where they are wanted; returns how many.
+
+    Args:
+        rows: Of the folder, by index of the batch.
+        sums: Counts images whose mean dense logits name the folder's class, and places whose top class is it.
+    """
+    found = Annotation(*(tensor.cpu() for tensor in found))
+    indices, classes = batch.indices.tolist(), batch.classes.cpu()
+    places = [place for place, index in enumerate(indices) if rows[index] in wanted]
+    for place in places:
+        label_map = LabelMap(found.values[place].numpy(), found.ids[place].numpy())
+        width, height = batch.sizes[place].tolist()
+        job.write(rows[indices[place]], label_map, found.log_sum_exp[place].numpy(), (width, height))
+    if sums is not None:
+        top, truth = found.ids[places, 0], classes[places]
+        sums.add(len(places), (found.named[places] == truth).sum(), top.numel(), (top == truth[:, None, None]).sum())
+    return len(places)
 
 
 def image_loader(
@@ -226,41 +265,46 @@ def image_loader(
         prefetch=not args.no_prefetcher,
         timeout=float(args.loader_timeout),
         skips=SkipCounter(len(folder), args.max_bad_images),
+        may_be_empty=True,  # the images of this rank that are left may all be broken
     )
 
 
-def tally(sums: Sums, dense: Tensor, ids: Tensor, classes: Tensor) -> None:
-    """Count images whose mean dense logits name the folder's class, and places whose top class is it.
+def close(
+    args: Namespace, job: LabelJob, pending: set[int], skips: list[dict[str, str]], totals: dict[str, float]
+) -> None:
+    """Close what was made, and say what is there and how well it agrees with the folders.
 
     Args:
-        dense: (B, h, w, C).
-        ids: (B, k, h, w), the top class first.
-        classes: (B,).
+        skips: Path -> reason of the images that could not be read, of each rank.
+        totals: From `write_batch`, over all ranks.
+
+    Raises:
+        UserError: More images are unreadable than `--max-bad-images`, or all of them, or the disk is full.
     """
-    (top1,) = correct_in_top(dense.mean((1, 2)), classes, (1,))
-    agreeing = (ids[:, 0] == classes[:, None, None]).sum()
-    sums.add(len(classes), top1, ids[:, 0].numel(), agreeing)
+    folder, counter = job.folder, SkipCounter(len(job.folder), args.max_bad_images)
+    counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
+    if counter.total == len(folder):
+        raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
+    for line in counter.take_lines():
+        print(line, flush=True)
+    row_of = {folder.path(row): row for row in pending}
+    skipped = sorted(row_of[path] for path in counter.reasons if path in row_of)
+    agreement = job.finish(skipped)
+    print(summary(args, job, len(pending) - len(skipped)), flush=True)
+    if not agreement and totals["images"]:
+        agreement = [
+            f"mean of the places names the folder's class for {100 * totals['top1'] / totals['images']:.2f} % of "
+            f"{totals['images']:.0f} images, a single place for {100 * totals['agreeing'] / totals['places']:.2f} % of "
+            f"{totals['places']:.0f} places"
+        ]
+    for line in agreement:
+        print(line, flush=True)
 
 
-def report_skipped(skips: SkipCounter, folder: ImageFolder) -> list[str]:
-    """Print the images that could not be read; returns their paths relative to the folder."""
-    for path, reason in skips.reasons.items():
-        print(f"left out {printable(path)}: {reason}", flush=True)
-    return [os.path.relpath(path, folder.root) for path in skips.reasons]
-
-
-def summary(args: Namespace, job: LabelJob, made: int, sums: Sums) -> str:
-    """The last lines: what is where, and how well the labels agree with the folders."""
+def summary(args: Namespace, job: LabelJob, made: int) -> str:
+    """What is where."""
     grid = job.metadata.grid
-    text = (
+    return (
         f"{made} label maps of {job.metadata.k} classes on {grid[0]} x {grid[1]} places made in "
         f"{args.token_label_root}, for {len(job.folder)} images"
-    )
-    totals = sums.totals()
-    if not totals["images"]:
-        return text
-    return (
-        f"{text}\nmean of the places names the folder's class for {100 * totals['top1'] / totals['images']:.2f} % of "
-        f"{totals['images']:.0f} images, a single place for {100 * totals['agreeing'] / totals['places']:.2f} % of "
-        f"{totals['places']:.0f} places"
     )

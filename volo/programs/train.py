@@ -44,8 +44,9 @@ from volo.engine.distributed import (
     shut_down,
     wait_for_all,
 )
+from volo.engine.first_batch import first_batch_drawer
 from volo.engine.logger import Logger
-from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.loop import EpochTotals, Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -69,6 +70,7 @@ from volo.engine.run_lock import RunLock
 from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.stopping import StopGuard
+from volo.engine.teacher import Teacher, load_teacher
 from volo.engine.train_state import TrainState
 from volo.engine.watchdog import Watchdog, collective_timeout
 
@@ -101,6 +103,7 @@ class Setup:
     precision: Precision
     schedule: LrSchedule
     lr_formula: str
+    teacher: Teacher | None = None
 
 
 def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> None:
@@ -180,10 +183,11 @@ def train_epochs(
         totals = train_epoch(
             setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
         )
+        costs = teacher_costs(setup, totals, logger)
         evaluations = validate_epoch(args, setup, epoch, world, logger, guard)
         state.end_epoch()
         guard.watchdog.at("saving")
-        logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations))
+        logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations), costs)
         if best := saver.after_epoch(metric_of(args, evaluations)):
             logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()
@@ -221,7 +225,11 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
-    objective = make_objective(args, model, settings["input_size"][1:])
+    objective = make_objective(args, model, settings["input_size"][1:], world.rank)
+    teacher = load_teacher(args, model, settings, folders.train.class_names, world)
+    if teacher is not None:
+        assert isinstance(objective, TokenLabelObjective)
+        objective = replace(objective, teacher=teacher)
     model = prepare_model(model, args, world)
 
     loader = train_loader(args, folders.train, labels, settings, world)
@@ -239,14 +247,17 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         metadata={
             "arch": args.model,
             "args": settings_of(args),
-            "model_config": model_config(model, args, settings, folders.train.class_names),
+            "model_config": model_config(
+                model, args, settings, folders.train.class_names, teacher.record if teacher else None
+            ),
             fingerprint.KEY: fingerprint.fingerprint(folders.train, labels),
             global_batch.KEY: global_batch.batch_record(args.batch_size, args.grad_accum_steps, world.size),
         },
         updates_per_epoch=len(loader),
     )
     schedule = LrSchedule(args, lr, len(loader))
-    return Setup(state, wrap_model(model, args, world), loader, validation, objective, precision, schedule, formula)
+    called = wrap_model(model, args, world)
+    return Setup(state, called, loader, validation, objective, precision, schedule, formula, teacher)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -294,6 +305,9 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
         f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
         f"accumulation steps; {len(setup.loader)} updates an epoch, {setup.schedule.total_epochs} epochs"
     )
+    if setup.teacher is not None and world.is_primary:
+        dense = isinstance(setup.objective, TokenLabelObjective) and setup.objective.dense
+        logger.line(setup.teacher.describe(model, (config["in_chans"], height, width), dense))
     dtype = setup.precision.amp_dtype
     logger.line(
         f"learning rate {setup.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
@@ -326,6 +340,7 @@ def resume_run(
         messages += kept
         messages += state.load(resume.checkpoint, path, not args.no_resume_opt)
         messages += changed_args(resume.checkpoint, settings_of(args))
+        messages += changed_labels(resume.checkpoint, state)
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     for message in messages:
         logger.line(message)
@@ -359,6 +374,29 @@ def keep_global_batch(
     return replace(setup, schedule=LrSchedule(args, lr, len(loader)), lr_formula=formula), messages
 
 
+def changed_labels(checkpoint: dict[str, Any], state: TrainState) -> list[str]:
+    """A line if the teacher was another one, or had other weights."""
+    configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, state.metadata)]
+    was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
+    return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
+
+
+def teacher_costs(setup: Setup, totals: EpochTotals, logger: Logger) -> dict[str, float]:
+    """Tell what the teacher took in an epoch, on this rank; the columns of its summary."""
+    if setup.teacher is None:
+        return {}
+    seconds, images = setup.teacher.take_cost()
+    costs = {
+        "teacher_ms_per_image": 1000 * seconds / max(images, 1),
+        "teacher_share": seconds / max(totals.seconds, 1e-9),
+    }
+    logger.line(
+        f"teacher: {costs['teacher_ms_per_image']:.3g} ms an image on a {setup.teacher.device.type} device, "
+        f"{100 * costs['teacher_share']:.0f} % of the training time"
+    )
+    return costs
+
+
 def open_run(
     args: Namespace,
     setup: Setup,
@@ -387,7 +425,7 @@ def open_run(
     logger.total_updates = setup.schedule.total_updates
     logger.line(f"run directory: {directory}")
     if importlib.util.find_spec("matplotlib") is None:
-        logger.line("no learning curve will be drawn: pip install 'volo-tlt[plot]'")
+        logger.line("neither learning curves nor the first batch will be drawn: pip install 'volo-tlt[plot]'")
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
@@ -395,8 +433,10 @@ def open_run(
 
 
 def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[int, Batch], None]:
-    """Look at every batch before it is used: tell unreadable images and labels, write pictures for `--save-images`."""
+    """Look at every batch before it is used: tell unreadable images and labels, draw the first batch, write pictures
+    for `--save-images`."""
     known: set[str] = set()
+    draw = first_batch_drawer(setup.loader.dataset, setup.objective, setup.state.metadata["model_config"], logger)
 
     def watch(update: int, batch: Batch) -> None:
         for death in setup.loader.take_deaths():
@@ -406,6 +446,7 @@ def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[in
         known.update(label.path for label in bad)
         logger.skipped("skipped-image", setup.loader.skips.take_new())
         logger.skipped("bad-label", bad)
+        draw(update, batch)
         if args.save_images and logger.directory is not None and update % args.log_interval == 0:
             save_image(batch.images, logger.directory.path / f"train-batch-{update}.jpg", padding=0, normalize=True)
 

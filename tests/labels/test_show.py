@@ -1,0 +1,222 @@
+"""`tlt show`: what is drawn is what the pipeline made, and mistakes are one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from PIL import Image
+
+from tlt import geometry
+from tlt.cli import main, parser
+from tlt.data.dataset import TrainDataset
+from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.plan import AugmentConfig, make_plan
+from tlt.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
+from tlt.errors import UserError
+from tlt.label_page import Example, draw_page, read_examples
+from tlt.labels import open_labels
+from tlt.show import find_images, load_batch, spread
+from tlt.targets import make_targets
+
+CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
+GRID = (4, 6)
+NAMES = ["bäume $x$", "c", "d.lass"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> tuple[Path, Path]:
+    """Three images of 100 x 75, 75 x 100 and 32 x 32 with label maps of 2 x 5 x 7 that differ from cell to cell."""
+    rng = np.random.default_rng(0)
+    for name, (width, height) in zip(NAMES, [(100, 75), (75, 100), (32, 32)], strict=True):
+        for folder in ("data", "labels"):
+            (tmp_path / folder / name).mkdir(parents=True)
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "data" / name / f"{name[0]}.v1.png")
+        ids = np.argsort(rng.random((3, 5, 7)), axis=0)[:2]
+        entry = np.stack([np.sort(rng.uniform(0, 6, ids.shape), axis=0)[::-1], ids])
+        torch.save(torch.from_numpy(entry).half(), tmp_path / "labels" / name / f"{name[0]}.v1.pt")
+    return tmp_path / "data", tmp_path / "labels"
+
+
+def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor]:
+    folder = scan_folder(data[0])
+    dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
+    batch, _ = load_batch(dataset, [0, 1, 2], epoch=2)
+    targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
+    assert targets.tokens is not None
+    return read_examples(dataset, batch, targets, CONFIG.mean, (0.229, 0.224, 0.225)), targets.tokens
+
+
+def _drawn(figure: Figure, panel: str) -> list[Axes]:
+    return [axes for axes in figure.axes if axes.get_gid() == panel]
+
+
+def _one(axes: Axes, label: str) -> Artist:
+    (found,) = [artist for artist in axes.get_children() if artist.get_label() == label]
+    return found
+
+
+def test_the_window_is_where_the_plan_takes_the_outputs_corners_from(data: tuple[Path, Path]) -> None:
+    examples, _ = _examples(data)
+    plan = make_plan(CONFIG, 5, 2, [0, 1, 2], [100, 75, 32], [75, 100, 32])
+    corners = geometry.apply(plan.affine, [[0, 0], [96, 0], [96, 64], [0, 64]])
+    assert not np.allclose(plan.warp, geometry.identity(3))  # something to see
+    for axes, expected in zip(_drawn(draw_page(examples, NAMES, ""), "source"), corners, strict=True):
+        assert _one(axes, "window").get_xy()[:4] == pytest.approx(expected, abs=1e-3)
+        assert _one(axes, "window").get_transform().contains_branch(axes.transData)
+
+
+def test_the_augmented_image_is_the_batchs(data: tuple[Path, Path]) -> None:
+    examples, _ = _examples(data)
+    folder = scan_folder(data[0])
+    dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
+    images = load_batch(dataset, [0, 1, 2], epoch=2)[0].images
+    std = np.array([0.229, 0.224, 0.225])
+    for axes, image in zip(_drawn(draw_page(examples, NAMES, ""), "augmented"), images, strict=True):
+        drawn = np.asarray(axes.get_images()[0].get_array())
+        assert (drawn / 255 - CONFIG.mean) / std == pytest.approx(image.permute(1, 2, 0).numpy(), abs=0.01)
+
+
+def test_tokens_have_the_colour_of_their_targets_first_class_and_its_probability(data: tuple[Path, Path]) -> None:
+    examples, tokens = _examples(data)
+    figure = draw_page(examples, NAMES, "")
+    colours = {class_id: to_rgb(colour) for class_id, colour in class_colours(range(3)).items()}
+    blank = 0
+    for axes, target, example in zip(_drawn(figure, "tokens"), tokens, examples, strict=True):
+        assert example.tokens is not None
+        drawn = _one(axes, "cells")
+        assert drawn.get_extent() == [0, 96, 64, 0] and axes.get_ylim() == (64, 0)  # row 0 is above
+        rgba = drawn.get_array().reshape(-1, 4)
+        weight = example.tokens.weight.ravel()
+        for colour, row, share in zip(rgba, target, weight, strict=True):
+            assert tuple(colour[:3]) == pytest.approx(colours[int(row.argmax())])
+            assert colour[3] == pytest.approx(0.6 * float(row.max()) * share, abs=1e-6)
+        hatched = [c for c in axes.collections if c.get_label() == "blank"]
+        blank += sum(len(c.get_paths()) for c in hatched)
+        assert sum(len(c.get_paths()) for c in hatched) == (weight == 0).sum()
+    assert blank
+
+
+def test_the_label_map_lies_on_its_area_with_the_softmax_over_all_classes(data: tuple[Path, Path]) -> None:
+    examples, _ = _examples(data)
+    axes = _drawn(draw_page(examples, NAMES, ""), "label")[1]
+    drawn = _one(axes, "cells")
+    assert drawn.get_extent() == [0, 75, 100, 0]
+    values, ids = torch.load(data[1] / "c" / "c.v1.pt").double()
+    dense = torch.zeros(3, 5, 7, dtype=torch.float64).scatter(0, ids.long(), values)
+    assert np.asarray(drawn.get_array())[..., 3] == pytest.approx(
+        0.6 * dense.softmax(0).max(0).values.numpy(), abs=1e-6
+    )
+
+
+def test_colours_are_stable_and_differ_as_long_as_there_are_any() -> None:
+    assert class_colours([3, 17, 1000]) == {3: PALETTE[3], 17: PALETTE[17], 1000: PALETTE[0]}
+    assert class_colours([20, 0]) == {20: PALETTE[0], 0: PALETTE[1]}
+    assert len(set(class_colours(range(0, 400, 20)).values())) == 20
+    assert len(class_colours(range(1000))) == 1000
+
+
+def test_a_cell_that_counts_for_nothing_needs_no_colour() -> None:
+    axes = new_figure(1, 1).add_axes((0, 0, 1, 1))
+    cells = Cells(np.array([[0, 3]]), np.array([[0.0, 1.0]]), np.array([[0.0, 1.0]]))
+    draw_cells(axes, cells, (0, 0, 2, 1), class_colours([3]))
+    drawn = axes.images[0].get_array()
+    assert drawn is not None and drawn[0, 0, 3] == 0 and drawn[0, 1, 3] > 0
+
+
+def test_lines_run_between_different_classes_only() -> None:
+    axes = new_figure(1, 1).add_axes((0, 0, 1, 1))
+    draw_cells(
+        axes, Cells(np.array([[1, 1], [1, 2]]), np.ones((2, 2)), np.ones((2, 2))), (0, 0, 2, 2), {1: "r", 2: "b"}
+    )
+    lines = {tuple(map(tuple, path.vertices.tolist())) for path in axes.collections[-1].get_paths()}
+    assert lines == {((1.0, 1.0), (1.0, 2.0)), ((1.0, 1.0), (2.0, 1.0))}
+
+
+def test_images_are_spread_and_found_by_any_unambiguous_name(data: tuple[Path, Path]) -> None:
+    folder = scan_folder(data[0])
+    assert spread(folder, 3, 1) == [0, 1, 2]
+    assert find_images(folder, ["bäume $x$/b.v1.png"]) == [0]
+    assert find_images(folder, ["d.v1", "c.v1.png"]) == [2, 1]
+    twice = ImageFolder("r", ["a/x.png", "b/x.jpg"], np.array([0, 1]), ["a", "b"])
+    with pytest.raises(UserError, match="names 2 images"):
+        find_images(twice, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("-n 4", "--n 4: there are 3 images"),
+        ("--images nothing", "--images nothing: no such image"),
+        ("-o page.doc", "end the name in .png"),
+        ("-o nowhere/page.png", "can't be written: No such file"),
+    ],
+)
+def test_mistakes_are_one_line(
+    data: tuple[Path, Path], flags: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["-o", str(tmp_path / "p.png")] if "-o" not in flags else []
+    flags = flags.replace("nowhere", str(tmp_path / "nowhere"))
+    assert main(["show", *map(str, data), *output, "--size", "32", "32", *flags.split()]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(
+    data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["show", *map(str, data), "-o", "p.png"]) == 2
+    assert "volo-tlt[plot]" in capsys.readouterr().err
+
+
+def test_the_command_writes_a_page_and_nothing_else(
+    data: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (data[1] / "c" / "c.v1.pt").unlink()  # an image without label is shown as such
+    assert main(["show", *map(str, data), "-o", str(out / "p.png"), "--size", "32", "48"]) == 0
+    assert "3 images of 3" in capsys.readouterr().out
+    assert [p.name for p in out.iterdir()] == ["p.png"]
+    with Image.open(out / "p.png") as page:
+        assert min(page.size) > 300
+    assert not [w for w in recwarn if "Glyph" in str(w.message)]
+
+
+def test_names_that_the_font_lacks_are_escaped() -> None:
+    assert drawable("Bäume 美\n$x$") == "Bäume \\u7f8e\\n$x$"
+
+
+def test_flags_mean_what_train_py_means() -> None:
+    from volo.engine.args import train_parser
+
+    shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), train_parser().defaults()
+    assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])
+    assert shown.aa == train["aa"]
+    assert (shown.aug_order, shown.uncovered) == (train["aug_order"], train["uncovered"])
+
+
+def test_the_window_is_the_images_also_where_the_labels_have_another(data: tuple[Path, Path]) -> None:
+    folder = scan_folder(data[0])
+    store = open_labels(data[1], folder.paths)
+    usual, _ = load_batch(TrainDataset(folder, CONFIG, 1, store), [0, 1, 2], epoch=2)
+    labels, shown = load_batch(TrainDataset(folder, CONFIG, 1, store, compat=["label-crop"]), [0, 1, 2], epoch=2)
+    assert torch.equal(shown.affine, usual.affine) and torch.equal(shown.visible, usual.visible)
+    assert not torch.allclose(labels.affine, usual.affine, atol=0.01)
+
+
+def test_labels_of_other_classes_are_numbers(data: tuple[Path, Path], make_labels: Callable[..., Path]) -> None:
+    examples, _ = _examples(data)
+    texts = {text.get_text() for text in draw_page(examples, [], "").texts}
+    assert {"class 0", "class 1", "class 2"} <= texts

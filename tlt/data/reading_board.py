@@ -1,0 +1,32 @@
+"""Which image a data worker has in hand, for the message when it hangs."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.utils.data import get_worker_info
+
+
+class ReadingBoard:
+    """Shared between workers and main process: which image each worker has in hand, and since when."""
+
+    def __init__(self, workers: int) -> None:
+        self._index = torch.full((max(workers, 1),), -1, dtype=torch.int64).share_memory_()
+        self._since = torch.zeros(max(workers, 1), dtype=torch.float64).share_memory_()
+
+    def mark(self, index: int) -> None:
+        """Note that this process begins with image `index` (-1: with none)."""
+        worker = get_worker_info()
+        slot = 0 if worker is None else worker.id
+        # monotonic() is one clock for all processes of a machine.
+        self._since[slot] = time.monotonic()
+        self._index[slot] = index
+
+    def longest(self) -> tuple[int, float] | None:
+        """Index and seconds of the image that has been in hand for longest, None if no worker has one."""
+        busy = [(s, i) for i, s in zip(self._index.tolist(), self._since.tolist(), strict=True) if i >= 0]
+        if not busy:
+            return None
+        since, index = min(busy)
+        return index, time.monotonic() - since

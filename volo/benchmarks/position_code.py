@@ -1,0 +1,219 @@
+"""Images and label maps that say where they are, and where each token of an augmented batch is, read off both.
+
+Nothing here computes geometry. What a token shows is read off the pixels of the batch, what it is said to show off its
+target; the two come from one image file and one label file by different ways, so that any mistake in between shows.
+
+Images: the grey levels of red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x.
+What changes all three alike cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp,
+and noise that is added so that roundings are independent of each other. Shots of one image differ in their noise;
+whatever is drawn for an image is a function of seed, epoch, index and size, so shots are augmented alike and can be
+averaged.
+Magenta, the fill, is no position.
+
+Maps: every cell lists the class COLUMN, whose logit counts columns, the class ROW, whose logit counts rows, and a class
+of its own. One class is listed nowhere: softened targets give logits back as log ratios to it.
+
+Legend: B images, N tokens, C classes. Places are shares (x, y) of the source image, edge to edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.label_map import LabelMap
+
+COLUMN, ROW, FIRST_CELL = 0, 1, 2
+CELL_LOGIT = 8.0
+_NOISE, _LOW, _SPAN = 48.0, 54.0, 147.0  # grey levels; room for what bicubic filters make of the noise
+# Grey levels: what is further off the plane is left out of the fit, round by round, and counts as no image at last.
+_FIT_LIMITS = (8.0, 4.0, 2.0, 1.5, 1.5)
+_CLEAN_LIMIT = 6.0
+_LEAST_FITTED = 0.9  # an image of which less was fitted isn't judged
+Size = tuple[int, int]
+
+
+def ramp_image(width: int, height: int, shot: int = 0) -> np.ndarray:
+    """(height, width, 3) uint8; shots differ in their noise."""
+    x, y = (np.arange(width) + 0.5) / width, ((np.arange(height) + 0.5) / height)[:, None]
+    ramps = np.stack([(x + y) / 2, (x - y) / 2 + 0.5, np.broadcast_to(1 - x, (height, width))], axis=2)
+    generator = np.random.default_rng(shot)
+    noise = generator.uniform(-_NOISE, _NOISE, (height, width, 1))
+    # Rounded sums, not summed roundings: over any stretch of a row the error is below one level.
+    sums = np.rint(np.cumsum(_LOW + _SPAN * ramps + noise, axis=1) + generator.uniform(-0.5, 0.5, (height, 1, 3)))
+    return np.diff(sums, axis=1, prepend=0).clip(0, 255).astype(np.uint8)
+
+
+def position_map(rows: int, cols: int) -> LabelMap:
+    """A map of `rows x cols` cells with `position_classes(rows, cols)` classes; exact in float16 up to 256 a side."""
+    down, across = np.mgrid[:rows, :cols]
+    scale = _logit_scale((rows, cols))
+    values = np.stack([(across + 0.5) * scale, (down + 0.5) * scale, np.full((rows, cols), CELL_LOGIT)])
+    ids = np.stack([np.full_like(down, COLUMN), np.full_like(down, ROW), FIRST_CELL + down * cols + across])
+    return LabelMap(values.astype(np.float16), ids.astype(np.int32))
+
+
+def position_classes(rows: int, cols: int) -> int:
+    """How many classes there are with maps of `rows x cols` cells; the last one is listed nowhere."""
+    return FIRST_CELL + rows * cols + 1
+
+
+def _logit_scale(cells: Size) -> float:
+    """Logit per cell: a power of two with which no logit exceeds 8."""
+    return float(2.0 ** (3 - np.ceil(np.log2(max(cells)))))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the pixels of a batch show.
+
+    Attributes:
+        affine: (B, 2, 3) float64, unit square of the output -> place; a least-squares fit through all clean pixels.
+        clean: (B, H, W) bool, pixels with the colours that an image has there: no fill, nothing erased.
+        fitted: (B,) share of the pixels with any image's colours that lie on the plane, small where these are few.
+        size: (H, W) of the output.
+    """
+
+    affine: Tensor
+    clean: Tensor
+    fitted: Tensor
+    size: Size
+
+    def places(self, points: Tensor) -> Tensor:
+        """(P, 2) points (x, y) of the output's unit square -> places (B, P, 2)."""
+        return points @ self.affine[:, :, :2].transpose(1, 2) + self.affine[:, None, :, 2]
+
+
+def read_images(images: Tensor) -> Shown:
+    """Images (S, B, 3, H, W) in [0, 1], mean 0 and standard deviation 1: S shots of the same images."""
+    size = (images.shape[3], images.shape[4])
+    red, green, blue = ((images.double() * 255 - _LOW) / _SPAN).mean(0).unbind(1)
+    places = torch.stack([(red + green - 2 * blue) / 3 + 0.5, red - green + 0.5], -1).flatten(1, 2)  # (B, H * W, 2)
+    points = torch.cat([grid_points(size), torch.ones(size[0] * size[1], 1, dtype=torch.float64)], 1)  # (H * W, 3)
+    possible = ((places > -0.1) & (places < 1.1)).all(-1)
+    used = possible.double()
+    for limit in _FIT_LIMITS:
+        weighted = points * used[..., None]  # (B, H * W, 3)
+        affine = torch.linalg.pinv(weighted.mT @ points, hermitian=True) @ (weighted.mT @ places)  # (B, 3, 2)
+        distance = (points @ affine - places).abs().amax(-1) * _SPAN
+        used = (possible & (distance < limit)).double()
+    fitted = used.sum(1) / possible.sum(1).clamp(min=size[0] * size[1] / 10)
+    clean = possible & (distance < _CLEAN_LIMIT)
+    return Shown(affine.mT, clean.view(-1, *size), fitted, size)
+
+
+def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
+    """(rows * cols, 2) points (x, y) of the unit square, at `offset` = (x, y) share of every cell of a grid."""
+    y = (torch.arange(grid[0], dtype=torch.float64) + offset[1]) / grid[0]
+    x = (torch.arange(grid[1], dtype=torch.float64) + offset[0]) / grid[1]
+    return torch.stack([x.repeat(grid[0]), y.repeat_interleave(grid[1])], -1)
+
+
+@dataclass(frozen=True)
+class Named:
+    """Where targets say that their tokens look, (B, N, 2) places by both codes of the map, and (B, N) which share of a
+    token they speak of at all."""
+
+    by_ramp: Tensor
+    by_cell: Tensor
+    told: Tensor
+
+
+def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
+    """Soft labels without smoothing (B, N, C) of maps of `cells` = (rows, columns) over `area` (B, 4)."""
+    logits = tokens.double().log()
+    logits = logits - logits[..., -1:]
+    ramp = logits[..., [COLUMN, ROW]] / (_logit_scale(cells) * torch.tensor([cells[1], cells[0]]))
+    weights = logits[..., FIRST_CELL:-1].clamp(min=0)
+    total = weights.sum(-1)
+    by_cell = (weights / total.clamp(min=1e-9)[..., None]) @ grid_points(cells)
+    corner, extent = area[:, None, :2].double(), (area[:, None, 2:] - area[:, None, :2]).double()
+    return Named(corner + ramp * extent, corner + by_cell * extent, total / CELL_LOGIT)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the tokens of a batch show and what their targets say. Only pixels decide which tokens are compared.
+
+    Attributes:
+        ramp_error, cell_error: (B, N, 2) places, named minus shown.
+        whole: (B, N) bool, tokens that show image alone, all of it inside the area of the map.
+        ramp: (B, N) bool, those of them whose points lie between the centres of the outer cells: beyond, the outer cell
+            continues.
+        cover: (B, N) share of the token's pixels that show image inside the area of the map.
+        told: (B, N) share of the token that its target speaks of.
+        judged: (B,) bool, images whose pixels could be read.
+        shown: What the pixels show.
+        source: (B, 2) width and height of the images in pixels.
+    """
+
+    ramp_error: Tensor
+    cell_error: Tensor
+    whole: Tensor
+    ramp: Tensor
+    cover: Tensor
+    told: Tensor
+    judged: Tensor
+    shown: Shown
+    source: Tensor
+
+    def output_pixels(self) -> Tensor:
+        """(B, N) `ramp_error` in pixels of the output."""
+        return self._in_output_pixels(self.ramp_error)
+
+    def output_pixels_by_cell(self) -> Tensor:
+        """(B, N) `cell_error` in pixels of the output: the same for `ramp` tokens, and right where a part of the token
+        has no label."""
+        return self._in_output_pixels(self.cell_error)
+
+    def _in_output_pixels(self, error: Tensor) -> Tensor:
+        pixels = torch.linalg.pinv(self.shown.affine[:, None, :, :2]) @ error[..., None]
+        return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
+
+    def source_pixels(self) -> Tensor:
+        """(B, N) `ramp_error` in pixels of the source image."""
+        return (self.ramp_error * self.source[:, None]).norm(dim=-1)
+
+    def shares(self) -> Tensor:
+        """(B, N) `cell_error` as a share of the source's sides."""
+        return self.cell_error.norm(dim=-1)
+
+
+def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor, source: Tensor) -> Comparison:
+    """Compare a batch with its targets.
+
+    Args:
+        shown: From `read_images`; a whole number of pixels per token.
+        tokens: (B, N, C), see `read_targets`.
+        grid: Rows and columns of tokens.
+        cells: Rows and columns of the maps.
+        area: (B, 4) x0, y0, x1, y1, what the maps really cover.
+        source: (B, 2) width and height of the images.
+    """
+    named, area = read_targets(tokens, cells, area), area.double()
+    centre = shown.places(grid_points(grid))
+    half = (area[:, 2:] - area[:, :2]) / torch.tensor([cells[1], cells[0]]) / 2
+    inner = torch.cat([area[:, :2] + half, area[:, 2:] - half], 1)
+    covered = shown.clean & _inside(shown.places(grid_points(shown.size)), area).view_as(shown.clean)
+    judged = shown.fitted > _LEAST_FITTED
+    cover = _per_token(covered, grid)
+    corners = [shown.places(grid_points(grid, (x, y))) for x in (0.0, 1.0) for y in (0.0, 1.0)]
+    whole, ramp = (torch.stack([_inside(corner, box) for corner in corners]).all(0) for box in (area, inner))
+    whole &= (cover == 1) & judged[:, None]
+    errors = named.by_ramp - centre, named.by_cell - centre
+    return Comparison(*errors, whole, ramp & whole, cover, named.told, judged, shown, source.double())
+
+
+def _inside(places: Tensor, area: Tensor) -> Tensor:
+    """Places (B, P, 2) in areas (B, 4), with a margin for the error of the fit."""
+    margin = 1e-3
+    return ((places >= area[:, None, :2] - margin) & (places <= area[:, None, 2:] + margin)).all(-1)
+
+
+def _per_token(pixels: Tensor, grid: Size) -> Tensor:
+    """(B, H, W) -> (B, N) share of each token's pixels that are set."""
+    height, width = (side // tokens for side, tokens in zip(pixels.shape[1:], grid, strict=True))
+    return pixels.double().unflatten(1, (grid[0], height)).unflatten(3, (grid[1], width)).mean((2, 4)).flatten(1)
