@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -48,6 +49,18 @@ def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.C
     assert cli.benchmark(line.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@LINUX
+def test_peak_does_not_count_garbage_of_before() -> None:
+    def work() -> float:
+        gc.collect()
+        return torch.ones(2**24).sum().item()  # 64 MiB
+
+    ring: list[object] = [torch.ones(2**26)]  # 256 MiB that only the collector frees
+    ring.append(ring)
+    del ring
+    assert 60 * 2**20 < peak_of(work, torch.device("cpu"))[1] < 72 * 2**20
 
 
 @LINUX

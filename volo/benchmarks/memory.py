@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, i
     Raises:
         UserError: A CPU measurement where /proc is missing.
     """
+    gc.collect()  # what is garbage already must not be freed during the work, and hide as much of it
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
