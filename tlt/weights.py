@@ -54,7 +54,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if kind == "safetensors":
             return dict(safetensors.torch.load_file(path))
         if kind == "zip":
-            _verify_zip(file, path)
+            verify_zip(file, path)
         return _load(file, path)
 
 
@@ -62,7 +62,7 @@ def verify_checkpoint(path: str | Path) -> None:
     """Read a checkpoint through and raise as `read_checkpoint` does, at the memory of one record's part."""
     with _opened(Path(path)) as file, _one_line_errors(path):
         if _kind(file, path) == "zip":
-            return _verify_zip(file, path)
+            return verify_zip(file, path)
     read_checkpoint(path)
 
 
@@ -72,7 +72,7 @@ def peek_checkpoint(path: str | Path) -> dict[str, Any]:
         kind = _kind(file, path)
         if kind != "zip":
             return read_checkpoint(path)
-        _verify_zip(file, path, only="data.pkl")
+        verify_zip(file, path, only="data.pkl")
         return _load(path, path, mmap=True)
 
 
@@ -147,7 +147,7 @@ def _kind(file: BinaryIO, path: str | Path) -> str:
     raise UserError(f"{path} is no checkpoint: neither safetensors nor written by torch.save")
 
 
-def _verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
+def verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
     """Check that records are stored uncompressed, as torch does, and the CRC32 of those whose name ends with `only`."""
     length = file.seek(0, 2)
     try:
