@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
 from volo.engine.json_lines import read_json_lines
 from volo.engine.report import without_times
-from volo.engine.train_state import TrainState
 
 Call = Callable[..., Ended]
 
@@ -80,21 +78,16 @@ def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
     empty.write_bytes(b"")  # counted in `unreadable_images`
     flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --output {tmp_path} --log-interval 3 --workers 0"
     assert call("train", flags, "--experiment", "whole").code == 0
-    from volo.programs import train as program
+    from volo.engine.saver import Saver
 
-    saver = program.recovery_saver
+    save = Saver.after_update
 
-    def stop_after_saving(args: Namespace, state: TrainState, *others: object) -> Callable[[], None]:
-        save = saver(args, state, *others)
+    def save_and_stop(saver: Saver) -> None:
+        save(saver)
+        if saver.state.update == 14:  # two more than are saved: the report of update 14 is made twice
+            raise KeyboardInterrupt
 
-        def save_and_stop() -> None:
-            save()
-            if state.update == 14:  # two more than are saved: the report of update 14 is made twice
-                raise KeyboardInterrupt
-
-        return save_and_stop
-
-    monkeypatch.setattr(program, "recovery_saver", stop_after_saving)
+    monkeypatch.setattr(Saver, "after_update", save_and_stop)
     assert call("train", flags, "--experiment", "cut", "--recovery-interval", "12").code == 130
     monkeypatch.undo()
     cut, whole = tmp_path / "cut", tmp_path / "whole"

@@ -13,118 +13,54 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tlt.errors import UserError
-from tlt.weights import check_finite, first_non_finite, peek_checkpoint, read_checkpoint, state_dict_of
+from tlt.weights import first_non_finite
+from volo.engine.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
 from volo.engine.finetune import FinetuneReport, load_finetune, load_weights
 from volo.engine.precision import NonFiniteError
-from volo.engine.run_directory import plain
 from volo.engine.train_state import RankedCheckpoint, TrainState
 
 __all__ = [
     "CheckpointDir",
     "FinetuneReport",
     "RankedCheckpoint",
-    "Resume",
+    "Save",
     "TrainState",
-    "changed_args",
-    "find_resume",
     "load_finetune",
     "load_weights",
-    "save_checkpoint",
 ]
 
 LAST = "last.pth.tar"
 BEST = "model_best.pth.tar"
-_OURS = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # all that `auto` ever reads
-_STAGED = ".staged-"
+NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # all that `auto` ever reads
 _ABANDONED = "superseded-"
 
 
-def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint so that at any instant, power cuts included, `path` is the old file or the new one, whole.
+@dataclass
+class Save:
+    """A save that is decided on: what the file will hold, and what becomes of the others.
 
-    Raises:
-        UserError: It can't be written (disk full, say). The old file is untouched and nothing is left behind.
+    Attributes:
+        payload: Shares its tensors with the model, unless it was copied.
+        epoch: Counted from 0, after an epoch, which gets a ranked `checkpoint-N.pth.tar`; None: `last` alone.
+        update: Optimizer steps done.
+        before: `best` and `outdated` of the state before the decision.
     """
 
-    def write(staged: Path) -> None:
-        with staged.open("wb") as file:
-            torch.save(payload, file)
-            file.flush()
-            os.fsync(file.fileno())
+    payload: dict[str, Any]
+    epoch: int | None
+    update: int
+    best: list[RankedCheckpoint]
+    outdated: list[str]
+    before: tuple[list[RankedCheckpoint], list[str]]
 
-    try:
-        _install(path, write)
-    except (OSError, RuntimeError) as error:
-        # torch's zip writer hides the system's error behind one of its own.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise _write_error(path, cause, _tensor_bytes(payload)) from error
-
-
-def _write_error(path: Path, cause: OSError, size: int) -> UserError:
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
-    return UserError(
-        f"cannot write {path}: {cause.strerror or cause}; it needs {size / 2**20:.1f} MiB, "
-        f"{free / 2**20:.1f} MiB are free there; what was saved before is untouched"
-    )
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_tensor_bytes, values))
-
-
-def _install(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` make a file under a staging name beside `path`, then put it in place; the directory is synced too."""
-    staged = path.with_name(f"{_STAGED}{os.getpid()}-{path.name}")
-    try:
-        fill(staged)
-        os.replace(staged, path)
-    finally:
-        # Also left over where both names already were one file: rename then does nothing.
-        with suppress(OSError):
-            staged.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _duplicate(source: Path, target: Path) -> None:
-    """Give `source` a second name, atomically; copy it where the file system knows no hard links."""
-
-    def fill(staged: Path) -> None:
-        try:
-            os.link(source, staged)
-        except OSError:
-            with source.open("rb") as old, staged.open("wb") as new:
-                shutil.copyfileobj(old, new, 1 << 20)
-                new.flush()
-                os.fsync(new.fileno())
-
-    try:
-        if not (target.exists() and target.samefile(source)):
-            _install(target, fill)
-    except OSError as error:
-        raise _write_error(target, error, source.stat().st_size if source.exists() else 0) from error
+    def undo(self, state: TrainState) -> None:
+        """Forget the decision: the file was not written."""
+        state.best, state.outdated = self.before
 
 
 class CheckpointDir:
@@ -146,36 +82,65 @@ class CheckpointDir:
         self._best: RankedCheckpoint | None = None  # what model_best is known to hold
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.directory.glob(f"{_STAGED}*"):
+            for leftover in self.directory.glob(f"{STAGED}*"):
                 leftover.unlink()
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
-    def save(self, state: TrainState, metric: float | None = None) -> RankedCheckpoint | None:
-        """Save after an epoch, `state.epoch` already counting it; return the best checkpoint so far, if any.
+    def decide(self, state: TrainState, metric: float | None = None, ranked: bool = True) -> Save:
+        """Decide on a save; the list of ranked checkpoints in `state` is brought up to date for it.
 
         Args:
-            state: Its list of ranked checkpoints is brought up to date.
             metric: Of this epoch. None, NaN and infinite rank below every number and are never the best.
+            ranked: After an epoch, `state.epoch` already counting it. False: between epochs, only `last.pth.tar`.
+
+        Raises:
+            NonFiniteError: The weights hold NaN or infinity; `state` is as before.
+        """
+        metric = None if metric is None else float(metric)
+        before, entries = (state.best, state.outdated), self._ranked(state, metric) if ranked else state.best
+        state.best, state.outdated = entries[: self.keep], [entry.file for entry in entries[self.keep :]]
+        payload = state.state_dict(metric)
+        if broken := first_non_finite(payload["state_dict"] | payload.get("dense_head", {})):
+            state.best, state.outdated = before
+            raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
+        return Save(
+            payload, state.epoch - 1 if ranked else None, state.update, state.best[:], state.outdated[:], before
+        )
+
+    def write(self, save: Save) -> None:
+        """Write it and bring the directory up to date. It may be repeated; any thread may do it, one at a time.
+
+        Raises:
+            NotWrittenError: Everything that was there is untouched, but for names that nothing needs.
+        """
+        save_checkpoint(self.directory / LAST, save.payload)
+        with explained(self.directory / LAST, lambda: tensor_bytes(save.payload)):
+            if save.epoch is not None and (own := _file(save.epoch)) not in save.outdated:
+                duplicate(self.directory / LAST, self.directory / own)
+            self._refresh_best(save.best)
+            self._remove(save.outdated)
+
+    def save(self, state: TrainState, metric: float | None = None) -> RankedCheckpoint | None:
+        """Save after an epoch, here and now; return the best checkpoint so far, if any. Arguments as of `decide`.
 
         Raises:
             NonFiniteError: The weights hold NaN or infinity. Nothing is written.
-            UserError: The file can't be written; `state.best` is as before.
+            NotWrittenError: The file can't be written; `state.best` is as before.
         """
-        metric = None if metric is None else float(metric)
-        ranked = self._ranked(state, metric)
-        kept, outdated = ranked[: self.keep], [entry.file for entry in ranked[self.keep :]]
-        self._write(state, metric, kept, outdated)
-        newest = self.directory / _file(state)
-        if newest.name not in outdated:
-            _duplicate(self.directory / LAST, newest)
-        self._refresh_best(state)
-        self._remove(outdated)
-        return _best(state)
+        self._save(state, self.decide(state, metric))
+        return best_of(state.best)
 
     def save_last(self, state: TrainState) -> None:
-        """Save between epochs: only `last.pth.tar`, unranked."""
-        self._write(state, None, state.best, [])
+        """Save between epochs, here and now: only `last.pth.tar`, unranked. Errors as of `save`."""
+        self._save(state, self.decide(state, ranked=False))
+
+    def _save(self, state: TrainState, save: Save) -> None:
+        try:
+            self.write(save)
+        except BaseException:
+            save.undo(state)
+            raise
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
         """Make the directory agree with a state that was loaded from `path`; return what a user should know.
@@ -190,24 +155,24 @@ class CheckpointDir:
             before, state.best, state.outdated = state.best, [], []
             return [f"the best and kept checkpoints stay in {path.parent}: ranked anew here"] if before else []
         messages = self._set_aside(state, path)
-        _duplicate(path, self.directory / LAST)
-        own = self.directory / _file(state)
+        duplicate(path, self.directory / LAST)
+        own = self.directory / _file(state.epoch - 1)
         at_end = state.update == state.epoch * state.updates_per_epoch
         if at_end and not own.exists() and own.name in (entry.file for entry in state.best):
-            _duplicate(path, own)
+            duplicate(path, own)
         self._remove(state.outdated)
         for entry in [e for e in state.best if not (self.directory / e.file).is_file()]:
             state.best.remove(entry)
             messages.append(f"{entry.file}, one of the kept checkpoints, is gone")
         self._remove([entry.file for entry in state.best[self.keep :]])
         del state.best[self.keep :]
-        self._refresh_best(state)
+        self._refresh_best(state.best)
         return messages
 
     def _ranked(self, state: TrainState, metric: float | None) -> list[RankedCheckpoint]:
         metric = metric if metric is not None and math.isfinite(metric) else None
         others = [entry for entry in state.best if entry.epoch != state.epoch - 1]
-        return sorted([*others, RankedCheckpoint(metric, state.epoch - 1, _file(state))], key=self._order)
+        return sorted([*others, RankedCheckpoint(metric, state.epoch - 1, _file(state.epoch - 1))], key=self._order)
 
     def _order(self, entry: RankedCheckpoint) -> tuple[bool, float, int]:
         """Best first, the earlier of equals first; after all others those without a metric, newest first."""
@@ -215,24 +180,10 @@ class CheckpointDir:
             return True, 0.0, -entry.epoch
         return False, -entry.metric if self.higher_is_better else entry.metric, entry.epoch
 
-    def _write(
-        self, state: TrainState, metric: float | None, best: list[RankedCheckpoint], outdated: list[str]
-    ) -> None:
-        before = state.best, state.outdated
-        state.best, state.outdated = best, outdated
-        try:
-            payload = state.state_dict(metric)
-            if broken := first_non_finite(payload["state_dict"] | payload.get("dense_head", {})):
-                raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
-            save_checkpoint(self.directory / LAST, payload)
-        except BaseException:
-            state.best, state.outdated = before
-            raise
-
-    def _refresh_best(self, state: TrainState) -> None:
-        best = _best(state)
+    def _refresh_best(self, ranked: list[RankedCheckpoint]) -> None:
+        best = best_of(ranked)
         if best is not None and best != self._best:
-            _duplicate(self.directory / best.file, self.directory / BEST)
+            duplicate(self.directory / best.file, self.directory / BEST)
         self._best = best
 
     def _remove(self, names: list[str]) -> None:
@@ -242,90 +193,24 @@ class CheckpointDir:
     def _set_aside(self, state: TrainState, path: Path) -> list[str]:
         aside = []
         for file in sorted(self.directory.glob("checkpoint-*.pth.tar")):
-            match = _OURS.fullmatch(file.name)
+            match = NAMES.fullmatch(file.name)
             if match and int(match[1]) >= state.epoch and file.name != path.name:
                 os.replace(file, file.with_name(_ABANDONED + file.name))
                 aside.append(file.name)
         last = self.directory / LAST
         if last.exists() and not last.samefile(path):
-            _duplicate(last, last.with_name(_ABANDONED + LAST))  # a copy: there is a `last` at every instant
+            duplicate(last, last.with_name(_ABANDONED + LAST))  # a copy: there is a `last` at every instant
             aside.append(LAST)
-        if _best(state) is None and (self.directory / BEST).exists():
+        if best_of(state.best) is None and (self.directory / BEST).exists():
             os.replace(self.directory / BEST, self.directory / (_ABANDONED + BEST))
             aside.append(BEST)
         return [f"set aside as {_ABANDONED}*, not on the way to {path.name}: {', '.join(aside)}"] if aside else []
 
 
-def _file(state: TrainState) -> str:
-    return f"checkpoint-{state.epoch - 1}.pth.tar"
+def _file(epoch: int) -> str:
+    return f"checkpoint-{epoch}.pth.tar"
 
 
-def _best(state: TrainState) -> RankedCheckpoint | None:
-    return state.best[0] if state.best and state.best[0].metric is not None else None
-
-
-@dataclass(frozen=True)
-class Resume:
-    """What a run goes on from; `path` is None for a fresh start."""
-
-    path: Path | None
-    checkpoint: dict[str, Any] | None
-    messages: list[str]
-
-
-def find_resume(spec: str, directory: Path) -> Resume:
-    """Return the checkpoint that `--resume` means, read and verified.
-
-    Args:
-        spec: A path, or "auto": the newest checkpoint in `directory` (by update number) that can be read, whose records
-            match their checksums and whose weights are finite. Each skipped one is in the messages.
-        directory: Of the run.
-
-    Raises:
-        UserError: `spec` is a path and that checkpoint is not good.
-    """
-    if spec != "auto":
-        return Resume(Path(spec), _verified(Path(spec)), [])
-    messages: list[str] = []
-    for path in _newest_first(Path(directory), messages):
-        try:
-            return Resume(path, _verified(path), messages)
-        except UserError as error:
-            messages.append(f"skipped: {error}")
-    return Resume(None, None, [*messages, f"no checkpoint to resume in {directory}: a fresh start"])
-
-
-def _verified(path: Path) -> dict[str, Any]:
-    checkpoint = read_checkpoint(path)
-    check_finite(state_dict_of(checkpoint, use_ema=False, path=path), path)
-    return checkpoint
-
-
-def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
-    """Order the run's checkpoints by what is written in them; times of files do not survive a copy."""
-    found = []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if not _OURS.fullmatch(path.name):
-            continue
-        try:
-            checkpoint = peek_checkpoint(path)
-            position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
-            found.append((position, path))
-        except UserError as error:
-            messages.append(f"skipped: {error}")
-        except (TypeError, ValueError):
-            messages.append(f"skipped: {path} does not tell its epoch")
-    return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
-
-
-def changed_args(checkpoint: dict[str, Any], args: dict[str, Any]) -> list[str]:
-    """Compare the arguments recorded in a checkpoint with the present ones: one line for each that differs.
-
-    That is their only use; nothing in a file decides what a run does.
-    """
-    recorded = checkpoint.get("args")
-    if not isinstance(recorded, dict):
-        return []
-    now = plain(args)
-    differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != now[k]]
-    return [f"{k}: {recorded[k]!r} in the checkpoint, {now[k]!r} now" for k in differing]
+def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
+    """The best checkpoint of a list that is in order, None if none has a metric."""
+    return ranked[0] if ranked and ranked[0].metric is not None else None

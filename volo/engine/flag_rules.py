@@ -77,7 +77,7 @@ _NEEDS_TRAIN = (
     Need(("model_ema_decay", "model_ema_warmup", "model_ema_force_cpu"), "--model-ema", lambda a: a.model_ema),
     Need(("clip_mode",), "--clip-grad", lambda a: a.clip_grad is not None),
     Need(("lr_noise_pct", "lr_noise_std"), "--lr-noise", lambda a: a.lr_noise is not None),
-    Need(("no_resume_opt",), "--resume", lambda a: bool(a.resume)),
+    Need(("no_resume_opt", "allow_changed_data"), "--resume", lambda a: bool(a.resume)),
     Need(("warmup_lr", "warmup_prefix"), "--warmup-epochs", lambda a: a.warmup_epochs > 0),
     Need(("remode", "recount"), "--reprob", lambda a: a.reprob > 0),
     Need(AUGMENTATION_FLAGS, "augmentation (--no-aug)", lambda a: not a.no_aug),

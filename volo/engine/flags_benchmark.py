@@ -41,8 +41,29 @@ _LOSS = (
     ),
 )
 
+_CHECKPOINT = (
+    Group(
+        "Run",
+        (
+            flag("--model", default="volo_d5", metavar="NAME", help="any model of timm or of this project"),
+            flag("--output", default=".", metavar="DIR", help="where the file is written, and removed afterwards"),
+            switch("--no-ema", help="without a moving average of the weights"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--repeats", default=3, type=POSITIVE, metavar="N", help="saves of each kind; the median counts"),
+            switch("--json", help="one line of JSON instead of the table"),
+            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+        ),
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
+    "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
 }
 
 

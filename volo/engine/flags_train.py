@@ -315,10 +315,14 @@ CHECKPOINTS = Group(
     (
         flag("--resume", default="", metavar="PATH", help="checkpoint to go on from, or auto: the newest of the run"),
         switch("--no-resume-opt", help="take weights alone from --resume"),
+        switch("--allow-changed-data", help="resume on other images or labels than the checkpoint's"),
         flag("--checkpoint-hist", default=10, type=POSITIVE, metavar="N", help="best checkpoints to keep"),
         flag(
             "--recovery-interval", default=0, type=COUNT, metavar="N", help="updates between saves in an epoch; 0: none"
         ),
+        flag("--checkpoint-minutes", default=0.0, type=AMOUNT, metavar="M", help="minutes between saves; 0: none"),
+        switch("--checkpoint-sync", help="wait for every save; without, training goes on from a copy in host memory"),
+        flag("--max-failed-saves", default=10, type=COUNT, metavar="N", help="stop after more failed saves in a row"),
         flag(
             "--eval-metric", default="top1", choices=("top1", "top5", "loss"), help="what makes a checkpoint the best"
         ),

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
 from tlt.errors import UserError
 from tlt.loss import LossTerms
-from volo.engine.checkpoint import TrainState
 from volo.engine.distributed import World
 from volo.engine.metrics import Sums, correct_in_top
 from volo.engine.objective import Objective, StepKey
 from volo.engine.optim import set_lr
 from volo.engine.precision import Precision
+from volo.engine.train_state import TrainState
 
 T = TypeVar("T")
 

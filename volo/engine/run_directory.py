@@ -38,7 +38,17 @@ SUPERSEDED = "superseded-metrics.jsonl"
 # What differs between two runs that do the same, in metrics.jsonl and summary.csv.
 TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
 DEFAULT_ROOT = "output/train"
-_NOT_A_SETTING = {"config", "notes", "local_rank", "debug", "resume", "no_resume_opt", "start_epoch", "dry_run"}
+_NOT_A_SETTING = {
+    "config",
+    "notes",
+    "local_rank",
+    "debug",
+    "resume",
+    "no_resume_opt",
+    "allow_changed_data",
+    "start_epoch",
+    "dry_run",
+}
 
 
 def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:

@@ -19,9 +19,11 @@ from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from tlt.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
 from volo.engine.finetune import explain_misfit, needed
 from volo.engine.optimizer_state import check_optimizer_state, load_optimizer_state
+from volo.engine.rank_state import gather_statistics, set_statistics
 from volo.engine.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
+STATISTICS_KEY = "rank_statistics"
 _FORMAT = 2  # timm's: `epoch` is the last finished one
 
 
@@ -60,6 +62,7 @@ class TrainState:
     progress: dict[str, Any] = field(default_factory=dict)  # sums of the epoch under way, of plain types
     collect_progress: Callable[[], dict[str, Any]] = dict  # their present values; all ranks call it before a save
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # BatchNorm's of every rank, where they differ
     updates_per_epoch: int = field(kw_only=True)
 
     def state_dict(self, metric: float | None = None) -> dict[str, Any]:
@@ -73,18 +76,32 @@ class TrainState:
             "metric": metric,
             "best": [list(entry) for entry in self.best],
             "outdated": list(self.outdated),
-            "progress": self.progress,
+            "progress": plain(self.progress),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_class": type(self.optimizer).__name__,
         }
+        if self.statistics:
+            payload[STATISTICS_KEY] = dict(self.statistics)
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
-        averaged = {} if self.ema is None else {EMA_KEYS[0]: self.ema.module}
-        for entry, model in {"state_dict": self.model, **averaged}.items():
+        for entry, model in self._models().items():
             payload[entry], dense = split_state_dict(model)
             if dense:
                 payload[DENSE_ENTRIES[entry]] = dense
         return payload
+
+    def _models(self) -> dict[str, nn.Module]:
+        return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
+
+    def collect_ranks(self) -> None:
+        """Before a save within an epoch, collect what differs between ranks. Every rank has to call it."""
+        self.progress = self.collect_progress()
+        self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
+
+    def end_epoch(self) -> None:
+        """Count the epoch, after the ranks have shared their statistics."""
+        self.epoch += 1
+        self.statistics = {}
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
         """Go back to the state in `checkpoint`, ours, timm's or the published code's; return what a user should know.
@@ -108,6 +125,7 @@ class TrainState:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
             check_optimizer_state(self.optimizer, checkpoint["optimizer"], path, checkpoint.get("optimizer_class"))
         position = _position(checkpoint, self.updates_per_epoch, path)
+        progress, statistics = _of_ranks(checkpoint, path)
 
         load_clean(self.model, weights)
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
@@ -119,8 +137,13 @@ class TrainState:
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
         self.epoch, self.update, self.best, self.outdated = position
-        self.progress = checkpoint.get("progress", {})
-        return messages
+        self.progress, self.statistics = progress, {}
+        if self.update == self.epoch * self.updates_per_epoch:
+            return messages
+        try:
+            return messages + set_statistics(self._models(), statistics)
+        except ValueError as error:
+            raise UserError(f"{path} is refused: {error}") from error
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
         weights = joined_state_dict(self.model, checkpoint, use_ema, path)
@@ -168,6 +191,19 @@ def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Pa
     if min(epoch, update) < 0:
         raise UserError(f"{path} does not tell where its run stopped (epoch {epoch}, update {update})")
     return _Position(epoch, update, best, outdated)
+
+
+def _of_ranks(checkpoint: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the sums of the epoch under way and the ranks' statistics; other programs' files have nothing of it."""
+    progress, statistics = checkpoint.get("progress", {}), checkpoint.get(STATISTICS_KEY, {})
+    for name, value in (("progress", progress), (STATISTICS_KEY, statistics)):
+        if not isinstance(value, dict):
+            raise UserError(f"{path} does not tell where its run stopped ({name} is a {type(value).__name__})")
+    if not all(isinstance(rows, Tensor) for rows in statistics.values()):
+        raise UserError(
+            f"{path} does not tell where its run stopped ({STATISTICS_KEY} holds other things than tensors)"
+        )
+    return progress, statistics
 
 
 def _ranked(metric: Any, epoch: Any, file: Any) -> RankedCheckpoint:

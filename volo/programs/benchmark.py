@@ -1,6 +1,7 @@
 """Measure this machine.
 
     python benchmark.py loss
+    python benchmark.py checkpoint --model volo_d5
 
 Every subcommand is a module of `volo.benchmarks` and compares the alternatives in one run.
 """

@@ -18,7 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, distribute_bn
@@ -29,15 +31,8 @@ import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
 from tlt.data.loader import Batch, EvalLoader, TrainLoader, worker_fault
 from tlt.errors import UserError
-from volo.engine.checkpoint import (
-    CheckpointDir,
-    Resume,
-    TrainState,
-    changed_args,
-    find_resume,
-    load_finetune,
-    load_weights,
-)
+from volo.engine import fingerprint, global_batch
+from volo.engine.checkpoint import CheckpointDir, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import World, from_all, from_primary, init_world, primary_first, shut_down, wait_for_all
 from volo.engine.logger import Logger
@@ -55,8 +50,12 @@ from volo.engine.model import (
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.resume import Resume, changed_args, find_resume
 from volo.engine.run_directory import SUPERSEDED, RunDirectory, choose_directory, settings_of, versions
+from volo.engine.run_lock import RunLock
+from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
+from volo.engine.train_state import TrainState
 
 
 def run(args: Namespace) -> int:
@@ -86,42 +85,56 @@ class Setup:
 
 
 def train(args: Namespace, world: World, logger: Logger) -> None:
-    """Build everything, then train, validate and save, epoch by epoch."""
+    """Build everything, then train in a directory that no other job writes to."""
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
     setup = build(args, world, logger)
     state = logger.position = setup.state
     directory = from_primary(choose_directory(args, state.metadata["model_config"]["img_size"]))
-    resumed = resume_run(args, setup, directory, world, logger)
+    with RunLock(directory, partial(note_lock, logger)) as lock:
+        train_in(directory, lock, args, setup, world, logger)
+
+
+def train_in(directory: Path, lock: RunLock, args: Namespace, setup: Setup, world: World, logger: Logger) -> None:
+    """Resume the run in `directory`, if asked to; train, validate and save, epoch by epoch."""
+    setup, resumed = resume_run(args, setup, directory, lock, world, logger)
     describe(args, setup, world, logger)
     if args.dry_run:
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    checkpoints = open_run(args, setup, directory, resumed, world, logger)
+    saver = open_run(args, setup, directory, lock, resumed, world, logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
         args.freeze_bn,
         on_batch=batch_watcher(args, setup, logger),
-        on_update=recovery_saver(args, state, checkpoints, logger),
+        on_update=saver.after_update,
     )
+    state = setup.state
     if args.finetune and state.update == 0:
         logger.line(f"before fine-tuning: {evaluate(state.model, setup.validation, setup.precision, world)}")
-    with explained_worker_death():
+    with explained_worker_death(), saver:
         for epoch in range(state.epoch, setup.schedule.total_epochs):
             logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
             objective = objective_of_epoch(setup.objective, args, epoch)
             totals = train_epoch(
                 setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
             )
-            state.epoch = epoch + 1
-            evaluations = validate_epoch(args, setup, world, logger)
+            evaluations = validate_epoch(args, setup, epoch, world, logger)
+            state.end_epoch()
             logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations))
-            save_epoch(args, setup, evaluations, checkpoints, logger)
+            if best := saver.after_epoch(metric_of(args, evaluations)):
+                logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
             logger.curve()
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+
+
+def note_lock(logger: Logger, text: str) -> None:
+    """Tell what became of another job's lock."""
+    logger.line(text)
+    logger.event("lock", reason=text)
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -169,6 +182,8 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
             "arch": args.model,
             "args": settings_of(args),
             "model_config": model_config(model, args, settings, folders.train.class_names),
+            fingerprint.KEY: fingerprint.fingerprint(folders.train, labels),
+            global_batch.KEY: global_batch.batch_record(args.batch_size, args.grad_accum_steps, world.size),
         },
         updates_per_epoch=len(loader),
     )
@@ -228,11 +243,18 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
     )
 
 
-def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, logger: Logger) -> Path | None:
-    """Go back to the checkpoint that `--resume` means, the same one on every rank; return its path or None."""
+def resume_run(
+    args: Namespace, setup: Setup, directory: Path, lock: RunLock, world: World, logger: Logger
+) -> tuple[Setup, Path | None]:
+    """Go back to the checkpoint that `--resume` means, the same one on every rank.
+
+    Returns what the run goes on with, whose updates have the images of the checkpoint's where possible, and its path.
+    """
     state, resume = setup.state, Resume(None, None, [])
     with primary_first():
         if args.resume and world.is_primary:
+            if directory.is_dir() and not args.dry_run:
+                lock.acquire()  # first, so that nobody saves anything newer
             resume = find_resume(args.resume, directory)
     path = from_primary(resume.path)
     messages = resume.messages
@@ -240,7 +262,11 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
         if not world.is_primary:
             resume = find_resume(str(path), directory)
         assert resume.checkpoint is not None
-        messages = messages + state.load(resume.checkpoint, path, not args.no_resume_opt)
+        data = state.metadata[fingerprint.KEY]
+        messages = messages + fingerprint.check_same_data(resume.checkpoint, data, path, args.allow_changed_data)
+        setup, kept = keep_global_batch(args, setup, resume.checkpoint, world)
+        messages += kept
+        messages += state.load(resume.checkpoint, path, not args.no_resume_opt)
         messages += changed_args(resume.checkpoint, settings_of(args))
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     for message in messages:
@@ -253,18 +279,44 @@ def resume_run(args: Namespace, setup: Setup, directory: Path, world: World, log
     if world.is_primary and (args.resume or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=path, skipped=passed_over)
-    return path
+    return setup, path
+
+
+def keep_global_batch(
+    args: Namespace, setup: Setup, checkpoint: dict[str, Any], world: World
+) -> tuple[Setup, list[str]]:
+    """Accumulate as many batches as give the checkpoint's global batch; return what a user should know, too."""
+    steps, message = global_batch.steps_to_keep(checkpoint, args.batch_size, args.grad_accum_steps, world.size)
+    messages = [message] if message else []
+    if steps == args.grad_accum_steps:
+        return setup, messages
+    args.grad_accum_steps = steps
+    loader, state = setup.loader, setup.state
+    batch = args.batch_size * steps * world.size
+    loader.index_stream = replace(loader.index_stream, global_batch=batch, micro_batches=steps)
+    state.updates_per_epoch = len(loader)
+    state.metadata["args"] = settings_of(args)
+    state.metadata[global_batch.KEY]["global"] = batch
+    lr, formula = resolve_lr(args, batch)
+    return replace(setup, schedule=LrSchedule(args, lr, len(loader)), lr_formula=formula), messages
 
 
 def open_run(
-    args: Namespace, setup: Setup, directory: Path, resumed: Path | None, world: World, logger: Logger
-) -> CheckpointDir | None:
-    """Open the run directory, on rank 0; the others get None."""
+    args: Namespace,
+    setup: Setup,
+    directory: Path,
+    lock: RunLock,
+    resumed: Path | None,
+    world: World,
+    logger: Logger,
+) -> Saver:
+    """Open the run directory, on rank 0, and return what saves into it."""
     checkpoints = None
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
         if world.is_primary:
             run_directory = RunDirectory(directory)
+            lock.acquire()
             run_directory.record_start(args, world.size, str(world.device))
             logger.open(run_directory)
             if dropped := run_directory.rewind(setup.state.epoch, setup.state.update):
@@ -278,7 +330,10 @@ def open_run(
     logger.line(f"run directory: {directory}")
     if importlib.util.find_spec("matplotlib") is None:
         logger.line("no learning curve will be drawn: pip install 'volo-tlt[plot]'")
-    return checkpoints
+    policy = SavePolicy(
+        args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
+    )
+    return Saver(setup.state, checkpoints, logger, policy, from_primary, lock.check)
 
 
 @contextmanager
@@ -307,27 +362,7 @@ def batch_watcher(args: Namespace, setup: Setup, logger: Logger) -> Callable[[in
     return watch
 
 
-def recovery_saver(
-    args: Namespace, state: TrainState, checkpoints: CheckpointDir | None, logger: Logger
-) -> Callable[[], None] | None:
-    """`--recovery-interval`: save `last.pth.tar` within the epoch. Every rank calls it, rank 0 writes."""
-    if not args.recovery_interval:
-        return None
-
-    def save() -> None:
-        if state.update % args.recovery_interval:
-            return
-        state.progress = state.collect_progress()
-        if checkpoints is not None:
-            logger.sync()
-            checkpoints.save_last(state)
-            logger.line(f"saved last.pth.tar after update {state.update}")
-            logger.event("checkpoint", file="last.pth.tar", reason="--recovery-interval")
-
-    return save
-
-
-def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) -> dict[str, Evaluation]:
+def validate_epoch(args: Namespace, setup: Setup, epoch: int, world: World, logger: Logger) -> dict[str, Evaluation]:
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
     state = setup.state
     models = {"model": (state.model, setup.model)}
@@ -337,13 +372,13 @@ def validate_epoch(args: Namespace, setup: Setup, world: World, logger: Logger) 
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.
             distribute_bn(bare, world.size, reduce=args.dist_bn == "reduce")
-    if state.epoch % args.val_interval and state.epoch != setup.schedule.total_epochs:
+    if (epoch + 1) % args.val_interval and epoch + 1 != setup.schedule.total_epochs:
         return {}
     evaluations = {}
     for name, (_, called) in models.items():
         evaluations[name] = evaluate(called, setup.validation, setup.precision, world)
         logger.skipped("skipped-image", setup.validation.skips.take_new())
-        logger.line(f"epoch {state.epoch} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+        logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 
 
@@ -358,25 +393,3 @@ def best_metric(args: Namespace, state: TrainState, evaluations: dict[str, Evalu
     metrics = [metric_of(args, evaluations), *(entry.metric for entry in state.best[:1])]
     finite = [metric for metric in metrics if metric is not None and math.isfinite(metric)]
     return (min if args.eval_metric == "loss" else max)(finite, default=None)
-
-
-def save_epoch(
-    args: Namespace,
-    setup: Setup,
-    evaluations: dict[str, Evaluation],
-    checkpoints: CheckpointDir | None,
-    logger: Logger,
-) -> None:
-    """Save on rank 0.
-
-    Raises:
-        NonFiniteError: The weights hold NaN. Nothing is written, the last good checkpoint stays.
-        UserError: The checkpoint can't be written.
-    """
-    if checkpoints is None:
-        return
-    logger.sync()
-    best = checkpoints.save(setup.state, metric_of(args, evaluations))
-    logger.event("checkpoint", file="last.pth.tar", reason="epoch")
-    if best is not None:
-        logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")

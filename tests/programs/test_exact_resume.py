@@ -1,0 +1,111 @@
+"""A run that is interrupted anywhere and resumed ends in the bits and records of one that was not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.programs import interrupted_train
+from tests.programs.conftest import QUICK, ROOT, Ended, launch
+from tests.programs.test_train import without_times
+from volo.engine.saver import Saver
+from volo.programs import train as program
+
+# Everything that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, average, intervals.
+FLAGS = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --drop-path 0.2 --model-ema --log-interval 2"
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [t for v in values for t in tensors(v)]
+
+
+def assert_same(whole: Path, cut: Path) -> None:
+    one, two = (torch.load(run / "last.pth.tar", weights_only=True) for run in (whole, cut))
+    for key in ("state_dict", "state_dict_ema", "optimizer"):
+        pairs = list(zip(tensors(one[key]), tensors(two[key]), strict=True))
+        assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), key
+    assert (one["best"], one["update"]) == (two["best"], two["update"])
+    for name in ("metrics.jsonl", "summary.csv"):
+        assert without_times(cut / name) == without_times(whole / name), name
+
+
+@pytest.mark.parametrize("more", ["-j 2", "-j 0 --amp --checkpoint-sync"])
+def test_fault_11_interrupted_at_several_updates(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+) -> None:
+    data = make_dataset(train=21)
+    flags = f"{data} {FLAGS} -b 3 --grad-accum-steps 2 --token-label-data {make_labels(data)} --output {tmp_path}"
+    flags += f" {more} --resume auto --experiment"
+    assert call("train", flags, "whole").code == 0
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
+    interrupted_train.stop_at(updates := {1, 4, 6})  # 4: after the first epoch's last update, before it is validated
+    while updates:
+        ended = call("train", flags, "cut")
+        assert ended.code == 130, ended.err
+    ended = call("train", flags, "cut")
+    assert ended.code == 0 and "1 epochs, 6 updates done" in ended.out, ended.err
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_fault_11_interrupted_on_two_ranks(
+    make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
+    data = make_dataset(train=24)
+    flags = f"{FLAGS} -b 4 --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
+    launch(2, f"{flags} --experiment whole", data)
+    driver = str(Path(interrupted_train.__file__))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", driver, "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    stopped = subprocess.run(
+        [*command, str(data), *flags.split(), "--experiment", "cut"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "exitcode  : 130" in stopped.stderr.replace("exitcode : 130", "exitcode  : 130"), stopped.stderr
+    assert "0 epochs, 2 updates done" in launch(2, f"{flags} --experiment cut", data)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=24)
+    flags = f"{QUICK} --lr 1e-3 --freeze-bn --output {tmp_path} --experiment run --resume auto -b 4 --epochs"
+    assert call("train", f"{data} --grad-accum-steps 2 {flags} 1").code == 0
+    out = launch(2, f"--grad-accum-steps 2 {flags} 2", data)
+    assert "1 processes before, 2 now: 1 accumulation steps, not 2, keep the global batch of 8" in out
+    assert "global batch 8 = 4 per device x 2 x 1 accumulation steps; 3 updates an epoch" in out
+
+
+def test_a_run_is_not_resumed_on_other_data(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=16)
+    flags = f"{data} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
+    assert call("train", f"{flags} --val-interval 2").code == 0
+    (data / "train" / "red" / "red3.jpg").rename(data / "train" / "grey" / "red3.jpg")
+    refused = call("train", f"{flags} --resume auto")
+    assert refused.code == 2 and "--allow-changed-data" in refused.err
+    allowed = call("train", f"{flags} --resume auto --allow-changed-data")
+    assert allowed.code == 0 and "warning: the training images" in allowed.out

@@ -1,0 +1,66 @@
+"""Which images and labels a run is trained on, in a few bytes: a checkpoint must not be resumed on others unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from tlt.archive_format import MANIFEST_NAME
+from tlt.data.dataset import LabelReader
+from tlt.data.folder import ImageFolder
+from tlt.data.synthetic import ROOT as SYNTHETIC
+from tlt.errors import UserError
+from tlt.label_store import LabelStore
+from tlt.store import METADATA_NAME
+
+KEY = "data"
+_WHAT = {"images": "the training images (names and classes)", "labels": "the token labels"}
+
+
+def fingerprint(folder: ImageFolder, labels: LabelReader | None) -> dict[str, str | int | None]:
+    """Return what `check_same_data` compares: names and classes of the images, and how their labels were made.
+
+    The files are not read: a data set may lie elsewhere, and a million of them take long.
+    """
+    if folder.root == SYNTHETIC:  # as many images as the flags ask for
+        return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "count": 0}
+    digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
+    for path, number in zip(folder.paths, folder.classes.tolist(), strict=True):
+        digest.update(f"\n{path}\0{number}".encode(errors="surrogateescape"))
+    return {"images": digest.hexdigest(), "labels": _labels(labels), "count": len(folder)}
+
+
+def _labels(labels: LabelReader | None) -> str | None:
+    """An archive's manifest holds checksums of its files; of a published tree only the shape of its maps is known."""
+    if not isinstance(labels, LabelStore):
+        return None
+    digest = hashlib.sha256(repr((labels.shape, labels.area)).encode())
+    for name in (MANIFEST_NAME, METADATA_NAME):
+        if (file := Path(labels.root) / name).is_file():
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:
+    """Compare the data of a checkpoint with the present; return what a user should know.
+
+    Args:
+        checkpoint: One without a fingerprint says nothing.
+        now: From `fingerprint`.
+        allow: Other data are said, not refused (`--allow-changed-data`).
+
+    Raises:
+        UserError: They differ.
+    """
+    before = checkpoint.get(KEY)
+    if not isinstance(before, dict):
+        return []
+    changed = [text for name, text in _WHAT.items() if name in before and before[name] != now[name]]
+    if not changed:
+        return []
+    counts = f" ({before.get('count')} images then, {now['count']} now)" if before.get("count") != now["count"] else ""
+    text = f"{' and '.join(changed)} are not those that {path} was trained on{counts}"
+    if not allow:
+        raise UserError(f"{text}: resume with the same data, or go on with others by --allow-changed-data")
+    return [f"warning: {text} (--allow-changed-data)"]
