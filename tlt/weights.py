@@ -27,6 +27,7 @@ WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
 _CHUNK = 1 << 20  # bytes
+_FOLDER = 0x10  # among the attributes of a record
 _NOT_A_CHECKPOINT = (
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself: run `git lfs pull`"),
     (b"<!doctype", "a web page, not a checkpoint: download the file again"),
@@ -160,6 +161,8 @@ def verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             raise UserError(f"{path} is refused: record {record.filename} is compressed, which torch.save never does")
+        if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
+            raise UserError(f"{path} is damaged: record {record.filename} calls itself a folder")
     if sum(record.file_size for record in records) > length:
         raise UserError(f"{path} is refused: its records are larger than the file")
     if not any(record.filename.endswith("data.pkl") for record in records):

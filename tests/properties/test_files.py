@@ -21,11 +21,13 @@ from tlt.label_map import LabelMap
 from tlt.pack import pack, unpack
 from tlt.store import TreeMetadata, read_map, write_map
 from tlt.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
-from volo.engine.checkpoint import find_resume
 from volo.engine.flags_report import parse_report
 from volo.engine.history import read_history
 from volo.engine.report import run as report
+from volo.engine.resume import find_resume
 from volo.engine.train_state import TrainState
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
 
 K, H, W = SHAPE = (2, 3, 4)
 NAMES = ["a/0.jpg", "a/1.jpg", "b/2.jpg"]
@@ -148,6 +150,18 @@ def _equal(one: Any, two: Any) -> bool:
     return one == two
 
 
+def test_a_record_that_calls_itself_a_folder_is_refused(tmp_path: Path) -> None:
+    """torch reads nothing of such a record, and takes what happens to be in the memory for its numbers."""
+    content = bytearray(CHECKPOINT)
+    entry = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 4)
+    while b"/data/" not in content[entry + 46 : entry + 80]:
+        entry = content.index(b"PK\x01\x02", entry + 4)
+    content[entry + 38] ^= 0x10  # external attributes
+    file = tmp_path / "last.pth.tar"
+    file.write_bytes(content)
+    assert result_or_refusal(lambda: read_checkpoint(file)) is None
+
+
 @given(content=spoilt(CHECKPOINT))
 def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "last.pth.tar"
@@ -188,21 +202,38 @@ _PLAIN = st.recursive(
 )
 
 
-@given(changes=st.dictionaries(st.sampled_from(sorted(PAYLOAD)), _PLAIN, min_size=1, max_size=2), whole=st.booleans())
-def test_a_checkpoint_of_strange_content_is_refused_and_changes_nothing_or_is_loaded(
-    changes: dict[str, Any], whole: bool, tmp_path: Path
-) -> None:
-    content = {**PAYLOAD, **changes} if whole else changes
-    file = tmp_path / "last.pth.tar"
+_INF = float("inf")
+STRANGE: list[Any] = [
+    _INF, -_INF, float("nan"), 10**400, -1, None, "x", [], {}, [1], [[1, 2, 3]], [[_INF, _INF, "checkpoint-1.pth.tar"]],
+    ["../x"], torch.ones(2), torch.ones(()), True, {"a": 1}, {"state": [], "param_groups": 3}, {"head.weight": 3},
+    {"state": {0: 3}, "param_groups": [{"params": [0, 1]}]}, {"skipped_steps": [1, 2]},
+]  # fmt: skip
+
+
+def _check_strange(content: dict[str, Any], directory: Path) -> None:
+    file = directory / "last.pth.tar"
     torch.save(content, file)
     state = _state()
     with torch.no_grad():
         state.model.head.weight += 1
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
-    checkpoint = result_or_refusal(lambda: find_resume(str(file), tmp_path).checkpoint)
-    result_or_refusal(lambda: find_resume("auto", tmp_path))
+    checkpoint = result_or_refusal(lambda: find_resume(str(file), directory).checkpoint)
+    result_or_refusal(lambda: find_resume("auto", directory))
     if checkpoint is not None and result_or_refusal(lambda: state.load(checkpoint, file)) is None:
         assert _equal(dict(state.model.state_dict()), before)
+
+
+@pytest.mark.parametrize("key", sorted(PAYLOAD))
+def test_a_checkpoint_with_a_strange_entry_is_refused_and_changes_nothing_or_is_loaded(
+    key: str, tmp_path: Path
+) -> None:
+    for value in STRANGE:
+        _check_strange({**PAYLOAD, key: value}, tmp_path)
+
+
+@given(changes=st.dictionaries(st.sampled_from(sorted(PAYLOAD)), _PLAIN, min_size=1, max_size=2), whole=st.booleans())
+def test_a_checkpoint_of_any_plain_data(changes: dict[str, Any], whole: bool, tmp_path: Path) -> None:
+    _check_strange({**PAYLOAD, **changes} if whole else changes, tmp_path)
 
 
 _RECORDS = st.dictionaries(
