@@ -173,8 +173,9 @@ def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
             verify_zip(source, shown)
             source.seek(0)
         content = torch.load(source, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
+    except UserError as error:
+        reason = str(error).removeprefix(f"{shown} is ")
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
     except FileNotFoundError as error:
         raise UserError(f"{shown} does not exist") from error
     except Exception as error:  # whatever the bytes of a damaged file lead to

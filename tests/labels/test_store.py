@@ -143,7 +143,7 @@ def test_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
 def test_cut_files_name_the_file(tree: Path, keep: int) -> None:
     path = tree / "c0" / "0.pt"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"c0/0\.pt is (damaged or not a label file|truncated)") as caught:
+    with pytest.raises(UserError, match=r"c0/0\.pt is damaged or not a label file") as caught:
         read_map(path)
     assert "\n" not in str(caught.value)
 

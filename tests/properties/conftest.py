@@ -12,5 +12,5 @@ _ALWAYS = {
     "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 }
 settings.register_profile("quick", derandomize=True, max_examples=100, **_ALWAYS)
-settings.register_profile("thorough", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "5000")), **_ALWAYS)
+settings.register_profile("thorough", max_examples=2000, **_ALWAYS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
