@@ -8,6 +8,7 @@ exactly to 2,048 only, so a tree for more classes is written in single precision
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from tlt.errors import UserError
 from tlt.label_files import TreeListing, find_labels, find_published
 from tlt.label_map import FULL_AREA, Area, LabelMap
 from tlt.label_store import AREAS, LabelStore
-from tlt.weights import refused_name, short_reason
+from tlt.weights import refused_name, short_reason, verify_zip
 
 FORMAT = "volo-tlt label tree, version 1"
 METADATA_NAME = "labels.json"
@@ -166,7 +167,15 @@ def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, are
 def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
     """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            source = io.BytesIO(file.read())
+        if source.getbuffer()[:2] == b"PK":  # before torch 1.6 it was a pickle, without a checksum
+            verify_zip(source, shown)
+            source.seek(0)
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{shown} is ")
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
     except FileNotFoundError as error:
         raise UserError(f"{shown} does not exist") from error
     except Exception as error:  # whatever the bytes of a damaged file lead to

@@ -27,6 +27,7 @@ WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
 _CHUNK = 1 << 20  # bytes
+_FOLDER = 0x10  # among the attributes of a record
 _NOT_A_CHECKPOINT = (
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself: run `git lfs pull`"),
     (b"<!doctype", "a web page, not a checkpoint: download the file again"),
@@ -54,7 +55,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         if kind == "safetensors":
             return dict(safetensors.torch.load_file(path))
         if kind == "zip":
-            _verify_zip(file, path)
+            verify_zip(file, path)
         return _load(file, path)
 
 
@@ -62,7 +63,7 @@ def verify_checkpoint(path: str | Path) -> None:
     """Read a checkpoint through and raise as `read_checkpoint` does, at the memory of one record's part."""
     with _opened(Path(path)) as file, _one_line_errors(path):
         if _kind(file, path) == "zip":
-            return _verify_zip(file, path)
+            return verify_zip(file, path)
     read_checkpoint(path)
 
 
@@ -72,7 +73,7 @@ def peek_checkpoint(path: str | Path) -> dict[str, Any]:
         kind = _kind(file, path)
         if kind != "zip":
             return read_checkpoint(path)
-        _verify_zip(file, path, only="data.pkl")
+        verify_zip(file, path, only="data.pkl")
         return _load(path, path, mmap=True)
 
 
@@ -147,7 +148,7 @@ def _kind(file: BinaryIO, path: str | Path) -> str:
     raise UserError(f"{path} is no checkpoint: neither safetensors nor written by torch.save")
 
 
-def _verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
+def verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
     """Check that records are stored uncompressed, as torch does, and the CRC32 of those whose name ends with `only`."""
     length = file.seek(0, 2)
     try:
@@ -160,6 +161,8 @@ def _verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
     for record in records:
         if record.compress_type != zipfile.ZIP_STORED:
             raise UserError(f"{path} is refused: record {record.filename} is compressed, which torch.save never does")
+        if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
+            raise UserError(f"{path} is damaged: record {record.filename} calls itself a folder")
     if sum(record.file_size for record in records) > length:
         raise UserError(f"{path} is refused: its records are larger than the file")
     if not any(record.filename.endswith("data.pkl") for record in records):

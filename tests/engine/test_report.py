@@ -74,6 +74,18 @@ def test_starts_and_what_the_restart_has_cost(run: Path) -> None:
     assert faults(history) == {"skipped-image": 2, "checkpoints_passed_over": 1}
 
 
+def test_a_second_job_that_was_kept_out_is_told_and_changes_nothing(run: Path) -> None:
+    before = losses(read_history(run))
+    with (run / "events.jsonl").open("a") as file:
+        for event in (_event(180, "start", node="n3"), _event(181, "end", node="n3", exit_code=2, reason="locked")):
+            file.write(json.dumps(event) + "\n")
+    history = read_history(run)
+    assert [(s.node, s.first, s.last, s.ended) for s in history.starts][1:] == [
+        ("n2", 20, 40, "0: done"), ("n3", 0, 0, "2: locked"),
+    ]  # fmt: skip
+    assert losses(history) == before
+
+
 def test_the_printed_report(run: Path, capsys: Capture) -> None:
     whole = {"epoch": 0, "update": 40, "state_dict": {"w": torch.ones(300)}}
     torch.save(whole, run / "last.pth.tar")

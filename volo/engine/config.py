@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from reprlib import repr as shortened
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ from volo.engine.flag_table import Flag, nearest
 
 # A recipe in a recipe would need an order of precedence; the second name of the data directory adds nothing.
 _NOT_IN_RECIPES = ("config", "data_dir_option")
+_MOST_ITEMS = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,7 +50,7 @@ def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
         dest = str(key).replace("-", "_")
         if dest not in allowed:
             near = nearest(dest, allowed)
-            raise UserError(f"{path}: unknown key {key!r}" + (f", did you mean {near}?" if near else ""))
+            raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
         if dest in values:
             raise UserError(f"{path}: {dest} stands there twice, with dashes and with underscores")
         try:
@@ -69,19 +71,35 @@ def _mapping(path: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"--config {path}{line}: {' '.join(str(error.problem).split())}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # whatever foreign bytes lead to: a month 13, brackets nested too deeply
+        raise UserError(f"--config {path}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    if _is_huge(content):
+        raise UserError(f"--config {path}: its aliases make it endless, or far too large; write the values out")
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"--config {path}: holds {found} where KEY: VALUE lines are expected")
     return content
 
 
+def _is_huge(content: Any) -> bool:
+    """Whether lists and mappings, followed through their aliases, hold more than a recipe could need."""
+    items = [content]
+    for _ in range(_MOST_ITEMS):
+        if not items:
+            return False
+        item = items.pop()
+        if isinstance(item, dict):
+            items += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set)):
+            items += item
+    return bool(items)
+
+
 def _convert(row: Flag, value: Any) -> Any:
     """`value` as the flag `row` would have it from the command line; raises ValueError or ArgumentTypeError."""
     if row.switch:
         if not isinstance(value, bool):
-            raise ValueError(f"{value!r} is neither true nor false")
+            raise ValueError(f"{shortened(value)} is neither true nor false")
         return value
     if value is None:
         if row.default is not None:
@@ -89,7 +107,7 @@ def _convert(row: Flag, value: Any) -> Any:
         return None
     if row.key_values:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise ValueError(f"{value!r} is no mapping from names to values")
+            raise ValueError(f"{shortened(value)} is no mapping from names to values")
         return value
     if row.const is not None and isinstance(value, bool):
         return row.const if value else None
@@ -109,8 +127,12 @@ def _convert_list(row: Flag, value: Any) -> list[Any]:
 
 def _convert_one(row: Flag, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{value!r} is no value for {row.label}; text that looks like something else needs quotes")
+        raise ValueError(
+            f"{shortened(value)} is no value for {row.label}; text that looks like something else needs quotes"
+        )
+    if "\0" in str(value):
+        raise ValueError(f"{shortened(value)} holds a zero byte")
     result = row.type(str(value))
     if row.choices is not None and result not in row.choices:
-        raise ValueError(f"invalid choice: {value!r} (choose from {', '.join(map(repr, row.choices))})")
+        raise ValueError(f"invalid choice: {shortened(value)} (choose from {', '.join(map(repr, row.choices))})")
     return result

@@ -14,6 +14,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
+from tlt.data.folder import printable
 from tlt.errors import UserError
 from volo.engine.preempt import Stopped
 
@@ -31,7 +32,8 @@ def run_program(
     except UserError as error:
         if debug:
             raise
-        print(f"{_rank_prefix()}error: {error}", file=sys.stderr, flush=True)
+        # What a message quotes (a flag, a file's name) may break lines.
+        print(f"{_rank_prefix()}error: {printable(str(error))}", file=sys.stderr, flush=True)
         return error.exit_code
     except Stopped as stop:
         print(f"{_rank_prefix()}{'error: ' if stop.__cause__ else ''}{stop}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """`events.jsonl`: what happened to a run, when and where; every start adds to it and nothing is ever taken out.
 
-One JSON object per line: `time` (UTC, ISO 8601), `kind`, `rank`, `node`, `pid`, `epoch` (the one under way, from 0) and
+One JSON object per line: `time` (UTC, ISO 8601), `kind`, `rank`, `node`, `pid`, `epoch` (epochs finished) and
 `update` (done in the whole run) where they are known, then what belongs to the kind. docs/training.md has the table.
 """
 

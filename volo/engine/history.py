@@ -38,6 +38,7 @@ class Start:
     first: int = 0  # updates done when it went on
     last: int = 0  # updates that it is known to have done
     seen: datetime | None = None  # last sign of life
+    end: datetime | None = None
     ended: str = ""  # exit code and reason; empty where nothing was noted
     records: list[Record] = field(default_factory=list)  # its reports, those that were made again later included
 
@@ -77,6 +78,11 @@ class History:
     epochs: list[Record]
     superseded: list[Record]  # reports of updates that were done again
     damaged: dict[str, int]  # file -> lines that could not be read
+
+    @property
+    def trained(self) -> list[Start]:
+        """The starts that got as far as training."""
+        return [start for start in self.starts if start.records or start.last > start.first]
 
 
 def read_history(run: Path) -> History:
@@ -135,10 +141,11 @@ class Losses:
 
 def losses(history: History) -> Losses:
     """What restarts and waiting for data have cost."""
-    starts = [start for start in history.starts if start.time and start.seen]
-    total = (starts[-1].seen - starts[0].time).total_seconds() if starts else None  # type: ignore[operator]
+    begun = [start.time for start in history.starts if start.time]
+    seen = [start.seen for start in history.starts if start.seen]
+    total = (max(seen) - min(begun)).total_seconds() if begun and seen else None
     down, again, again_seconds = 0.0, 0, 0.0
-    for before, after in pairwise(history.starts):
+    for before, after in pairwise(history.trained):
         down += gap(before, after)
         twice = max(0, before.last - after.first)
         again += twice
@@ -218,6 +225,7 @@ def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
         if kind == "resume":
             start.first = int(number(event, "update"))
         elif kind == "end":
+            start.end = time_of(event)
             start.ended = f"{event.get('exit_code')}: {event.get('reason')}"
     first = min((start.time for start in starts if start.time), default=None)
     # run.json tells whole seconds, and a start is noted there a moment later than as an event.
@@ -226,9 +234,12 @@ def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
 
 
 def _assign(starts: list[Start], record: Record) -> None:
-    """Give a report to the start that made it: the last one that began before it."""
+    """Give a report to the start that made it: the last one that began before it and had not ended.
+
+    One may have ended meanwhile, because another had the run's lock.
+    """
     time = time_of(record)
-    begun = [s for s in starts if time is None or s.time is None or s.time <= time]
+    begun = [s for s in starts if time is None or ((s.time or time) <= time and (s.end or time) >= time)]
     if begun:
         begun[-1].records.append(record)
         begun[-1].saw(record)

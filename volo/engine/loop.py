@@ -219,7 +219,7 @@ class _Meter:
             self.epoch = {n: float(v) for n, v in zip(self.sums.names, progress["epoch"], strict=True)}
             self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
             seconds, self.waited, self.epoch_seconds = map(float, progress["seconds"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise UserError(
                 f"the checkpoint's sums of the epoch under way can't be read ({type(error).__name__}: {error}): "
                 "resume another checkpoint"

@@ -30,7 +30,7 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, sa
     """
     try:
         problem = _problem(optimizer, saved, saved_class)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         problem = f"it is no optimizer state ({type(error).__name__}: {error})"
     if problem:
         raise UserError(

@@ -65,7 +65,7 @@ def _accuracy(axes: Axes, history: History) -> None:
 
 
 def _mark_restarts(axes: Axes, history: History) -> None:
-    for label, start in zip(_only_first("restarted from here"), history.starts[1:], strict=False):
+    for label, start in zip(_only_first("restarted from here"), history.trained[1:], strict=False):
         axes.axvline(start.first, color="black", ls="--", lw=0.8, alpha=0.6, label=label)
 
 
@@ -103,7 +103,7 @@ def _only_first(label: str) -> Iterator[str | None]:
 
 
 def _shade_gaps(axes: Axes, history: History, began: datetime, unit: int) -> None:
-    restarts = [(before, gap(before, after)) for before, after in pairwise(history.starts)]
+    restarts = [(before, gap(before, after)) for before, after in pairwise(history.trained)]
     spans = [(before.seen, seconds) for before, seconds in restarts if before.seen is not None and seconds]
     for label, (seen, seconds) in zip(_only_first("not training"), spans, strict=False):
         left = (seen - began).total_seconds()

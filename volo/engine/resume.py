@@ -61,7 +61,7 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
             found.append((position, path))
         except UserError as error:
             messages.append(f"skipped: {error}")
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             messages.append(f"skipped: {path} does not tell its epoch")
     return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
 

@@ -121,7 +121,7 @@ class TrainState:
         averages = self._checked_weights(checkpoint, path, use_ema=True) if has_ema and self.ema is not None else None
         resumable = "epoch" in checkpoint
         if resumable and load_optimizer:
-            if not checkpoint.get("optimizer"):
+            if not isinstance(checkpoint.get("optimizer"), dict) or not checkpoint["optimizer"]:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
             check_optimizer_state(self.optimizer, checkpoint["optimizer"], path, checkpoint.get("optimizer_class"))
         position = _position(checkpoint, self.updates_per_epoch, path)
@@ -182,11 +182,11 @@ def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Pa
         epoch = int(checkpoint.get("epoch", 0))
         if "epoch" in checkpoint and checkpoint.get("version", 1) >= _FORMAT:
             epoch += 1
-        same = checkpoint.get("updates_per_epoch") == updates_per_epoch
+        same = int(checkpoint.get("updates_per_epoch", 0)) == updates_per_epoch
         update = int(checkpoint["update"]) if same else epoch * updates_per_epoch
         best = [_ranked(*entry) for entry in checkpoint.get("best", [])]
         outdated = [_checkpoint_name(name) for name in checkpoint.get("outdated", [])]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UserError(f"{path} does not tell where its run stopped ({type(error).__name__}: {error})") from error
     if min(epoch, update) < 0:
         raise UserError(f"{path} does not tell where its run stopped (epoch {epoch}, update {update})")

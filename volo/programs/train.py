@@ -412,6 +412,7 @@ def open_run(
     with primary_first():
         if world.is_primary:
             run_directory = RunDirectory(directory)
+            logger.open_events(directory)  # where the run that has the lock tells of this one, too
             lock.acquire()
             run_directory.record_start(args, world.size, str(world.device), launch_id())
             logger.open(run_directory)

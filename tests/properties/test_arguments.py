@@ -1,0 +1,159 @@
+"""Whatever stands on a command line or in a recipe: it is understood, or refused in one line with exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.properties.outcomes import result_or_refusal
+from tlt import cli as tlt_cli
+from volo.engine.args import (
+    generate_label_parser,
+    parse_generate_label,
+    parse_train,
+    parse_validate,
+    train_parser,
+    validate_parser,
+)
+from volo.engine.config import load_yaml
+from volo.engine.console import run_program
+from volo.engine.flag_table import Flag, FlagParser
+from volo.engine.flags_benchmark import COMMANDS, benchmark_parser, parse_benchmark
+from volo.engine.flags_report import parse_report, report_parser
+
+PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {
+    "train": (parse_train, train_parser(), []),
+    "validate": (parse_validate, validate_parser(), []),
+    "generate_label": (parse_generate_label, generate_label_parser(), []),
+    "benchmark": (parse_benchmark, benchmark_parser(next(iter(COMMANDS))), [*COMMANDS]),
+    "report": (parse_report, report_parser(), []),
+}
+ODD = (  # no NUL: no command line can hold one
+    "", "-", "--", "---", "-1", "0", "1e400", "nan", "-inf", "1_0", "0x10", "١", "9" * 5000, "1e-400", "a=b", "=", "a=",
+    "a=" + "[" * 300, "a=" + "-" * 100_000 + "1", "a=1" + "+1" * 50_000, "\udcff", "a=\udcff", "a\nb", "--x\ny",
+    "%s", "{}", "@file", "/dev/null", "/", "..", "auto", "true", "None", "0.5", "7", "--no-", "-b", "-h-",
+)  # fmt: skip
+
+
+def _values(row: Flag) -> st.SearchStrategy[str]:
+    return st.sampled_from([*ODD, *(row.choices or ()), str(row.default)]) | st.text(max_size=8)
+
+
+@st.composite
+def command_lines(draw: st.DrawFn, parser: FlagParser, commands: list[str]) -> list[str]:
+    """Known and unknown flags with values that suit them, and values that don't."""
+    words: list[str] = draw(st.lists(st.sampled_from(commands), max_size=1)) if commands else []
+    rows = draw(st.lists(st.sampled_from(list(parser.flags.values())), max_size=6))
+    for row in rows:
+        name = draw(st.sampled_from([*row.names, row.label, f"--no-{row.label[2:]}", row.label[:-1], row.label + "x"]))
+        values = draw(st.lists(_values(row), max_size=3))
+        glue = draw(st.booleans()) and values and name.startswith("--")
+        words += [f"{name}={values[0]}", *values[1:]] if glue else [name, *values]
+    return words + draw(st.lists(st.sampled_from(ODD), max_size=2))
+
+
+def _code(parse: Callable[[Sequence[str] | None], Namespace], argv: list[str]) -> tuple[int, str]:
+    """Exit code and standard error of a program that does nothing."""
+    nothing = ModuleType("does_nothing")
+    nothing.run = lambda args: 0  # type: ignore[attr-defined]
+    sys.modules["does_nothing"] = nothing
+    error = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")  # as Python opens stderr
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = run_program(parse, "does_nothing", argv)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    error.seek(0)
+    return code, error.read()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@given(data=st.data())
+def test_a_command_line_is_understood_or_refused_in_one_line(program: str, data: st.DataObject) -> None:
+    parse, parser, commands = PROGRAMS[program]
+    argv = [word for word in data.draw(command_lines(parser, commands)) if word != "--debug"]
+    code, error = _code(parse, argv)
+    assert code in (0, 2)
+    assert bool(error) == (code == 2)
+    assert error.count("\n") == bool(error) and "Traceback" not in error, error
+
+
+@given(words=st.lists(st.sampled_from([*ODD, "pack", "check", "probe", "unpack", "-n", "--area", "full"]), max_size=5))
+def test_the_label_command_parses_or_leaves_with_2(words: list[str]) -> None:
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            tlt_cli.parser().parse_args(words)
+        except SystemExit as end:
+            assert end.code in (0, 2)
+    assert "Traceback" not in error.getvalue()
+
+
+KNOWN = train_parser().flags
+_SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates() | st.binary(max_size=4)
+)
+_TREES = st.recursive(
+    _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_SCALARS, inner, max_size=3)
+)
+_NAMES = st.sampled_from([*KNOWN, *(name.replace("_", "-") for name in KNOWN), "epocs", "config"]) | st.text(max_size=4)
+_GOOD = st.sampled_from([row.default for row in KNOWN.values()])
+
+
+@given(document=st.dictionaries(_NAMES | _SCALARS, _TREES | _GOOD, max_size=5) | _TREES)
+def test_a_recipe_is_understood_or_refused_in_one_line(document: Any, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.dump(document, allow_unicode=True), encoding="utf-8", errors="surrogatepass")
+    found = result_or_refusal(lambda: load_yaml(str(file), KNOWN))
+    if found is not None:
+        assert isinstance(document, dict) and len(found) == len(document) and found.keys() <= KNOWN.keys()
+    code, error = _code(parse_train, ["-c", str(file)])
+    assert code in (0, 2) and error.count("\n") == (code == 2), error
+
+
+# Nine lists of nine aliases each of the one before: 9 ** 9 items.
+BOMB = "[&a [x], " + ", ".join(f"&{c} [{','.join(['*' + p] * 9)}]" for p, c in pairwise("abcdefghij")) + "]"
+_WORDS = st.sampled_from(
+    ["a", "lr", ":", ": ", "- ", "\n", "  ", "{", "}", "[", "]", "&a", "*a", "<<", "!!python/object:os.system",
+     "!!binary", "!!timestamp", "!!int", "|", ">", "%YAML 9", "---", "'", '"', "#", "\t", "\0", "1", "2e", "=", "? "]
+)  # fmt: skip
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(text=st.lists(_WORDS | st.text(max_size=3), max_size=20).map("".join))
+@example(text="lr: !!int x")
+@example(text="a: !!timestamp 1")
+@example(text="? [a]\n: 1")
+@example(text="<<: 3")
+@example(text="[" * 2000)
+@example(text="a: " + "{a: " * 2000)
+@example(text="lr: 2001-99-99")
+@example(text="lr: 1:2:3:4.5")
+@example(text="a: &a [*a]\nlr: *a")
+@example(text=f"lr: {BOMB}")
+@example(text=f"model_kwargs: {{a: {BOMB}}}")
+@example(text=f"{BOMB}: 1")
+@example(text='initial_checkpoint: "a\\0"')
+def test_any_text_as_a_recipe(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text, encoding="utf-8", errors="surrogatepass")
+    result_or_refusal(lambda: load_yaml(str(file), KNOWN))
+
+
+@given(content=st.binary(max_size=64))
+def test_any_bytes_as_a_recipe(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes(content)
+    result_or_refusal(lambda: load_yaml(str(file), KNOWN))

@@ -1,0 +1,254 @@
+"""Label files, label archives and checkpoints with spoilt bytes: refused, or equal to what was written. Never else."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.properties.outcomes import result_or_refusal, spoilt
+from tlt.archive import LabelArchive
+from tlt.label_map import LabelMap
+from tlt.pack import pack, unpack
+from tlt.store import TreeMetadata, read_map, write_map
+from tlt.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
+from volo.engine.flags_report import parse_report
+from volo.engine.history import read_history
+from volo.engine.report import run as report
+from volo.engine.resume import find_resume
+from volo.engine.train_state import TrainState
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
+
+K, H, W = SHAPE = (2, 3, 4)
+NAMES = ["a/0.jpg", "a/1.jpg", "b/2.jpg"]
+CLASSES = 5
+
+
+def _label(mark: int) -> LabelMap:
+    generator = np.random.default_rng(mark)
+    return LabelMap(generator.normal(size=SHAPE).astype(np.float16), generator.integers(0, CLASSES, SHAPE, np.int32))
+
+
+def _same_label(one: LabelMap, two: LabelMap) -> bool:
+    return (
+        one.values.tobytes() == two.values.tobytes()
+        and (one.ids == two.ids).all()
+        and tuple(one.area) == tuple(two.area)
+    )
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tree")
+    for mark, name in enumerate(NAMES):
+        path = root / Path(name).with_suffix(".pt")
+        path.parent.mkdir(exist_ok=True)
+        write_map(path, _label(mark), CLASSES)
+    TreeMetadata(K, (H, W), CLASSES, annotator={"model": "x"}).write(root / "labels.json")
+    return root
+
+
+@pytest.fixture(scope="module")
+def archive(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("archive") / "a.tlt"
+    pack(str(tree), str(root), shard_records=2)
+    return root
+
+
+@given(data=st.data())
+def test_a_spoilt_label_file_is_refused_or_reads_the_same(data: st.DataObject, tree: Path, tmp_path: Path) -> None:
+    file = tmp_path / "label.pt"
+    file.write_bytes(data.draw(spoilt((tree / "a" / "0.pt").read_bytes())))
+    found = result_or_refusal(lambda: read_map(file, CLASSES))
+    assert found is None or _same_label(found, _label(0))
+
+
+def _read_all(root: Path) -> list[LabelMap]:
+    store = LabelArchive(root, NAMES, num_classes=CLASSES)
+    return [store.read(index, 8, 8) for index in range(len(NAMES))]
+
+
+@given(data=st.data())
+def test_a_spoilt_archive_is_refused_or_reads_the_same(data: st.DataObject, archive: Path) -> None:
+    file = data.draw(st.sampled_from(sorted(archive.iterdir())))
+    good = file.read_bytes()
+    try:
+        file.write_bytes(data.draw(spoilt(good)))
+        found = result_or_refusal(lambda: _read_all(archive))
+    finally:
+        file.write_bytes(good)
+    assert found is None or all(_same_label(map_, _label(mark)) for mark, map_ in enumerate(found))
+
+
+@given(data=st.data())
+def test_a_spoilt_archive_unpacks_to_the_same_files_or_not_at_all(
+    data: st.DataObject, archive: Path, tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    file = data.draw(st.sampled_from(sorted(archive.iterdir())))
+    good = file.read_bytes()
+    out = tmp_path_factory.mktemp("out") / "tree"
+    try:
+        file.write_bytes(data.draw(spoilt(good)))
+        done = result_or_refusal(lambda: unpack(str(archive), str(out)))
+    finally:
+        file.write_bytes(good)
+    for path in tree.rglob("*.pt") if done is not None else ():
+        assert (out / path.relative_to(tree)).read_bytes() == path.read_bytes()
+
+
+@given(data=st.data())
+def test_spoilt_tree_metadata_is_refused_or_read(data: st.DataObject, tree: Path, tmp_path: Path) -> None:
+    file = tmp_path / "labels.json"
+    file.write_bytes(data.draw(spoilt((tree / "labels.json").read_bytes())))
+    result_or_refusal(lambda: TreeMetadata.read(file))
+
+
+class _Tiny(torch.nn.Module):
+    num_classes = 3
+    default_cfg: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(4, 3)
+
+
+def _state() -> TrainState:
+    torch.manual_seed(0)
+    model = _Tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.head(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return TrainState(model, optimizer, epoch=2, update=14, metadata={"arch": "tiny"}, updates_per_epoch=7)
+
+
+def _bytes(payload: Any, **how: Any) -> bytes:
+    torch.save(payload, buffer := io.BytesIO(), **how)
+    return buffer.getvalue()
+
+
+PAYLOAD = _state().state_dict(50.0)
+CHECKPOINT = _bytes(PAYLOAD)
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(_equal(one[k], two[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and len(one) == len(two) and all(map(_equal, one, two))
+    return one == two
+
+
+def test_a_record_that_calls_itself_a_folder_is_refused(tmp_path: Path) -> None:
+    """torch reads nothing of such a record, and takes what happens to be in the memory for its numbers."""
+    content = bytearray(CHECKPOINT)
+    entry = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 4)
+    while b"/data/" not in content[entry + 46 : entry + 80]:
+        entry = content.index(b"PK\x01\x02", entry + 4)
+    content[entry + 38] ^= 0x10  # external attributes
+    file = tmp_path / "last.pth.tar"
+    file.write_bytes(content)
+    assert result_or_refusal(lambda: read_checkpoint(file)) is None
+
+
+@given(content=spoilt(CHECKPOINT))
+def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "last.pth.tar"
+    file.write_bytes(content)
+    found = result_or_refusal(lambda: read_checkpoint(file))
+    assert found is None or _equal(found, PAYLOAD)
+    # What only looks, finds nothing else.
+    result_or_refusal(lambda: peek_checkpoint(file))
+    verified = result_or_refusal(lambda: verify_checkpoint(file) or True)
+    assert verified or found is None
+    assert find_resume("auto", tmp_path).checkpoint is not None or found is None
+
+
+@given(content=st.binary(max_size=200) | st.binary(max_size=200).map(lambda rest: b"PK\x03\x04" + rest))
+@pytest.mark.parametrize("read", [read_checkpoint, peek_checkpoint, verify_checkpoint, read_map, TreeMetadata.read])
+def test_any_bytes_are_refused_or_read(read: Callable[[Path], Any], content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "last.pth.tar"
+    file.write_bytes(content)
+    result_or_refusal(lambda: read(file))
+
+
+@given(data=st.data())
+def test_spoilt_files_without_checksums_are_refused_or_read(data: st.DataObject, tmp_path: Path) -> None:
+    """A pickle of before torch 1.6, and safetensors: nothing tells that a number has changed."""
+    weights = PAYLOAD["state_dict"]
+    old, new = _bytes(weights, _use_new_zipfile_serialization=False), safetensors.torch.save(weights)
+    file = tmp_path / "weights"
+    file.write_bytes(data.draw(st.sampled_from((old, new)).flatmap(spoilt)))
+    found = result_or_refusal(lambda: read_checkpoint(file))
+    if found is not None:
+        result_or_refusal(lambda: check_finite(state_dict_of(found, path=file), file))
+
+
+_SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+_PLAIN = st.recursive(
+    _SCALARS | st.just(torch.ones(2)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_SCALARS, inner, max_size=3),
+)
+
+
+_INF = float("inf")
+STRANGE: list[Any] = [
+    _INF, -_INF, float("nan"), 10**400, -1, None, "x", [], {}, [1], [[1, 2, 3]], [[_INF, _INF, "checkpoint-1.pth.tar"]],
+    ["../x"], torch.ones(2), torch.ones(()), True, {"a": 1}, {"state": [], "param_groups": 3}, {"head.weight": 3},
+    {"state": {0: 3}, "param_groups": [{"params": [0, 1]}]}, {"skipped_steps": [1, 2]},
+]  # fmt: skip
+
+
+def _check_strange(content: dict[str, Any], directory: Path) -> None:
+    file = directory / "last.pth.tar"
+    torch.save(content, file)
+    state = _state()
+    with torch.no_grad():
+        state.model.head.weight += 1
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    checkpoint = result_or_refusal(lambda: find_resume(str(file), directory).checkpoint)
+    result_or_refusal(lambda: find_resume("auto", directory))
+    if checkpoint is not None and result_or_refusal(lambda: state.load(checkpoint, file)) is None:
+        assert _equal(dict(state.model.state_dict()), before)
+
+
+@pytest.mark.parametrize("key", sorted(PAYLOAD))
+def test_a_checkpoint_with_a_strange_entry_is_refused_and_changes_nothing_or_is_loaded(
+    key: str, tmp_path: Path
+) -> None:
+    for value in STRANGE:
+        _check_strange({**PAYLOAD, key: value}, tmp_path)
+
+
+@given(changes=st.dictionaries(st.sampled_from(sorted(PAYLOAD)), _PLAIN, min_size=1, max_size=2), whole=st.booleans())
+def test_a_checkpoint_of_any_plain_data(changes: dict[str, Any], whole: bool, tmp_path: Path) -> None:
+    _check_strange({**PAYLOAD, **changes} if whole else changes, tmp_path)
+
+
+_RECORDS = st.dictionaries(
+    st.sampled_from(("time", "kind", "rank", "node", "pid", "update", "epoch", "event", "exit_code", "reason", "path",
+                     "skipped", "world_size", "seconds", "wait_seconds", "updates", "images", "loss", "eval_top1")),
+    st.sampled_from(("start", "end", "resume", "train", "epoch", "2026-01-02T03:04:05", 0, 1))
+    | _SCALARS | st.lists(_SCALARS),
+)  # fmt: skip
+
+
+@given(data=st.data())
+def test_a_report_of_any_records(data: st.DataObject, tmp_path: Path) -> None:
+    for name in ("events.jsonl", "metrics.jsonl", "superseded-metrics.jsonl"):
+        records = data.draw(st.lists(_RECORDS, max_size=4))
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "run.json").write_text(json.dumps(data.draw(_SCALARS | st.lists(_RECORDS | _SCALARS))))
+    result_or_refusal(lambda: read_history(tmp_path))
+    assert report(parse_report([str(tmp_path), "--no-picture", "--quick"])) == 0
