@@ -156,6 +156,45 @@ def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp
     assert [fields["update"] for kind, fields in told.events if kind == "checkpoint"] == [3, 6, 8, 9, 12]
 
 
+def test_a_run_that_stops_writes_its_weights_from_where_they_are(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = build()
+    train(state)
+    saver, told, _ = saver_of(state, tmp_path)
+    saver.after_epoch(50.0)  # from a copy, which is still being written
+    train(state)
+    state.update -= 1  # within the second epoch
+    state.epoch -= 1
+    monkeypatch.setattr(HostSnapshot, "take", lambda *_: pytest.fail("copied"))
+    saver.save_now("SIGTERM")
+    written = read_checkpoint(tmp_path / "last.pth.tar")
+    assert all(map(torch.equal, tensors(payload_of(state)), tensors(written))) and written["update"] == 7
+    assert [fields["update"] for _, fields in told.events] == [4, 7]
+    assert told.events[-1][1]["blocked_seconds"] == told.events[-1][1]["seconds"] and saver.idle
+
+
+@pytest.mark.parametrize("later", ["finish", "poll"])
+def test_fault_14_what_a_stopping_run_could_not_write_is_kept_as_it_was(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    state = build()
+    train(state)
+    saver, _, clock = saver_of(state, tmp_path)
+    disk.error = errno.ENOSPC
+    with pytest.raises(NotWrittenError, match="No space left"):
+        saver.save_now("SIGTERM")
+    expected, disk.error = payload_of(state), None
+    train(state)
+    if later == "poll":
+        clock.now += 30
+        saver.poll()
+        ended(saver)
+    else:
+        saver.finish(retries=(0.0,))
+    assert all(map(torch.equal, tensors(expected), tensors(read_checkpoint(tmp_path / "last.pth.tar"))))
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EDQUOT])
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_fault_14_a_failed_save_is_told_borne_and_tried_again(

@@ -22,7 +22,7 @@ from tlt.archive_format import MappedFile
 from tlt.cli import main as tlt_command
 from tlt.data.folder import scan_folder
 from tlt.store import PublishedTree
-from volo.programs import train as program
+from volo.engine.saver import Saver
 
 Call = Callable[..., Ended]
 Train = Callable[..., Ended]
@@ -124,15 +124,16 @@ def test_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, wor
 
 def _after_first_epoch(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], None]) -> None:
     """Do `damage` once, when the first epoch's checkpoints are written."""
-    save, pending = program.save_epoch, [damage]
+    save, pending = Saver.after_epoch, [damage]
 
-    def save_then_damage(*args: object) -> object:
-        best = save(*args)
+    def save_then_damage(saver: Saver, metric: float | None) -> object:
+        best = save(saver, metric)
         if pending:
+            saver.finish()
             pending.pop()()
         return best
 
-    monkeypatch.setattr(program, "save_epoch", save_then_damage)
+    monkeypatch.setattr(Saver, "after_epoch", save_then_damage)
 
 
 def _keeps_the_first_epoch(call: Call, data: Path, run: Path) -> None:

@@ -52,12 +52,16 @@ class _DeathWatch:
         self._told: Any = None  # torch's handler
         self._waiting = False
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def take_over(self) -> None:
+        """Stand in for torch's handler, which torch sets once in a process."""
         handler = signal.getsignal(signal.SIGCHLD)
         if callable(handler) and handler != self._received and threading.current_thread() is threading.main_thread():
             self._told = handler
             signal.signal(signal.SIGCHLD, self._received)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.take_over()
         self._waiting = True
         try:
             if self._told is not None:
@@ -178,7 +182,7 @@ class Workers:
 
 def kill_workers() -> None:
     """End all worker processes at once, hung ones too: nothing will be loaded any more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _DEATHS.take_over()
     for process in multiprocessing.active_children():
         process.kill()
 

@@ -7,7 +7,8 @@ what it is.
 from __future__ import annotations
 
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
-from volo.engine.flags_train import COMPILE_MODES, INTERPOLATIONS, POOLS
+from volo.engine.flags_data import INTERPOLATIONS
+from volo.engine.flags_train import COMPILE_MODES, POOLS
 
 MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),

@@ -77,3 +77,10 @@ def changed_args(checkpoint: dict[str, Any], args: dict[str, Any]) -> list[str]:
     now = plain(args)
     differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != now[k]]
     return [f"{k}: {recorded[k]!r} in the checkpoint, {now[k]!r} now" for k in differing]
+
+
+def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list[str]:
+    """A line if the teacher of `metadata`, a state's, is not the checkpoint's, or has other weights."""
+    configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, metadata)]
+    was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
+    return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []

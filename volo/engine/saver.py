@@ -101,8 +101,13 @@ class Saver:
         """
         self.poll()
         if reason := self._due():
-            self._save_between(reason, wait=False)
-        elif self._reserving is None and self._is_to_copy() and self._snapshot.empty:
+            self._save_between(reason)
+        elif (
+            self._reserving is None
+            and self.checkpoints is not None
+            and not self.policy.synchronous
+            and self._snapshot.empty
+        ):
             # After the first update, when the optimizer has its state.
             self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),), daemon=True)
             self._reserving.start()
@@ -122,6 +127,8 @@ class Saver:
     def save_now(self, reason: str) -> None:
         """Save, wherever in the run it is, and return when it is on disk; what is on disk already is not saved again.
 
+        Training waits, so that the weights are written from where they are: no copy, and no memory for one.
+
         Args:
             reason: For the log, such as "SIGTERM".
 
@@ -131,8 +138,7 @@ class Saver:
         """
         self._settle()
         if self._saved_at != (self.state.epoch, self.state.update):
-            self._save_between(reason, wait=True)
-            self._settle()
+            self._save_between(reason, in_place=True)
         if self._job is not None and isinstance(self._job.error, NotWrittenError):
             raise self._job.error
 
@@ -175,9 +181,6 @@ class Saver:
         elif self._thread is None and self._job is not None and self._clock() >= self._retry_at:
             self._attempt()
 
-    def _is_to_copy(self) -> bool:
-        return self.checkpoints is not None and not self.policy.synchronous
-
     def _due(self) -> str | None:
         """Why to save now, the same on all ranks; None: not yet."""
         policy, update = self.policy, self.state.update
@@ -191,41 +194,45 @@ class Saver:
         late = self._clock() - self._last_save >= 60 * policy.every_minutes
         return "--checkpoint-minutes" if self._from_primary(late) else None
 
-    def _save_between(self, reason: str, wait: bool) -> None:
+    def _save_between(self, reason: str, in_place: bool = False) -> None:
         self.state.collect_ranks()
         if self.checkpoints is None:
             return
-        if self._thread is not None and not wait:
+        if self._thread is not None:
             self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
             self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
             return
-        self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason)
+        self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason, in_place)
 
-    def _start(self, decide: Callable[[CheckpointDir], Save], reason: str) -> None:
-        """Decide on a save, copy and write it; what failed before is given up for it."""
+    def _start(self, decide: Callable[[CheckpointDir], Save], reason: str, in_place: bool = False) -> None:
+        """Decide on a save and write it, from a copy unless `in_place`; what failed before is given up for it."""
         assert self.checkpoints is not None
         began = self._clock()
         self._before_save()
         self._give_up()
         save = decide(self.checkpoints)
-        if self._reserving is not None:
-            self._reserving.join()
-        if self._is_to_copy():
-            save.payload = self._snapshot.take(save.payload)
+        in_place = in_place or self.policy.synchronous
+        if not in_place:
+            self._copy(save)
         self._last_save = began
         self._job = _Job(save, reason, self._clock() - began)
-        self._attempt()
+        self._attempt(wait=in_place)
 
-    def _attempt(self) -> None:
+    def _copy(self, save: Save) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+        save.payload = self._snapshot.take(save.payload)
+
+    def _attempt(self, wait: bool = False) -> None:
         assert self._job is not None
         self._job.attempts += 1
         self._thread = Thread(target=self._write, args=(self._job,), name="checkpoint")
         self._thread.start()
-        if self.policy.synchronous and self._job.attempts == 1:
+        if wait:
             self._thread.join()
             self._job.blocked += self._job.seconds
             if isinstance(self._job.error, NotWrittenError):  # for the attempts to come
-                self._job.save.payload = self._snapshot.take(self._job.save.payload)
+                self._copy(self._job.save)
             self._settle()
 
     def _write(self, job: _Job) -> None:

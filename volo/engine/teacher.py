@@ -11,7 +11,7 @@ import functools
 import hashlib
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -158,6 +158,22 @@ def load_teacher(
     own = eval_settings(asked, model, recorded)
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
     return Teacher(annotator, *pixels, student.num_classes, world.device, args.label_tail == "exact", record)
+
+
+def teacher_costs(teacher: Teacher | None, training_seconds: float, tell: Callable[[str], None]) -> dict[str, float]:
+    """Tell what the teacher took in an epoch, on this rank; the columns of its summary."""
+    if teacher is None:
+        return {}
+    seconds, images = teacher.take_cost()
+    costs = {
+        "teacher_ms_per_image": 1000 * seconds / max(images, 1),
+        "teacher_share": seconds / max(training_seconds, 1e-9),
+    }
+    tell(
+        f"teacher: {costs['teacher_ms_per_image']:.3g} ms an image on a {teacher.device.type} device, "
+        f"{100 * costs['teacher_share']:.0f} % of the training time"
+    )
+    return costs
 
 
 def _with_our_flags(text: str) -> str:

@@ -1,0 +1,62 @@
+"""What a run consists of, once it is built."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tlt.data.loader import EvalLoader, TrainLoader
+from volo.engine.distributed import World
+from volo.engine.logger import Logger
+from volo.engine.objective import Objective, TokenLabelObjective
+from volo.engine.precision import Precision
+from volo.engine.schedule import LrSchedule
+from volo.engine.teacher import Teacher
+from volo.engine.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run consists of, built and ready for the first step."""
+
+    state: TrainState  # model, optimizer, scaler, EMA and the position in the run
+    model: nn.Module  # what the loop calls: the state's model, or its distributed or compiled wrapper
+    loader: TrainLoader
+    validation: EvalLoader
+    objective: Objective
+    precision: Precision
+    schedule: LrSchedule
+    lr_formula: str
+    teacher: Teacher | None = None
+
+
+def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> None:
+    """Say what is about to happen, each number with its unit."""
+    stream, model = setup.loader.index_stream, setup.state.model
+    parameters = sum(p.numel() for p in model.parameters())
+    config = setup.state.metadata["model_config"]
+    height, width = config["img_size"]
+    left_out = stream.length - stream.images_per_epoch
+    logger.line(
+        f"model {args.model}: {parameters / 1e6:.2f} M parameters, {model.num_classes} classes, {height}x{width} px"
+    )
+    logger.line(
+        f"data: {stream.length} training images"
+        + (f" ({left_out} left out per epoch, other ones each time)" if left_out else "")
+        + f", {len(setup.validation.dataset)} validation images, {len(config['class_names'])} class folders"
+    )
+    logger.line(
+        f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
+        f"accumulation steps; {len(setup.loader)} updates an epoch, {setup.schedule.total_epochs} epochs"
+    )
+    if setup.teacher is not None and world.is_primary:
+        dense = isinstance(setup.objective, TokenLabelObjective) and setup.objective.dense
+        logger.line(setup.teacher.describe(model, (config["in_chans"], height, width), dense))
+    dtype = setup.precision.amp_dtype
+    logger.line(
+        f"learning rate {setup.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
+        f"{str(dtype).removeprefix('torch.') + ' autocast' if dtype else 'float32'}, {torch.get_num_threads()} threads"
+    )
