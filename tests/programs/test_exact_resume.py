@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.programs import interrupted_train
 from tests.programs.conftest import QUICK, ROOT, Ended, launch
 from tests.programs.test_train import without_times
+from volo.engine import run_start
 from volo.engine.saver import Saver
 from volo.programs import train as program
 
@@ -109,3 +110,14 @@ def test_a_run_is_not_resumed_on_other_data(
     assert refused.code == 2 and "--allow-changed-data" in refused.err
     allowed = call("train", f"{flags} --resume auto --allow-changed-data")
     assert allowed.code == 0 and "warning: the training images" in allowed.out
+
+
+def test_ranks_that_read_different_checkpoints_do_not_wait_for_each_other(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"{make_dataset(train=16)} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    real = run_start.from_all
+    monkeypatch.setattr(run_start, "from_all", lambda own: [own, (0, 1)] if isinstance(own, tuple) else real(own))
+    ended = call("train", flags, "--resume", "auto")
+    assert ended.code == 2 and "ranks read it at updates 1 and 2: it is being written to" in ended.err

@@ -23,6 +23,7 @@ from volo.engine.run_lock import RunLock
 from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.setup import Setup
+from volo.engine.train_state import TrainState
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -73,6 +74,7 @@ def resume_run(
         messages += changed_args(resume.checkpoint, settings_of(args))
         messages += changed_labels(resume.checkpoint, state.metadata)
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
+    check_same_position(state, path)
     for message in messages:
         logger.line(message)
     if args.start_epoch is not None:
@@ -84,6 +86,18 @@ def resume_run(
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=path, skipped=passed_over)
     return setup, path
+
+
+def check_same_position(state: TrainState, path: Path | None) -> None:
+    """Raise UserError unless all ranks have come to the same update: from different ones they would wait for each other
+    for ever."""
+    found = sorted(set(from_all((state.epoch, state.update))))
+    if len(found) > 1:
+        updates = " and ".join(str(update) for _, update in found)
+        raise UserError(
+            f"{path}: ranks read it at updates {updates}: it is being written to; end the job that does so, then start "
+            "again"
+        )
 
 
 def keep_global_batch(
