@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
 from tlt.weights import read_checkpoint
-from volo.engine.checkpoint import CheckpointDir, TrainState
+from volo.engine.checkpoint import CheckpointDir, RankedCheckpoint, TrainState, best_of
 from volo.engine.resume import find_resume
 
 METADATA = {
@@ -57,6 +57,19 @@ def train(state: TrainState, epochs: int = 1) -> None:
             if state.ema is not None:
                 state.ema.update(state.model, step=state.update)
         state.epoch += 1
+
+
+def save(
+    files: CheckpointDir, state: TrainState, metric: float | None = None, ranked: bool = True
+) -> RankedCheckpoint | None:
+    """Save here and now, after an epoch or (not `ranked`) within one; return the best checkpoint so far."""
+    decided = files.decide(state, metric, ranked)
+    try:
+        files.write(decided)
+    except BaseException:
+        decided.undo(state)
+        raise
+    return best_of(state.best)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -106,7 +119,7 @@ def three_epochs(directory: Path) -> TrainState:
     state, files = build(), CheckpointDir(directory, keep=5)
     for metric in (1.0, 3.0, 2.0):
         train(state)
-        files.save(state, metric)
+        save(files, state, metric)
     return state
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from timm.utils import CheckpointSaver
 
-from tests.engine.small_run import build, epoch_of, names, resumed, train
+from tests.engine.small_run import build, epoch_of, names, resumed, save, train
 from tlt.errors import UserError
 from tlt.weights import read_checkpoint
 from volo.engine.checkpoint import CheckpointDir
@@ -31,7 +31,7 @@ def test_top_k_is_timms(tmp_path: Path) -> None:
         for epoch in range(9):
             metric = None if generator.random() < 0.2 else float(generator.randrange(5))
             state.epoch = epoch + 1
-            best = files.save(state, metric)
+            best = save(files, state, metric)
             assert saver.save_checkpoint(epoch, metric) == ((best.metric, best.epoch) if best else (None, None))
             assert names(ours) == names(theirs)
         if best:
@@ -42,16 +42,16 @@ def test_top_k_is_timms(tmp_path: Path) -> None:
 def test_fault_12_nan_is_never_best_not_even_after_resume(tmp_path: Path, bad: float | None) -> None:
     state, files = build(), CheckpointDir(tmp_path, keep=2)
     train(state)
-    assert files.save(state, bad) is None
+    assert save(files, state, bad) is None
     assert "model_best.pth.tar" not in names(tmp_path)
     train(state)
-    assert files.save(state, 25.0) == (25.0, 1, "checkpoint-1.pth.tar")
+    assert save(files, state, 25.0) == (25.0, 1, "checkpoint-1.pth.tar")
     again, files, _ = resumed(tmp_path)
     assert again.best == state.best
     train(again)
-    assert files.save(again, bad) == (25.0, 1, "checkpoint-1.pth.tar")
+    assert save(files, again, bad) == (25.0, 1, "checkpoint-1.pth.tar")
     train(again)
-    assert files.save(again, 20.0) == (25.0, 1, "checkpoint-1.pth.tar")
+    assert save(files, again, 20.0) == (25.0, 1, "checkpoint-1.pth.tar")
     assert epoch_of(tmp_path / "model_best.pth.tar") == 1
     assert names(tmp_path) == {"last.pth.tar", "model_best.pth.tar", "checkpoint-1.pth.tar", "checkpoint-3.pth.tar"}
 
@@ -59,12 +59,12 @@ def test_fault_12_nan_is_never_best_not_even_after_resume(tmp_path: Path, bad: f
 def test_weights_with_nan_are_not_saved(tmp_path: Path) -> None:
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
-    files.save(state, 1.0)
+    save(files, state, 1.0)
     kept = (tmp_path / "last.pth.tar").read_bytes()
     train(state)
     state.model[3].weight.data[0, 0] = float("inf")  # type: ignore[index, union-attr]
     with pytest.raises(NonFiniteError, match="3.weight holds NaN or infinite values: not saved") as caught:
-        files.save(state, 2.0)
+        save(files, state, 2.0)
     assert caught.value.exit_code == 3
     assert (tmp_path / "last.pth.tar").read_bytes() == kept and len(state.best) == 1
 
@@ -72,10 +72,10 @@ def test_weights_with_nan_are_not_saved(tmp_path: Path) -> None:
 def test_names_of_one_epoch_share_a_file(tmp_path: Path) -> None:
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
-    files.save(state, 1.0)
+    save(files, state, 1.0)
     assert (tmp_path / "last.pth.tar").stat().st_nlink == 3
     train(state)
-    files.save(state, 0.5)
+    save(files, state, 0.5)
     assert (tmp_path / "last.pth.tar").samefile(tmp_path / "checkpoint-1.pth.tar")
     assert (tmp_path / "model_best.pth.tar").samefile(tmp_path / "checkpoint-0.pth.tar")
 
@@ -88,7 +88,7 @@ def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Monk
     state, files = build(), CheckpointDir(tmp_path, keep=1)
     for metric in (1.0, 3.0, 2.0):
         train(state)
-        files.save(state, metric)
+        save(files, state, metric)
     assert names(tmp_path) == {"last.pth.tar", "model_best.pth.tar", "checkpoint-1.pth.tar"}
     assert [epoch_of(tmp_path / n) for n in sorted(names(tmp_path))] == [1, 2, 1]
 
@@ -96,9 +96,9 @@ def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Monk
 def test_fault_11_saving_between_epochs(tmp_path: Path) -> None:
     state, files = build(), CheckpointDir(tmp_path, keep=2)
     train(state)
-    files.save(state, 1.0)
+    save(files, state, 1.0)
     state.update += 2
-    files.save_last(state)
+    save(files, state, ranked=False)
     again, _, _ = resumed(tmp_path)
     assert (again.epoch, again.update, again.best) == (1, 6, state.best)
     assert read_checkpoint(tmp_path / "checkpoint-0.pth.tar")["update"] == 4

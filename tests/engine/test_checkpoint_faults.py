@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import volo.engine.checkpoint_file as module
-from tests.engine.small_run import build, epoch_of, names, resumed, same, train
+from tests.engine.small_run import build, epoch_of, names, resumed, same, save, train
 from tlt.errors import UserError
 from volo.engine.checkpoint import CheckpointDir, TrainState
 from volo.engine.checkpoint_file import NotWrittenError, save_checkpoint
@@ -64,14 +64,14 @@ def two_epochs_of_three(directory: Path) -> tuple[TrainState, CheckpointDir]:
     state, files = build(), CheckpointDir(directory, keep=2)
     for metric in (1.0, 2.0):
         train(state)
-        files.save(state, metric)
+        save(files, state, metric)
     train(state)
     return state, files
 
 
 def test_fault_01_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     straight, files = two_epochs_of_three(tmp_path / "straight")
-    files.save(straight, 3.0)
+    save(files, straight, 3.0)
     finished, at = False, 0
     while not finished:
         directory = tmp_path / str(at)
@@ -79,7 +79,7 @@ def test_fault_01_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: 
         with monkeypatch.context() as patch:
             events = spied(patch, stop_at=at)
             try:
-                files.save(state, 3.0)
+                save(files, state, 3.0)
                 finished = True  # no step was left to die at
             except Killed:
                 pass
@@ -88,7 +88,7 @@ def test_fault_01_killed_before_any_step_of_a_save(tmp_path: Path, monkeypatch: 
         assert again.epoch in (2, 3) and messages == []
         if again.epoch == 2:
             train(again)
-            files.save(again, 3.0)
+            save(files, again, 3.0)
         assert names(directory) == names(tmp_path / "straight"), f"killed before step {at} of {events}"
         assert epoch_of(directory / "model_best.pth.tar") == epoch_of(directory / "last.pth.tar") == 2
         assert same(again, straight)
@@ -107,7 +107,7 @@ def killed_again_and_again(directory: Path) -> None:
                 state, files, _ = resumed(directory, ema=False, scaler=False)
                 while os.getppid() == parent:
                     train(state)
-                    files.save(state, float(state.epoch % 7))
+                    save(files, state, float(state.epoch % 7))
             finally:
                 os._exit(1)
         while newest(directory) == before:  # at least one save each, or a slow machine would prove nothing
@@ -139,7 +139,7 @@ def test_fault_01_kill_9(tmp_path: Path) -> None:
 
 def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) -> None:
     state = build(epoch=1, update=4)
-    CheckpointDir(tmp_path).save(state, 1.0)
+    save(CheckpointDir(tmp_path), state, 1.0)
     for name in (".staged-1-last.pth.tar", "tmp.pth.tar", "recovery-9-9.pth.tar", "superseded-checkpoint-9.pth.tar"):
         save_checkpoint(tmp_path / name, state.state_dict() | {"epoch": 9, "update": 99})
     found = find_resume("auto", tmp_path)
@@ -152,20 +152,20 @@ def test_fault_14_full_disk(tmp_path: Path) -> None:
     """The system's limit on file sizes gives a real error in the middle of a write."""
     state, files = build(), CheckpointDir(tmp_path)
     train(state)
-    files.save(state, 1.0)
+    save(files, state, 1.0)
     before, kept = names(tmp_path), (tmp_path / "last.pth.tar").read_bytes()
     train(state)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
     try:
         with pytest.raises(UserError, match=r"cannot write .*last.pth.tar: File too large; it needs 0.0 MiB") as caught:
-            files.save(state, 2.0)
+            save(files, state, 2.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(caught.value)
     assert names(tmp_path) == before and (tmp_path / "last.pth.tar").read_bytes() == kept
     assert len(state.best) == 1
-    files.save(state, 2.0)  # the next attempt works
+    save(files, state, 2.0)  # the next attempt works
     assert len(state.best) == 2
 
 
@@ -186,7 +186,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_fault_14_a_disk_that_is_really_full(small_disk: Path) -> None:
     state, files = build(), CheckpointDir(small_disk)
     train(state)
-    files.save(state, 1.0)
+    save(files, state, 1.0)
     kept = (small_disk / "last.pth.tar").read_bytes()
     fill = small_disk / "fill"
     with pytest.raises(OSError), fill.open("wb", buffering=0) as file:
@@ -194,11 +194,11 @@ def test_fault_14_a_disk_that_is_really_full(small_disk: Path) -> None:
             file.write(b"x" * 4096)
     train(state)
     with pytest.raises(NotWrittenError, match="No space left on device; it needs 0.0 MiB, 0.0 MiB are free"):
-        files.save(state, 2.0)
+        save(files, state, 2.0)
     assert names(small_disk) == {"last.pth.tar", "checkpoint-0.pth.tar", "model_best.pth.tar", "fill"}
     assert (small_disk / "last.pth.tar").read_bytes() == kept
     fill.unlink()
-    files.save(state, 2.0)
+    save(files, state, 2.0)
     assert epoch_of(small_disk / "model_best.pth.tar") == 1
 
 
@@ -209,7 +209,7 @@ def test_fault_14_full_disk_while_copying(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "link", fail)
     monkeypatch.setattr(module.shutil, "copyfileobj", fail)
     with pytest.raises(UserError, match=r"cannot write .*checkpoint-0.pth.tar: No space left on device"):
-        CheckpointDir(tmp_path).save(build(epoch=1, update=4), 1.0)
+        save(CheckpointDir(tmp_path), build(epoch=1, update=4), 1.0)
     assert names(tmp_path) == {"last.pth.tar"}
 
 

@@ -28,12 +28,12 @@ def test_fault_53_non_finite_gradients_change_no_weight(fused: bool) -> None:
     moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
     precision.backward((model(torch.ones(1, 3)) * float("inf")).sum())
     precision.step(optimizer, list(model.parameters()))
-    assert precision.last_step_skipped
+    assert precision.counts()[0]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(torch.equal(a, optimizer.state[p]["exp_avg"]) for a, p in zip(moments, model.parameters(), strict=True))
     precision.backward(model(torch.ones(1, 3)).sum())
     precision.step(optimizer, list(model.parameters()))
-    assert not precision.last_step_skipped
+    assert not precision.counts()[0]
     assert not torch.equal(before[0], model.weight)
 
 

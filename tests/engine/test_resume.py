@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.small_run import build, epoch_of, names, resumed, separate, tensors, three_epochs, train
+from tests.engine.small_run import build, epoch_of, names, resumed, save, separate, tensors, three_epochs, train
 from tlt.errors import UserError
 from tlt.weights import peek_checkpoint, read_checkpoint
 from volo.engine.checkpoint import CheckpointDir, load_weights
@@ -58,7 +58,7 @@ def test_fault_04_05_auto_skips_damaged_files_and_says_so(tmp_path: Path, damage
         assert any(m.startswith(f"skipped: {tmp_path / name}") and reason in m for m in messages)
     assert names(tmp_path) >= {"superseded-last.pth.tar", "superseded-checkpoint-2.pth.tar", "checkpoint-1.pth.tar"}
     train(state)
-    files.save(state, 2.0)
+    save(files, state, 2.0)
     assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
 
 
@@ -93,7 +93,7 @@ def test_going_back_to_an_older_epoch(tmp_path: Path) -> None:
     assert peek_checkpoint(find_resume("auto", tmp_path).path)["epoch"] == 0  # type: ignore[arg-type]
     assert epoch_of(tmp_path / "model_best.pth.tar") == 0
     train(state)
-    assert files.save(state, 0.5) == (1.0, 0, "checkpoint-0.pth.tar")
+    assert save(files, state, 0.5) == (1.0, 0, "checkpoint-0.pth.tar")
     assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
 
 
@@ -101,11 +101,11 @@ def test_going_back_to_before_the_first_metric(tmp_path: Path) -> None:
     state, files = build(), CheckpointDir(tmp_path)
     for metric in (None, 3.0):
         train(state)
-        files.save(state, metric)
+        save(files, state, metric)
     state, files, _ = resumed(tmp_path, str(tmp_path / "checkpoint-0.pth.tar"))
     assert epoch_of(tmp_path / "superseded-model_best.pth.tar") == 1
     train(state)
-    assert files.save(state, 1.0) == (1.0, 1, "checkpoint-1.pth.tar")
+    assert save(files, state, 1.0) == (1.0, 1, "checkpoint-1.pth.tar")
 
 
 def test_kept_checkpoints_that_were_deleted(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_resuming_into_another_directory(tmp_path: Path) -> None:
     files = CheckpointDir(tmp_path / "new")
     assert "ranked anew" in files.restore(state, found.path)[0]  # type: ignore[arg-type]
     train(state)
-    files.save(state, 1.5)
+    save(files, state, 1.5)
     assert names(tmp_path / "new") == {"last.pth.tar", "model_best.pth.tar", "checkpoint-3.pth.tar"}
     assert names(tmp_path / "old") == before
 

@@ -13,7 +13,7 @@ from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
-from tests.engine.small_run import build, payload_of, resumed, same, tensors, train
+from tests.engine.small_run import build, payload_of, resumed, same, save, tensors, train
 from tlt.errors import UserError
 from tlt.weights import read_checkpoint
 from volo.engine.checkpoint import CheckpointDir, TrainState
@@ -25,7 +25,7 @@ def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
     train(straight, 3)
     first = build()
     train(first, 2)
-    CheckpointDir(tmp_path, keep=2).save(first, 50.0)
+    save(CheckpointDir(tmp_path, keep=2), first, 50.0)
     second, _, messages = resumed(tmp_path)
     assert same(first, second) and messages == []
     train(second, 1)
@@ -40,7 +40,7 @@ def test_saved_under_wrappers_loaded_without_and_back(tmp_path: Path) -> None:
     wrapped = build(seed=6)
     wrapped.model = nn.DataParallel(torch.compile(wrapped.model))  # type: ignore[arg-type]
     first.model = torch.compile(first.model)  # type: ignore[assignment]
-    CheckpointDir(tmp_path).save(first)
+    save(CheckpointDir(tmp_path), first)
     path = tmp_path / "last.pth.tar"
     assert all(not k.startswith(("module", "_orig_mod")) for k in read_checkpoint(path)["state_dict"])
     for state in (bare, wrapped):
@@ -62,7 +62,7 @@ def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
     for parameter in first.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     first.optimizer.step()
-    CheckpointDir(tmp_path).save(first)
+    save(CheckpointDir(tmp_path), first)
     cpu, again = build(seed=1), on_gpu(2)
     cpu.optimizer = torch.optim.AdamW(cpu.model.parameters())
     for state, device in ((cpu, "cpu"), (again, "cuda")):
@@ -74,7 +74,7 @@ def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
 
 
 def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
-    CheckpointDir(tmp_path).save(build(epoch=1, update=4), 1.0)
+    save(CheckpointDir(tmp_path), build(epoch=1, update=4), 1.0)
     checkpoint = torch.load(tmp_path / "last.pth.tar", weights_only=True)
     assert checkpoint["args"] == {"lr": 0.1, "data": "/data", "scale": [0.08, 1.0]}
     assert checkpoint["model_config"] == {"img_size": [64, 48], "crop_pct": 0.96}
@@ -87,7 +87,7 @@ def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
 def test_timm_reads_ours(tmp_path: Path) -> None:
     state = build()
     train(state, 3)
-    CheckpointDir(tmp_path).save(state, 1.0)
+    save(CheckpointDir(tmp_path), state, 1.0)
     path = str(tmp_path / "last.pth.tar")
     other = build(seed=7)
     assert resume_checkpoint(other.model, path, other.optimizer) == 3

@@ -16,6 +16,7 @@ import pytest
 from volo import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+UPDATES = 5  # of an epoch, where a test says so
 # Small and quick; every other default is the published one.
 QUICK = (
     "--model volo_test --img-size 32 --num-classes 4 -b 8 -j 0 --warmup-epochs 0 --cooldown-epochs 0 --log-interval 1"

@@ -49,7 +49,7 @@ def test_fault_53_a_broken_step_changes_nothing_on_the_gpu() -> None:
         before = model.weight.detach().clone()
         precision.backward(model(torch.ones(1, 3, device=device)).sum() * scale)
         precision.step(optimizer, list(model.parameters()))
-    assert precision.last_step_skipped and torch.equal(before, model.weight)
+    assert precision.counts()[0] and torch.equal(before, model.weight)
 
 
 @pytest.mark.parametrize("amp", ["", "--amp"])

@@ -121,33 +121,12 @@ class CheckpointDir:
             self._refresh_best(save.best)
             self._remove(save.outdated)
 
-    def save(self, state: TrainState, metric: float | None = None) -> RankedCheckpoint | None:
-        """Save after an epoch, here and now; return the best checkpoint so far, if any. Arguments as of `decide`.
-
-        Raises:
-            NonFiniteError: The weights hold NaN or infinity. Nothing is written.
-            NotWrittenError: The file can't be written; `state.best` is as before.
-        """
-        self._save(state, self.decide(state, metric))
-        return best_of(state.best)
-
-    def save_last(self, state: TrainState) -> None:
-        """Save between epochs, here and now: only `last.pth.tar`, unranked. Errors as of `save`."""
-        self._save(state, self.decide(state, ranked=False))
-
-    def _save(self, state: TrainState, save: Save) -> None:
-        try:
-            self.write(save)
-        except BaseException:
-            save.undo(state)
-            raise
-
     def restore(self, state: TrainState, path: Path) -> list[str]:
         """Make the directory agree with a state that was loaded from `path`; return what a user should know.
 
         Call it when every rank has read `path`.
 
-        What a kill between two steps of `save` left undone is done. If an older checkpoint was chosen, files of later
+        What a kill between two steps of `write` left undone is done. If an older checkpoint was chosen, files of later
         epochs are set aside under names that `auto` does not read, and `path` becomes `last`: a run that is killed
         before its next save goes on from there, too.
         """

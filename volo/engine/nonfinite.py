@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from tlt.data.loader import TrainLoader
 from volo.engine.checkpoint_file import save_checkpoint
 from volo.engine.distributed import World, max_over_ranks
+from volo.engine.events import utc_now
 from volo.engine.precision import Precision
 from volo.engine.run_directory import plain
 from volo.engine.train_state import TrainState
@@ -84,7 +84,7 @@ class NonFiniteRecorder:
         micro_batches = next(self.loader.index_stream.epoch(epoch, within))
         dataset, scaler = self.loader.dataset, self.precision.scaler
         return {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "time": utc_now(),
             "update": update,
             "epoch": epoch,
             "update_in_epoch": within,

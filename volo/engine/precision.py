@@ -117,11 +117,6 @@ class Precision:
         else:
             adaptive_clip_grad(parameters, self.clip_grad, norm_type=2.0)
 
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the newest step changed nothing. Synchronises with the device."""
-        return bool(self._consecutive)
-
     def take_broken(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
 

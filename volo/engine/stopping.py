@@ -1,8 +1,8 @@
 """Where a run may stop: between two updates, and inside a validation; all ranks at the same place.
 
-Before each update the ranks agree by an all-reduce of one int on the hosts. That costs a fraction of a millisecond,
-waits for no GPU, and finds every rank with the same weights: none has begun the update. A rank whose data fails or
-hangs is there, too, because nothing is begun before the batch is at hand.
+Before each update, and once more after an epoch's last, the ranks agree by an all-reduce of one int on the hosts. That
+costs a fraction of a millisecond, waits for no GPU, and finds every rank with the same weights: none has begun the
+update. A rank whose data fails or hangs is there, too, because nothing is begun before the batch is at hand.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class StopGuard:
         iterator, between = iter(micro_batches), True
         while True:
             item, failure = self._next(iterator, between)
-            if item is None and failure is None:
-                return
             if between:
                 self.watchdog.at("step", count=True)
                 self._agree(failure)
-            assert item is not None
+            if item is None:
+                return
             between = item[0]
             yield item
 

@@ -25,6 +25,7 @@ from torch.distributed.run import main
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 # Bad input, divergence, a full disk: the same would happen again. 85 and 130: told to end.
 _FINAL = (2, 3, 4, 85, 130)
+_LOST = 5
 
 
 class Launcher:
@@ -71,7 +72,8 @@ def _exit_code(argv: list[str]) -> int:
     try:
         main(argv)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        # A process whose only trouble is that another one has ended doesn't tell why.
+        failure = min(error.failures.values(), key=lambda failure: (failure.exitcode == _LOST, failure.timestamp))
         # A process that was killed has its signal as a negative number; shells add 128.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0

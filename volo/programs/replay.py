@@ -34,6 +34,7 @@ from volo.engine.precision import resolve_amp_dtype
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line (sys.argv where None)."""
     parser = argparse.ArgumentParser(prog="python -m volo.programs.replay", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("record", type=Path, help=f"RUN/{FOLDER}/UPDATE-rankR.json")
     parser.add_argument("--checkpoint", type=Path, help="weights (the record's, else RUN's newest before the update)")
@@ -57,6 +58,7 @@ def run(options: Namespace) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any]:
+    """A record of `volo.engine.nonfinite`; UserError if the file is none."""
     try:
         record = json.loads(path.read_text())
         return {name: record[name] for name in (*_NEEDED, "weights", "loss_scale")}

@@ -69,9 +69,11 @@ def run(args: Namespace) -> int:
     try:
         with logger.end_noted(), lost_rank_explained():
             train(args, world, logger, StopGuard(STOP, watchdog))
-    finally:
-        watchdog.end()
         shut_down()
+    finally:
+        # A rank that fails keeps its connections until its process ends: the launcher is to see it before those
+        # that lose it, and it waits for none of them.
+        watchdog.end()
     return 0
 
 
@@ -176,6 +178,7 @@ def train_in(
                 saver.save_now(str(stop))
             wait_for_all()  # torchrun ends the others as soon as one has left
             kill_workers()
+            shut_down()
             raise
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
