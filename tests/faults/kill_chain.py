@@ -2,8 +2,8 @@
 
     python -m tests.faults.kill_chain --out DIR --ranks 1 --kills 100 --seed 0 -- FLAGS OF TRAIN.PY
 
-A run is started, killed and resumed until it ends by itself, then the next one, until there were `--kills` kills. After
-each there has to be a valid newest checkpoint; each run has to end in the weights, the moving average and the records
+A run is started, killed and resumed until it ends by itself, then the next one, until there were `--kills` kills, half
+of them inside a write. After each there has to be a valid newest checkpoint; each run has to end in the weights, the moving average and the records
 of one that was never stopped. The last line printed is a JSON record of what was done.
 """
 
@@ -63,7 +63,7 @@ class Chain:
         began = time.monotonic()
         self.out.mkdir(parents=True)
         self._uninterrupted()
-        while self.record.kills < self.wanted:
+        while not self._enough:
             run, self.known = self.out / f"run{self.record.runs}", -1
             while not self._ended_by_itself(run):
                 self._check(run)
@@ -72,6 +72,10 @@ class Chain:
             self.record.runs += 1
         self.record.seconds = round(time.monotonic() - began, 1)
         return self.record
+
+    @property
+    def _enough(self) -> bool:
+        return min(self.record.kills, 2 * self.record.inside_a_write) >= self.wanted
 
     def _uninterrupted(self) -> None:
         """The run that all others are compared with; and a fork, to see how long it takes."""
@@ -94,7 +98,7 @@ class Chain:
         fork = self.random.randrange(OWN_STARTS) > 0
         aimed = self.record.inside_a_write * 2 <= self.record.kills
         life = self._start(run, fork)
-        if self.record.kills == self.wanted:
+        if self._enough:
             self._wait(life)
             return True
         before = staged(run)
