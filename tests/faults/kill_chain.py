@@ -75,7 +75,7 @@ class Chain:
 
     @property
     def _enough(self) -> bool:
-        return min(self.record.kills, 2 * self.record.inside_a_write) >= self.wanted
+        return self.record.kills >= self.wanted and 2 * self.record.inside_a_write >= self.record.kills
 
     def _uninterrupted(self) -> None:
         """The run that all others are compared with; and a fork, to see how long it takes."""

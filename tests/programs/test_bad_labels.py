@@ -22,7 +22,7 @@ from tlt.archive_format import MappedFile
 from tlt.cli import main as tlt_command
 from tlt.data.folder import scan_folder
 from tlt.store import PublishedTree
-from volo.programs import train as program
+from volo.engine.saver import Saver
 
 Call = Callable[..., Ended]
 Train = Callable[..., Ended]
@@ -100,7 +100,7 @@ def _annotator(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
-def test_ids_out_of_range_for_num_classes(train: Train, data: Path, tree: Path, tmp_path: Path, packed: bool) -> None:
+def test_fault_47_ids_out_of_range_for_num_classes(train: Train, data: Path, tree: Path, tmp_path: Path, packed: bool) -> None:
     # A tree's labels are only read as they are needed, but for the first one; an archive knows its largest id.
     change(tree / "red" / "red15.pt" if packed else tree / "blue" / "blue0.pt", (1, 2, 3, 3), 7)
     labels = tmp_path / "ids.tlt" if packed else tree
@@ -112,7 +112,7 @@ def test_ids_out_of_range_for_num_classes(train: Train, data: Path, tree: Path, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, workers: int) -> None:
+def test_fault_48_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, workers: int) -> None:
     change(tree / "red" / "red15.pt", (0, 0, 5, 5), float("nan"))
     ended = train(data, tree, f"-j {workers}")
     assert (ended.code, ended.err.count("\n")) == (2, 1)
@@ -124,15 +124,15 @@ def test_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, wor
 
 def _after_first_epoch(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], None]) -> None:
     """Do `damage` once, when the first epoch's checkpoints are written."""
-    save, pending = program.save_epoch, [damage]
+    save, pending = Saver.after_epoch, [damage]
 
-    def save_then_damage(*args: object) -> object:
-        best = save(*args)
+    def save_then_damage(saver: Saver, metric: float | None) -> object:
+        best = save(saver, metric)
         if pending:
             pending.pop()()
         return best
 
-    monkeypatch.setattr(program, "save_epoch", save_then_damage)
+    monkeypatch.setattr(Saver, "after_epoch", save_then_damage)
 
 
 def _keeps_the_first_epoch(call: Call, data: Path, run: Path) -> None:
