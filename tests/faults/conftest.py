@@ -48,7 +48,7 @@ def fault(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table: a line for each fault of which a test ran."""
+    """Print the table: what was done to runs, and how many tests of each fault there were."""
     lines: dict[str, list[tuple[str, str, dict[str, str]]]] = defaultdict(list)
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -56,30 +56,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if match is None or (outcome == "passed" and report.when != "call"):
                 continue
             told = dict(report.user_properties).get("fault", {})
-            for number in match[1].split("_")[1:]:
-                lines[number].append((outcome, match[2].replace("_", " "), told))
+            numbers = match[1].strip("_").replace("_", " ")
+            lines[numbers].append((outcome, match[2].replace("_", " "), told))
     if not lines:
         return
     terminalreporter.section("faults")
     terminalreporter.line("no. | fault | injected | survived | updates lost | message")
-    for number, tests in sorted(lines.items()):
-        for text in _rows(number, tests):
+    for numbers, tests in sorted(lines.items()):
+        for text in _rows(numbers, tests):
             terminalreporter.line(text)
 
 
-def _rows(number: str, tests: list[tuple[str, str, dict[str, str]]]) -> list[str]:
-    """A row per test that measured something, and one for all others of the number."""
+def _rows(numbers: str, tests: list[tuple[str, str, dict[str, str]]]) -> list[str]:
+    """A row per test that measured something, and one for all others of the same numbers."""
     rows, plain = [], [(outcome, name) for outcome, name, told in tests if not told]
     for outcome, name, told in tests:
         if told:
             values = [told.get(column) or "-" for column in _COLUMNS]
             if outcome != "passed":
                 values[1] = outcome.upper()
-            rows.append(" | ".join([number, name, *values]))
+            rows.append(" | ".join([numbers, name, *values]))
     if plain:
         passed = sum(outcome == "passed" for outcome, _ in plain)
         others = sorted({outcome for outcome, _ in plain} - {"passed"})
         survived = " ".join([str(passed), *(f"({name})" for name in others)])
         names = "; ".join(dict.fromkeys(name for _, name in plain))
-        rows.append(f"{number} | {names} | {len(plain)} | {survived} | - | -")
+        rows.append(f"{numbers} | {names} | {len(plain)} | {survived} | - | -")
     return rows

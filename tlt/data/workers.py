@@ -55,9 +55,11 @@ class _DeathWatch:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler != self._received and threading.current_thread() is threading.main_thread():
-            self._told = handler
-            signal.signal(signal.SIGCHLD, self._received)
+        if handler != self._received and threading.current_thread() is threading.main_thread():
+            if callable(handler):
+                self._told = handler
+            if self._told is not None:  # torch installs its own once: after `kill_workers` there would be none
+                signal.signal(signal.SIGCHLD, self._received)
         self._waiting = True
         try:
             if self._told is not None:
