@@ -1,10 +1,10 @@
-"""kill -9 to the real train.py, at random instants and inside the writes of checkpoints, until it was done often enough.
+"""kill -9 to the real train.py, at random instants and inside the writes of checkpoints.
 
     python -m tests.faults.kill_chain --out DIR --ranks 1 --kills 100 --seed 0 -- FLAGS OF TRAIN.PY
 
 A run is started, killed and resumed until it ends by itself, then the next one, until there were `--kills` kills, half
-of them inside a write. After each there has to be a valid newest checkpoint; each run has to end in the weights, the moving average and the records
-of one that was never stopped. The last line printed is a JSON record of what was done.
+of them inside a write. After each there has to be a valid newest checkpoint; each run has to end in the weights, the
+moving average and the records of one that was never stopped. The last line printed is a JSON record of what was done.
 """
 
 from __future__ import annotations
