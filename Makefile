@@ -1,11 +1,12 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
+# make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make lint   ruff and mypy                                                  make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-faults lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -19,6 +20,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-faults: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "" -k test_fault $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

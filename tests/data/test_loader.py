@@ -24,7 +24,7 @@ from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig, Plan
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
-from tlt.data.workers import worker_fault
+from tlt.data.workers import kill_workers, worker_fault
 from tlt.errors import UserError
 
 CONFIG = AugmentConfig(size=(16, 16))
@@ -197,6 +197,12 @@ def test_fault_22_killed_worker_is_told_with_a_memory_hint() -> None:
     assert re.fullmatch(
         r"a data worker (was killed by signal: Killed|exited unexpectedly): .*memory; lower --workers.*", told
     )
+
+
+def test_fault_22_a_killed_worker_is_told_in_a_process_that_has_ended_a_run_before() -> None:
+    assert "data worker" in refusal(loader(2, Hostile("die")).epoch(0))
+    kill_workers()
+    assert "data worker" in refusal(loader(2, Hostile("die"), timeout=10).epoch(0))
 
 
 def test_fault_23_hung_storage_names_the_file() -> None:

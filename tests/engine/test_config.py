@@ -79,7 +79,7 @@ def test_values_have_the_type_they_have_on_the_command_line(
         ("epochs: \t@", "line 1"),
     ],
 )
-def test_refused_in_one_line_that_names_the_file(
+def test_fault_54_55_56_57_refused_in_one_line_that_names_the_file(
     tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

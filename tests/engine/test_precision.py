@@ -76,7 +76,7 @@ def test_other_clip_modes_limit_the_gradients(mode: str, limit: float) -> None:
     assert norms[0] < 0.05 * float(before)
 
 
-def test_amp_on_a_cpu_is_bfloat16() -> None:
+def test_fault_59_amp_on_a_cpu_is_bfloat16() -> None:
     assert resolve_amp_dtype(False, None, CPU) is None
     assert resolve_amp_dtype(True, None, CPU) is torch.bfloat16
     assert resolve_amp_dtype(True, None, torch.device("cuda")) is torch.float16

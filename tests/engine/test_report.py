@@ -162,3 +162,27 @@ def test_without_times(tmp_path: Path) -> None:
     _write(tmp_path / "c.jsonl", [_report(1, 10, loss=0.25)])
     a, b, c = (without_times(tmp_path / f"{name}.jsonl") for name in "abc")
     assert a == b != c
+
+
+def test_two_runs_are_the_same_but_for_times_or_the_first_difference_is_named(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for directory, seconds in ((run, 1.0), (other, 2.0)):
+        (directory / "summary.csv").write_text(f"epoch,loss,seconds\n0,0.1,{seconds}\n")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    _write(other / "metrics.jsonl", [record | {"time": _at(999)} for record in records])
+    assert cli.report([str(run), "--same-as", str(other)]) == 0
+    assert "metrics.jsonl: 5 lines, the same" in capsys.readouterr().out
+    _write(other / "metrics.jsonl", [record | {"loss": 0.2} for record in records])
+    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert "error: metrics.jsonl differs in line 1: " in capsys.readouterr().err
+    _write(other / "metrics.jsonl", records[:-1])
+    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert "differs in line 5" in capsys.readouterr().err
+    (other / "summary.csv").unlink()
+    _write(other / "metrics.jsonl", records)
+    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert "summary.csv is missing" in capsys.readouterr().err
+    assert cli.report([str(run), "--same-as", str(other), "--quick"]) == 2

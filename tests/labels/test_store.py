@@ -66,7 +66,7 @@ def test_what_is_written_is_what_the_published_reader_expects(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("classes,dtype", [(2049, torch.float16), (2050, torch.float32), (21841, torch.float32)])
-def test_ids_survive_for_any_number_of_classes(tmp_path: Path, classes: int, dtype: torch.dtype) -> None:
+def test_fault_51_ids_survive_for_any_number_of_classes(tmp_path: Path, classes: int, dtype: torch.dtype) -> None:
     ids = np.arange(classes - 24, classes, dtype=np.int32).reshape(2, 3, 4)
     write_map(tmp_path / "a.pt", LabelMap(np.zeros(SHAPE, np.float16), ids), classes)
     assert torch.load(tmp_path / "a.pt").dtype == dtype
@@ -74,7 +74,7 @@ def test_ids_survive_for_any_number_of_classes(tmp_path: Path, classes: int, dty
 
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float16, 2048), (torch.bfloat16, 256)])
-def test_ids_that_the_number_format_lost_are_refused(tmp_path: Path, dtype: torch.dtype, limit: int) -> None:
+def test_fault_51_ids_that_the_number_format_lost_are_refused(tmp_path: Path, dtype: torch.dtype, limit: int) -> None:
     torch.save(published().to(dtype), tmp_path / "a.pt")
     assert read_map(tmp_path / "a.pt", limit + 1).ids.max() == 1
     with pytest.raises(UserError, match=rf"a\.pt: class ids in \w+ are exact to {limit} only"):
@@ -130,7 +130,7 @@ class Code:
         return self.call
 
 
-def test_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
+def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
     torch.save(Code(Path.touch, tmp_path / "ran"), tmp_path / "x.pt")
     with pytest.raises(UserError, match=r"x\.pt is refused: it holds [\w.]+, not a tensor \(nothing of it was run\)"):
         read_map(tmp_path / "x.pt")
@@ -140,7 +140,7 @@ def test_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 10, 400])
-def test_cut_files_name_the_file(tree: Path, keep: int) -> None:
+def test_fault_45_cut_files_name_the_file(tree: Path, keep: int) -> None:
     path = tree / "c0" / "0.pt"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(UserError, match=r"c0/0\.pt is damaged or not a label file") as caught:
@@ -148,7 +148,7 @@ def test_cut_files_name_the_file(tree: Path, keep: int) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_missing_labels_stop_before_the_first_step(tree: Path) -> None:
+def test_fault_45_missing_labels_stop_before_the_first_step(tree: Path) -> None:
     (tree / "c1" / "0.pt").unlink()
     with pytest.raises(UserError, match=r"1 of 3 images have no label in .*first is c1/0\.jpg"):
         PublishedTree(tree, NAMES)
@@ -172,7 +172,7 @@ def test_policies_replace_and_report(tree: Path, policy: str, area: tuple[float,
     assert store.take_faults() == []
 
 
-def test_a_map_of_another_shape_stops(tree: Path) -> None:
+def test_fault_46_a_map_of_another_shape_stops(tree: Path) -> None:
     torch.save(published(shape=(3, 3, 4)), tree / "c1" / "0.pt")
     store = PublishedTree(tree, NAMES)
     with pytest.raises(UserError, match=r"c1/0\.pt: shape"):
@@ -190,7 +190,7 @@ def test_no_label_at_all_is_an_error_under_any_policy(tree: Path) -> None:
         PublishedTree(tree, NAMES, bad_label="skip")
 
 
-def test_names_with_dots_have_their_own_labels(tmp_path: Path) -> None:
+def test_fault_50_names_with_dots_have_their_own_labels(tmp_path: Path) -> None:
     names = ["c1.x/1.v2.jpg", "c1.x/1.jpg", "c1.x/1.crop.jpg"]
     (tmp_path / "c1.x").mkdir()
     for mark, name in enumerate(names):

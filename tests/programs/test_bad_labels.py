@@ -100,7 +100,9 @@ def _annotator(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
-def test_ids_out_of_range_for_num_classes(train: Train, data: Path, tree: Path, tmp_path: Path, packed: bool) -> None:
+def test_fault_47_ids_out_of_range_for_num_classes(
+    train: Train, data: Path, tree: Path, tmp_path: Path, packed: bool
+) -> None:
     # A tree's labels are only read as they are needed, but for the first one; an archive knows its largest id.
     change(tree / "red" / "red15.pt" if packed else tree / "blue" / "blue0.pt", (1, 2, 3, 3), 7)
     labels = tmp_path / "ids.tlt" if packed else tree
@@ -112,7 +114,7 @@ def test_ids_out_of_range_for_num_classes(train: Train, data: Path, tree: Path, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, workers: int) -> None:
+def test_fault_48_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, workers: int) -> None:
     change(tree / "red" / "red15.pt", (0, 0, 5, 5), float("nan"))
     ended = train(data, tree, f"-j {workers}")
     assert (ended.code, ended.err.count("\n")) == (2, 1)

@@ -41,7 +41,7 @@ def assert_same(whole: Path, cut: Path) -> None:
         assert without_times(cut / name) == without_times(whole / name), name
 
 
-@pytest.mark.parametrize("more", ["-j 2", "-j 0 --amp --checkpoint-sync"])
+@pytest.mark.parametrize("more", [pytest.param("-j 2", marks=pytest.mark.faults), "-j 0 --amp --checkpoint-sync"])
 def test_fault_11_interrupted_at_several_updates(
     call: Callable[..., Ended],
     make_dataset: Callable[..., Path],
@@ -66,6 +66,7 @@ def test_fault_11_interrupted_at_several_updates(
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.faults
 def test_fault_11_interrupted_on_two_ranks(
     make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
 ) -> None:

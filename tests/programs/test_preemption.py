@@ -19,6 +19,7 @@ import torch
 from tests.programs.conftest import QUICK, ROOT, Running, children, metrics, start
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+slow = pytest.mark.faults
 FLAGS = f"{QUICK} -j 1 --epochs 200 --lr 1e-3 --experiment run --output"
 
 
@@ -56,7 +57,12 @@ def sha256(run: Path) -> str:
 
 @linux
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)], ids=["07", "08", "09"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGTERM, 85, id="07"),
+        pytest.param(signal.SIGUSR1, 85, id="08", marks=slow),
+        pytest.param(signal.SIGINT, 130, id="09", marks=slow),
+    ],
 )
 def test_fault_07_08_09_a_signal_saves_the_present_step_and_ends_all_processes(
     begin: Callable[..., Running], data: Path, tmp_path: Path, number: int, code: int
@@ -74,6 +80,7 @@ def test_fault_07_08_09_a_signal_saves_the_present_step_and_ends_all_processes(
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+@slow
 @linux
 def test_fault_09_a_second_signal_ends_at_once(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
     run = begin(f"{FLAGS} {tmp_path} -b 4", data, processes=2)
@@ -109,7 +116,7 @@ def test_fault_09_a_background_process_of_a_script_heeds_sigint(
 
 
 @linux
-@pytest.mark.parametrize("target", ["launcher", "rank 1"])
+@pytest.mark.parametrize("target", ["launcher", pytest.param("rank 1", marks=slow)])
 def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_same_bits(
     begin: Callable[..., Running], data: Path, tmp_path: Path, target: str
 ) -> None:
@@ -124,6 +131,7 @@ def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_
     assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
 
 
+@slow
 @linux
 def test_fault_07_a_signal_while_the_data_hangs(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
     run = begin(f"{FLAGS} {tmp_path}", data)
@@ -138,6 +146,7 @@ def test_fault_07_a_signal_while_the_data_hangs(begin: Callable[..., Running], d
     assert resumed.end(signal.SIGUSR1) == 85, resumed.output
 
 
+@slow
 @linux
 def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(
     begin: Callable[..., Running], make_dataset: Callable[..., Path], tmp_path: Path
@@ -170,6 +179,7 @@ def test_fault_08_the_job_goes_back_into_the_queue(data: Path, tmp_path: Path) -
     assert (tmp_path / "asked").read_text().splitlines() == ["requeue 7", "requeue 40_3"]
 
 
+@slow
 @linux
 def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(
     begin: Callable[..., Running], data: Path, tmp_path: Path
@@ -187,7 +197,7 @@ def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(
 
 
 @linux
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=slow), 1])
 def test_fault_21_a_stopped_rank_is_named_and_the_others_end(
     begin: Callable[..., Running], data: Path, tmp_path: Path, stopped: int
 ) -> None:
@@ -270,6 +280,7 @@ def test_a_slow_rank_is_named(begin: Callable[..., Running], data: Path, tmp_pat
     assert "straggler" in kinds and "data-wait" in kinds
 
 
+@slow
 @linux
 def test_fault_07_data_workers_end_with_a_killed_main_process(
     begin: Callable[..., Running], data: Path, tmp_path: Path

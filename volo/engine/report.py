@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 
 from tlt.data.folder import printable
@@ -26,6 +27,9 @@ _SHOWN_FILES = 20
 
 def run(args: Namespace) -> int:
     """Print the report, and draw it where matplotlib is installed."""
+    if args.same_as:
+        _compare(Path(args.run), Path(args.same_as))
+        return 0
     history = read_history(Path(args.run))
     for title, lines in (
         ("", _head(history)),
@@ -52,6 +56,23 @@ def without_times(file: Path) -> list[str]:
     else:
         records, _ = read_json_lines(file)
     return [json.dumps({k: v for k, v in record.items() if k not in TIME_KEYS}) for record in records]
+
+
+def _compare(run: Path, other: Path) -> None:
+    """Tell that the records of two runs are the same.
+
+    Raises:
+        UserError: They are not; the first difference is named.
+    """
+    for name in ("metrics.jsonl", "summary.csv"):
+        for file in (run / name, other / name):
+            if not file.is_file():
+                raise UserError(f"{file} is missing: --same-as compares the directories of two runs")
+        mine, theirs = without_times(run / name), without_times(other / name)
+        for line, (one, two) in enumerate(zip_longest(mine, theirs, fillvalue="nothing"), start=1):
+            if one != two:
+                raise UserError(f"{name} differs in line {line}: {one} in {run}, {two} in {other}")
+        print(f"{name}: {len(mine)} lines, the same in {run} and {other} but for {', '.join(TIME_KEYS)}")
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:

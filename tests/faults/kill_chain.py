@@ -1,0 +1,218 @@
+"""kill -9 to the real train.py, at random instants and inside the writes of checkpoints.
+
+    python -m tests.faults.kill_chain --out DIR --ranks 1 --kills 100 --seed 0 -- FLAGS OF TRAIN.PY
+
+A run is started, killed and resumed until it ends by itself, then the next one, until there were `--kills` kills, half
+of them inside a write. After each there has to be a valid newest checkpoint; each run has to end in the weights, the
+moving average and the records of one that was never stopped. The last line printed is a JSON record of what was done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import torch
+
+from tests.faults.lives import Life, start_forks, start_program
+from volo.engine.checkpoint_file import STAGED
+from volo.engine.json_lines import read_json_lines
+from volo.engine.report import without_times
+from volo.engine.resume import find_resume
+
+LIMIT = 120.0  # seconds for one life
+OWN_STARTS = 10  # one life in so many is no fork
+SKIPPED_WRITES = 3  # a kill inside a write comes in one of so many
+
+
+@dataclass
+class Record:
+    """What was done, and what it cost."""
+
+    seed: int
+    ranks: int
+    kills: int = 0
+    inside_a_write: int = 0  # an unfinished file was left
+    before_the_first_checkpoint: int = 0
+    own_starts: int = 0  # kills of what was no fork
+    runs: int = 0
+    sha256: str = ""
+    lost: list[int] = field(default_factory=list)  # updates, for each kill
+    seconds: float = 0.0
+
+
+class Chain:
+    """The runs and kills of one call."""
+
+    def __init__(self, flags: list[str], out: Path, ranks: int, kills: int, seed: int) -> None:
+        self.flags, self.out, self.wanted = [*flags, "--output", str(out)], out, kills
+        self.random, self.record, self.log = random.Random(seed), Record(seed, ranks), out / "output.txt"
+        self.first_save = self.write = 0.0  # seconds: from a fork to its first write, and what a write takes
+        self.known = -1  # update of the newest checkpoint of the present run
+
+    def go(self) -> Record:
+        """Do all of it. Raises AssertionError where a run did not survive."""
+        began = time.monotonic()
+        self.out.mkdir(parents=True)
+        self._uninterrupted()
+        while not self._enough:
+            run, self.known = self.out / f"run{self.record.runs}", -1
+            while not self._ended_by_itself(run):
+                self._check(run)
+            self._compare(run)
+            rmtree(run)
+            self.record.runs += 1
+        self.record.seconds = round(time.monotonic() - began, 1)
+        return self.record
+
+    @property
+    def _enough(self) -> bool:
+        return self.record.kills >= self.wanted and 2 * self.record.inside_a_write >= self.record.kills
+
+    def _uninterrupted(self) -> None:
+        """The run that all others are compared with; and a fork, to see how long it takes."""
+        self._wait(self._start(self.out / "whole", fork=False))
+        self.record.sha256 = digest(self.out / "whole")
+        trial, began, marks = self.out / "trial", time.monotonic(), []
+        life = self._start(trial, fork=True)
+        for begun in (True, False):
+            while bool(staged(trial)) != begun:
+                assert time.monotonic() - began < LIMIT, self._told("it never saved")
+                time.sleep(0.0003)
+            marks.append(time.monotonic())
+        self.first_save, self.write = marks[0] - began, marks[1] - marks[0]
+        self._wait(life)
+        self._compare(trial)
+        rmtree(trial)
+
+    def _ended_by_itself(self, run: Path) -> bool:
+        """Start it and kill it somewhere; True if it was quicker, or was to live."""
+        fork = self.random.randrange(OWN_STARTS) > 0
+        aimed = self.record.inside_a_write * 2 <= self.record.kills
+        life = self._start(run, fork)
+        if self._enough:
+            self._wait(life)
+            return True
+        before = staged(run)
+        instants = self._inside_a_write(run, life) if aimed else self._any_time(life, fork)
+        for _ in instants:
+            if (codes := life.codes()) is not None:
+                assert set(codes) == {0}, self._told(f"exit codes {codes}")
+                return True
+        life.kill(self.random)
+        self.record.kills += 1
+        self.record.own_starts += not fork
+        self.record.inside_a_write += bool(staged(run) - before)
+        return False
+
+    def _any_time(self, life: Life, fork: bool) -> Iterator[None]:
+        """Wait until a random instant between the start and some saves."""
+        end = time.monotonic() + self.random.uniform(0.0, 2 * self.first_save + (0 if fork else 4))
+        while time.monotonic() < end:
+            yield
+            time.sleep(0.001)
+
+    def _inside_a_write(self, run: Path, life: Life) -> Iterator[None]:
+        """Wait for one of the next writes, and then for a random part of the time that it takes."""
+        known, end = staged(run), time.monotonic() + LIMIT
+        for write in range(self.random.randint(1, SKIPPED_WRITES)):
+            for begun in (False, True) if write else (True,):
+                while bool(staged(run) - known) != begun:
+                    yield
+                    assert time.monotonic() < end, self._told("it never saved")
+                    time.sleep(0.0003)
+        time.sleep(self.random.uniform(0.0, self.write))
+        yield
+
+    def _check(self, run: Path) -> None:
+        """What `--resume auto` would take now is valid, and no older than what was there before."""
+        found = find_resume("auto", run)
+        records, _ = read_json_lines(run / "events.jsonl")
+        told = [record["update"] for record in records if record["kind"] == "checkpoint"]
+        if found.checkpoint is None:
+            assert self.known < 0 and not told and "a fresh start" in found.messages[-1], found.messages
+            self.record.before_the_first_checkpoint += 1
+            self.record.lost.append(_reported(run))
+            return
+        assert not found.messages, found.messages
+        update = found.checkpoint["update"]
+        assert update >= max([self.known, *told]), f"update {update} of {self.known}, {told}"
+        self.known = update
+        self.record.lost.append(max(0, _reported(run) - update))
+
+    def _compare(self, run: Path) -> None:
+        """It is what an uninterrupted run is, file by file."""
+        whole = self.out / "whole"
+        assert digest(run) == self.record.sha256, self._told(f"{run.name} ends in other weights")
+        for name in ("metrics.jsonl", "summary.csv"):
+            assert without_times(run / name) == without_times(whole / name), self._told(f"{run.name}: other {name}")
+
+    def _start(self, run: Path, fork: bool) -> Life:
+        flags = [*self.flags, "--experiment", run.name, "--resume", "auto", "-j", "0" if fork else "1"]
+        return (start_forks if fork else start_program)(flags, self.record.ranks, self.log)
+
+    def _wait(self, life: Life) -> None:
+        end = time.monotonic() + LIMIT
+        while (codes := life.codes()) is None:
+            assert time.monotonic() < end, self._told("it did not end")
+            time.sleep(0.01)
+        assert set(codes) == {0}, self._told(f"exit codes {codes}")
+
+    def _told(self, what: str) -> str:
+        """`what`, and the end of what the programs printed."""
+        return "\n".join([what, *self.log.read_text(errors="replace").splitlines()[-60:]])
+
+
+def staged(run: Path) -> set[str]:
+    """Unfinished files."""
+    return {file.name for file in run.glob(f"{STAGED}*")}
+
+
+def digest(run: Path) -> str:
+    """SHA-256 of weights, moving average and optimizer in a run's newest checkpoint."""
+    checkpoint = torch.load(run / "last.pth.tar", weights_only=True)
+    content = hashlib.sha256()
+    for key in ("state_dict", "state_dict_ema", "optimizer"):
+        found = list(_tensors(checkpoint[key]))
+        assert len(found) > 20, key
+        for tensor in found:
+            content.update(tensor.numpy().tobytes())
+    return content.hexdigest()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors(inner)
+
+
+def _reported(run: Path) -> int:
+    """Updates of which the run has told the loss."""
+    records, _ = read_json_lines(run / "metrics.jsonl")
+    return max((record["update"] for record in records if record["event"] == "train"), default=0)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="a directory that does not exist yet")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("flags", nargs="+", help="of train.py")
+    args = parser.parse_args()
+    print(f"seed {args.seed}", flush=True)
+    print(json.dumps(asdict(Chain(args.flags, args.out, args.ranks, args.kills, args.seed).go())))
+
+
+if __name__ == "__main__":
+    main()

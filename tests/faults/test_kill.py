@@ -1,0 +1,54 @@
+"""Fault 1: `kill -9` to the real train.py, on digits, hundreds of times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.programs.conftest import ROOT
+
+# All that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, the average, the schedule.
+FLAGS = (
+    "--model volo_test --img-size 32 --num-classes 10 -b 2 --warmup-epochs 1 --cooldown-epochs 0 --log-interval 1 "
+    "--epochs 3 --lr 1e-3 --drop-path 0.2 --model-ema --recovery-interval 2 --checkpoint-hist 2 --token-label"
+)
+RANKS = {1: "--grad-accum-steps 2", 2: "--dist-bn reduce"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [
+        pytest.param(1, 8, id="1 rank"),
+        pytest.param(2, 4, id="2 ranks"),
+        pytest.param(1, 140, id="1 rank, many", marks=pytest.mark.faults),
+        pytest.param(2, 80, id="2 ranks, many", marks=pytest.mark.faults),
+    ],
+)
+def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
+    digits: Path, make_labels: Callable[..., Path], tmp_path: Path, fault: dict[str, str], ranks: int, kills: int
+) -> None:
+    """FAULT_SEED chooses other instants."""
+    seed = os.environ.get("FAULT_SEED", "0")
+    flags = [*f"{FLAGS} {RANKS[ranks]}".split(), "--token-label-data", str(make_labels(digits, classes=10))]
+    where = ["--out", str(tmp_path / "runs"), "--ranks", str(ranks), "--kills", str(kills), "--seed", seed]
+    command = [sys.executable, "-m", "tests.faults.kill_chain", *where, "--", str(digits), *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    lost, inside = record["lost"], record["inside_a_write"]
+    fault |= {
+        "injected": f"{record['kills']} kill -9 on {ranks} rank(s), {inside} inside a write, "
+        f"{record['before_the_first_checkpoint']} before the first checkpoint; seed {seed}",
+        "survived": f"{record['kills']}; {record['runs']} runs of {record['runs']} with equal SHA-256 and records",
+        "lost": f"mean {sum(lost) / len(lost):.1f}, most {max(lost)}",
+        "message": f"{record['own_starts']} of the killed were no forks; {record['seconds']} s",
+    }
+    assert record["kills"] == len(lost) >= kills and 2 * inside >= kills

@@ -1,0 +1,149 @@
+"""Faults that a whole run meets, on digits: each ends in the bits of a run that was spared, or in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.kill_chain import digest
+from tests.programs.conftest import Ended, metrics, start
+from volo import cli
+
+FLAGS = (
+    "--model volo_test --img-size 32 --num-classes 10 -b 8 -j 0 --warmup-epochs 0 --cooldown-epochs 0 --lr 1e-3 "
+    "--log-interval 1 --drop-path 0.2 --model-ema"
+)
+Call = Callable[..., Ended]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="changes the limits of another process")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Return `call("flags", *more)`: train.py in this process."""
+
+    def call(flags: str, *more: str | Path) -> Ended:
+        capsys.readouterr()
+        return Ended(cli.train([*map(str, more), *flags.split()]), *capsys.readouterr())
+
+    return call
+
+
+def _flip_a_bit(file: Path) -> None:
+    """In the largest tensor, under its own name alone: `last` and `checkpoint-N` are names of one file."""
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content = bytearray(file.read_bytes())
+    content[largest.header_offset + 1000] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+
+
+def _cut(file: Path) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip_a_bit], ids=["04 cut", "05 bit flipped"])
+def test_fault_04_05_a_damaged_newest_checkpoint_costs_one_epoch(
+    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], damage: Callable[[Path], None]
+) -> None:
+    flags = f"{FLAGS} --epochs 2 --output {tmp_path} --experiment"
+    assert call(f"{flags} run", digits).code == 0
+    run, whole = tmp_path / "run", digest(tmp_path / "run")
+    damage(run / "last.pth.tar")
+    (run / "checkpoint-1.pth.tar").unlink()
+    again = call(f"{flags} run --resume auto", digits)
+    assert again.code == 0, again.err
+    skipped = next(line for line in again.out.splitlines() if line.startswith("skipped: "))
+    assert "last.pth.tar" in skipped and "1 epochs, 5 updates done" in again.out
+    assert digest(run) == whole
+    fault |= {"injected": "the newest checkpoint", "survived": "equal SHA-256", "lost": "5", "message": skipped}
+
+
+@linux
+def test_fault_14_a_disk_that_fills_up_and_is_emptied(
+    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str]
+) -> None:
+    """A limit to the size of files, set and lifted from outside, stands for the disk."""
+    flags = f"{FLAGS} --epochs 60 --recovery-interval 2 --output {tmp_path} --experiment run --max-failed-saves 400"
+    running = start(flags, digits)
+    try:
+        running.read_until("saved last.pth.tar")
+        resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        running.read_until("training goes on")
+        known = (tmp_path / "run" / "last.pth.tar").stat().st_ino
+        running.read_until("training goes on")
+        assert (tmp_path / "run" / "last.pth.tar").stat().st_ino == known
+        resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        running.read_until("saved last.pth.tar")
+        assert running.end(signal.SIGTERM) == 85, running.output
+    finally:
+        running.process.kill()
+    message = next(line for line in running.output.splitlines() if "training goes on" in line)
+    assert "cannot write" in message and "it needs 3.1 MiB" in message
+    saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["update"]
+    assert saved == metrics(tmp_path / "run")[-1]["update"]
+    assert not list((tmp_path / "run").glob(".staged-*"))
+    fault |= {"injected": "no file over 1 MiB for two saves", "survived": "yes", "lost": "0", "message": message}
+
+
+def test_fault_19_a_second_job_in_the_same_directory(
+    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str]
+) -> None:
+    flags = f"{FLAGS} --epochs 300 --output {tmp_path} --experiment run"
+    running = start(flags, digits)
+    try:
+        running.read_until("epoch 2 validation")
+        second = call(f"{flags} --resume auto", digits)
+        assert (second.code, second.err.count("\n")) == (2, 1), second.err
+        assert f"{running.process.pid}" in second.err
+        running.read_until("validation")  # the first goes on
+        assert running.end(signal.SIGTERM) == 85
+    finally:
+        running.process.kill()
+    fault |= {"injected": "a second start", "survived": "the first goes on", "lost": "0", "message": second.err.strip()}
+
+
+@pytest.mark.parametrize("source", ["42 43 tar", "43 shards", "44 pipe"])
+def test_fault_42_43_44_tars_and_shards_are_no_image_folder(
+    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], source: str
+) -> None:
+    """There is no reader of tars and shards: nothing of them is unpacked, followed or run."""
+    where = tmp_path / "source"
+    if source == "42 43 tar":
+        with tarfile.open(where, "w") as tar:
+            tar.add(digits, "../../escaped")
+    else:
+        where.mkdir()
+        with tarfile.open(where / "train-0000.tar", "w") as tar:
+            tar.add(digits, "../../escaped")
+        url = f"pipe:touch {tmp_path}/ran" if source == "44 pipe" else "../../train-{0000..0001}.tar"
+        (where / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": [url]}}}))
+    ended = call(f"{FLAGS} --epochs 1 --output {tmp_path} --experiment run", where)
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and str(where) in ended.err
+    assert not [*tmp_path.rglob("escaped"), *tmp_path.glob("ran"), *tmp_path.glob("run")]
+    fault |= {"injected": source, "survived": "refused", "lost": "0", "message": ended.err.strip()}
+
+
+def test_fault_52_a_last_update_of_one_image(
+    call: Call, digits: Path, make_labels: Callable[..., Path], tmp_path: Path, fault: dict[str, str]
+) -> None:
+    labels = make_labels(digits, classes=10)
+    flags = f"{FLAGS} -b 13 --epochs 1 --token-label --output {tmp_path} --experiment run --token-label-data"
+    ended = call(f"{flags} {labels}", digits)
+    assert ended.code == 0, ended.err
+    records = metrics(tmp_path / "run")
+    assert [record["images"] for record in records] == [13, 13, 13, 1]
+    assert all(math.isfinite(record["loss"]) for record in records)
+    fault |= {"injected": "40 images, batches of 13", "survived": "yes", "lost": "0"}

@@ -1,0 +1,22 @@
+"""docs/reliability.md names the tests of every fault, and they are there."""
+
+from __future__ import annotations
+
+import re
+
+from tests.programs.conftest import ROOT
+
+
+def test_every_fault_has_its_tests_where_the_table_says() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = {
+        int(number): set(files.split(", ")) for number, files in re.findall(r"^\| (\d+) \|.*\| (.+) \|$", page, re.M)
+    }
+    assert sorted(rows) == list(range(1, 62))
+    found: dict[int, set[str]] = {}
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        name = str(file.relative_to(ROOT / "tests").with_suffix("")).replace("/test_", "/")
+        for numbers in re.findall(r"^def test_fault((?:_\d\d)+)_", file.read_text(), re.M):
+            for number in numbers.strip("_").split("_"):
+                found.setdefault(int(number), set()).add(name)
+    assert found == rows
