@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tlt.data import workers
 from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
 from tlt.data.decode import Encoded
 from tlt.data.folder import ImageFolder, scan_folder
@@ -69,6 +70,28 @@ def test_worker_count_changes_nothing() -> None:
         assert len(pairs) == 7
         for (last, samples, batch), (their_last, their_samples, theirs) in pairs:
             assert (last, samples) == (their_last, their_samples) and same(batch, theirs)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_hangs_in_its_fork_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
+) -> None:
+    """As a fork does that waits for a lock whose owner stayed behind: no code of the worker runs."""
+    real, once = workers._obey_main_process, tmp_path / "once"
+
+    def hang_once(worker: int) -> None:
+        if worker == 1 and not once.exists():
+            once.touch()
+            time.sleep(1000)
+        real(worker)
+
+    monkeypatch.setattr(workers, "_obey_main_process", hang_once)
+    monkeypatch.setattr(workers, "_FORK_PATIENCE", 1.0)
+    several, alone = loader(2, persistent_workers=persistent), loader(0)
+    for epoch in (0, 1):
+        pairs = zip(alone.epoch(epoch), several.epoch(epoch), strict=True)
+        assert all(same(batch, theirs) for (_, _, batch), (_, _, theirs) in pairs)
+    assert once.exists() and not several.take_deaths()
 
 
 def test_updates_are_cut_as_the_index_stream_says() -> None:

@@ -1,4 +1,4 @@
-"""Which image a data worker has in hand, for the message when it hangs."""
+"""What data workers tell the main process: that they have begun, and which image they have in hand."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch.utils.data import get_worker_info
 
 
 class ReadingBoard:
-    """Shared between workers and main process: which image each worker has in hand, and since when."""
+    """Shared between workers and main process: who has begun, which image each worker has in hand, and since when."""
 
     def __init__(self, workers: int) -> None:
         self._index = torch.full((max(workers, 1),), -1, dtype=torch.int64).share_memory_()
         self._since = torch.zeros(max(workers, 1), dtype=torch.float64).share_memory_()
+        self._begun = torch.zeros(workers, dtype=torch.bool).share_memory_()
 
     def mark(self, index: int) -> None:
         """Note that this process begins with image `index` (-1: with none)."""
@@ -22,6 +23,18 @@ class ReadingBoard:
         # monotonic() is one clock for all processes of a machine.
         self._since[slot] = time.monotonic()
         self._index[slot] = index
+
+    def begin(self, worker: int) -> None:
+        """Note, in a worker, that it has begun."""
+        self._begun[worker] = True
+
+    def nobody_begun(self) -> None:
+        """Note that new workers are about to be started."""
+        self._begun.zero_()
+
+    def not_begun(self) -> list[int]:
+        """The workers that have not begun yet."""
+        return (~self._begun).nonzero().flatten().tolist()
 
     def longest(self) -> tuple[int, float] | None:
         """Index and seconds of the image that has been in hand for longest, None if no worker has one."""

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, ReadingBoard
 from tlt.data.folder import printable
@@ -26,6 +26,7 @@ from tlt.errors import UserError
 
 PREFETCH_FACTOR = 2  # batches ready or in the making per worker
 _DEATH_NOTICE = 2.0  # seconds
+_FORKS, _FORK_PATIENCE = 3, 10.0  # times that workers are started, and seconds that they have to begin
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid\D*[\d, ]+\) (is killed by signal: [^.]*|exited unexpectedly)")
 
@@ -138,7 +139,7 @@ class Workers:
     def _pass(self, keys: Callable[[], Iterator[BatchKey]], start: int) -> Iterator[HostBatch]:
         self.keys.source = lambda: itertools.islice(keys(), start, None)
         try:
-            batches = iter(self.loader)
+            batches = self._begin()
             while True:
                 with _DEATHS.waiting():
                     batch = next(batches, None)
@@ -156,6 +157,30 @@ class Workers:
             raise
         finally:
             self.keys.source = _no_keys
+
+    def _begin(self) -> Iterator[HostBatch | Fault]:
+        """The batches of a pass, all of whose workers have begun.
+
+        A process that is forked while a thread of a library takes or drops Python's lock can hang before it runs any
+        code: CPython up to 3.11 waits there for a lock whose owner the child does not have. gloo's threads do so
+        behind every collective. Such a worker is replaced.
+        """
+        board = self.dataset.board
+        for _ in range(_FORKS):
+            if not self.loader.persistent_workers:
+                board.nobody_begun()
+            batches: Any = iter(self.loader)
+            _DEATHS.take_over()
+            limit = time.monotonic() + _FORK_PATIENCE
+            while board.not_begun() and time.monotonic() < limit:
+                time.sleep(0.001)
+            if not board.not_begun():
+                return batches
+            for worker in board.not_begun():
+                batches._workers[worker].kill()
+            del batches
+            self.loader = self._make_loader()
+        return iter(self.loader)
 
     def _explained(self, error: Exception) -> UserError | None:
         if not self.workers:
@@ -224,6 +249,8 @@ def _unchanged(batch: Any) -> Any:
 def _obey_main_process(worker: int) -> None:
     """What ends a job (Ctrl-C, Slurm, torchrun) reaches all its processes: the main process decides what becomes of a
     worker, which ends when told so or when the main process is no more."""
+    info: Any = get_worker_info()
+    info.dataset.board.begin(worker)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform != "linux":
