@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
@@ -33,16 +34,41 @@ def run_program(
         if debug:
             raise
         # What a message quotes (a flag, a file's name) may break lines.
-        print(f"{_rank_prefix()}error: {printable(str(error))}", file=sys.stderr, flush=True)
-        return error.exit_code
+        _tell(f"error: {printable(str(error))}")
+        return _leave(error.exit_code)
     except Stopped as stop:
-        print(f"{_rank_prefix()}{'error: ' if stop.__cause__ else ''}{stop}", file=sys.stderr, flush=True)
-        return stop.exit_code
+        _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")
+        return _leave(stop.exit_code)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone (| head): nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return 141
+    except Exception:
+        if _joined():
+            traceback.print_exc()
+            _leave(1)
+        raise
+
+
+def _tell(text: str) -> None:
+    """One line on stderr, in one piece: ranks share it."""
+    print(f"{_rank_prefix()}{text}\n", file=sys.stderr, end="", flush=True)
+
+
+def _joined() -> bool:
+    """Whether this process is in a process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _leave(code: int) -> int:
+    """Return the exit code, or end with it at once where other ranks are still joined: the threads of a process group
+    that nobody closes may abort a process on its usual way out, with a code that says nothing."""
+    if _joined():
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _rank_prefix() -> str:
