@@ -15,7 +15,6 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from volo.engine.preempt import Stopped
 
@@ -33,6 +32,8 @@ def run_program(
     except UserError as error:
         if debug:
             raise
+        from tlt.data.folder import printable  # imports torch, which `--help` must not
+
         # What a message quotes (a flag, a file's name) may break lines.
         _tell(f"error: {printable(str(error))}")
         return _leave(error.exit_code)
