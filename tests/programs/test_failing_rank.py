@@ -43,10 +43,15 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
     assert "hung" not in run.output
 
 
-def test_a_lost_rank_is_not_why_a_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])
+def test_a_rank_that_knows_why_gives_the_code(
+    monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], expected: int
+) -> None:
     def main(argv: list[str]) -> None:
-        failures = {rank: ProcessFailure(rank, 0, code, "") for rank, code in enumerate((5, 3, 5))}
+        failures = {rank: ProcessFailure(rank, 0, code, "") for rank, code in enumerate(codes)}
+        for rank, failure in failures.items():
+            failure.timestamp = rank
         raise ChildFailedError("train.py", failures)
 
     monkeypatch.setattr(program, "main", main)
-    assert program._exit_code([]) == 3
+    assert program._exit_code([]) == expected

@@ -72,8 +72,10 @@ def _exit_code(argv: list[str]) -> int:
     try:
         main(argv)
     except ChildFailedError as error:
-        # A process whose only trouble is that another one has ended doesn't tell why.
-        failure = min(error.failures.values(), key=lambda failure: (failure.exitcode == _LOST, failure.timestamp))
+        # One that lost another process, or was killed for it, doesn't tell why where another one does.
+        failure = min(
+            error.failures.values(), key=lambda each: (each.exitcode == _LOST or each.exitcode < 0, each.timestamp)
+        )
         # A process that was killed has its signal as a negative number; shells add 128.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
