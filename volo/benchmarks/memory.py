@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, i
     Raises:
         UserError: A CPU measurement where /proc is missing.
     """
-    gc.collect()  # what is garbage already must not be freed during the work, and hide as much of it
+    _give_back()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -39,6 +40,15 @@ def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, i
     before = _resident("VmRSS")
     result = work()
     return result, max(0, _resident("VmHWM") - before)
+
+
+def _give_back() -> None:
+    """What is garbage already must not be freed during the work, nor what is free already be used by it: either would
+    hide as much of the peak."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
 
 
 def _resident(field: str) -> int:
