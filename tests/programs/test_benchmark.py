@@ -64,6 +64,16 @@ def test_peak_does_not_count_garbage_of_before() -> None:
 
 
 @LINUX
+def test_peak_counts_memory_that_malloc_had_at_hand() -> None:
+    pieces = [torch.ones(2**14) for _ in range(3000)]  # 188 MiB of the heap, which a pinned end keeps resident
+    end = torch.ones(2**10)
+    del pieces
+    result, peak = peak_of(lambda: torch.ones(2**24).sum().item(), torch.device("cpu"))  # 64 MiB
+    assert result == 2**24 and 60 * 2**20 < peak < 72 * 2**20
+    assert end[0] == 1
+
+
+@LINUX
 def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
     before = torch.ones(2**23)  # 32 MiB
 
