@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from volo.engine.preempt import StopSignal
 from volo.engine.stopping import StopGuard
 from volo.engine.watchdog import START_TIMEOUT_S, Progress, Watchdog, late_ranks
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -49,6 +54,31 @@ def test_fault_21_a_rank_that_waits_for_data_is_left_to_the_loader() -> None:
     assert dog._verdict(4.0) is None
     dog._ranks[1] = rank(6, "data", 90.0, now)
     assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in str(dog._verdict(90.0))
+
+
+BUSY = """
+import torch.distributed as dist
+from volo.engine.preempt import STOP
+from volo.engine.watchdog import Watchdog, leave_together
+
+dist.init_process_group("gloo")
+dog = Watchdog(dist.get_rank(), 2, 60, 0, STOP, print)
+dog.interval = 1e-5  # always in the store
+dog.start()
+"""
+
+
+@pytest.mark.parametrize("end", ["leave_together(dog)", "dist.destroy_process_group(); dog.end()"])
+def test_a_watchdog_that_is_in_the_store_does_not_abort_the_end_of_a_run(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY + end)
+    command = [sys.executable, str(ROOT / "volo/programs/launch.py"), "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for _ in range(2):
+        ended = subprocess.run([*command, str(script)], env=env, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0
+        if end.startswith("leave_together"):
+            assert ended.stderr == ""  # nobody was looked for who had gone
 
 
 @pytest.mark.parametrize(

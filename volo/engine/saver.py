@@ -109,7 +109,7 @@ class Saver:
             and self._snapshot.empty
         ):
             # After the first update, when the optimizer has its state.
-            self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),), daemon=True)
+            self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),))
             self._reserving.start()
 
     def after_epoch(self, metric: float | None) -> RankedCheckpoint | None:

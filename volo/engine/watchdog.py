@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from volo.engine.distributed import shut_down, wait_for_all
 from volo.engine.preempt import StopSignal
 
 HUNG = 5
@@ -91,15 +92,18 @@ class Watchdog:
         self._alarm: str | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to watch; the process group exists."""
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-        threading.Thread(target=self._judge, daemon=True).start()
+        self._threads.append(threading.Thread(target=self._judge, daemon=True))
         if self.size > 1:
             # A connection of its own: the process group's may be blocked by whoever uses it.
             store = dist.distributed_c10d._get_default_store().clone()
-            threading.Thread(target=self._exchange, args=(store,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._exchange, args=(store,), daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def at(self, phase: str, count: bool = False) -> None:
         """Something was done, and `phase` begins; `count` where all ranks pass equally often."""
@@ -111,6 +115,10 @@ class Watchdog:
     def end(self) -> None:
         """Watch no more: the run is over."""
         self._ended.set()
+        for thread in self._threads:
+            # A thread that is inside the store when Python ends aborts the process ("terminate called without an active
+            # exception") after a run that went well.
+            thread.join(_STORE_TIMEOUT_S + 10)
 
     def allowed(self, phase: str) -> float:
         """Seconds that a rank may spend in `phase` without doing anything."""
@@ -188,6 +196,14 @@ class Watchdog:
             # The store ends with its host, rank 0: the others must have heard first.
             time.sleep((4 if self.rank == 0 else 2) * self.interval)
             os._exit(HUNG)
+
+
+def leave_together(watchdog: Watchdog) -> None:
+    """Leave the process group when no rank needs it any more: torchrun ends the others as soon as one has left."""
+    wait_for_all()  # watched: rank 0 may still be writing
+    watchdog.end()
+    wait_for_all()  # or a watchdog looks for rank 0, which has gone
+    shut_down()
 
 
 def collective_timeout(dist_timeout: float, loader_timeout: float) -> float:

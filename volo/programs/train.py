@@ -27,7 +27,7 @@ from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
-from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained, shut_down, wait_for_all
+from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.model import (
@@ -56,7 +56,7 @@ from volo.engine.setup import Setup, describe
 from volo.engine.stopping import StopGuard
 from volo.engine.teacher import load_teacher, teacher_costs
 from volo.engine.train_state import TrainState
-from volo.engine.watchdog import Watchdog, collective_timeout
+from volo.engine.watchdog import Watchdog, collective_timeout, leave_together
 
 
 def run(args: Namespace) -> int:
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
     try:
         with logger.end_noted(), lost_rank_explained():
             train(args, world, logger, StopGuard(STOP, watchdog))
-        shut_down()
+            leave_together(watchdog)
     finally:
         # A rank that fails keeps its connections until its process ends: the launcher is to see it before those
         # that lose it, and it waits for none of them.
@@ -176,9 +176,8 @@ def train_in(
             guard.watchdog.at("saving")
             if state.update > begun:
                 saver.save_now(str(stop))
-            wait_for_all()  # torchrun ends the others as soon as one has left
             kill_workers()
-            shut_down()
+            leave_together(guard.watchdog)
             raise
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
