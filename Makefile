@@ -1,12 +1,13 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
+# make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make lint   ruff and mypy                                                  make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
 
-.PHONY: demo test test-faults lint clean
+.PHONY: demo test test-faults test-slurm lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -23,6 +24,12 @@ test: $(VENV)/.installed-test
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "" -k test_fault $(TEST_ARGS)
+
+# The packages first: without root there is no use in an environment.
+test-slurm:
+	@tests/slurm/packages.sh
+	$(MAKE) $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "slurm or hosts" $(TEST_ARGS); code=$$?; tests/slurm/cluster.sh down; exit $$code
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

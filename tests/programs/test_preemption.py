@@ -165,7 +165,7 @@ def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(
 def test_fault_08_the_job_goes_back_into_the_queue(data: Path, tmp_path: Path) -> None:
     fake = tmp_path / "bin" / "scontrol"
     fake.parent.mkdir()
-    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    fake.write_text(f'#!/bin/sh\n[ $1 = show ] && echo JobState=RUNNING || echo "$@" >> {tmp_path}/asked\n')
     fake.chmod(0o755)
     env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     script = [str(ROOT / "slurm" / "requeue.sh")]
@@ -174,8 +174,9 @@ def test_fault_08_the_job_goes_back_into_the_queue(data: Path, tmp_path: Path) -
     assert run.end(signal.SIGUSR1) == 85, run.output
     assert int(saved(tmp_path / "run")["update"]) >= 2  # type: ignore[call-overload]
     array = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3"}
-    for code, more in ((85, array), (0, {}), (2, {}), (130, {}), (143, {})):
-        assert Running([*script, "sh", "-c", f"exit {code}"], **env, **more).end() == code
+    marked = "echo {} > $REQUEUE_MARKER; exit 85"
+    for does, code, more in ((marked, 85, array), ("exit 0", 0, {}), ("exit 85", 85, {}), ("exit 143", 143, {})):
+        assert Running([*script, "sh", "-c", does], **env, **more).end() == code
     assert (tmp_path / "asked").read_text().splitlines() == ["requeue 7", "requeue 40_3"]
 
 

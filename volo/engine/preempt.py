@@ -7,12 +7,15 @@ thread counts them, because Python's own handlers wait until the main thread com
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 PREEMPTED = 85  # "start me again": no code of a shell, Python or torchrun
@@ -30,6 +33,21 @@ class Stopped(BaseException):
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+
+
+def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
+    """Leave the file REQUEUE_MARKER, one line of JSON, for the batch script that named it: rank 0, once it has saved.
+
+    A script can't go by the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
+    """
+    marker = os.environ.get("REQUEUE_MARKER")
+    if not marker or stop.exit_code != PREEMPTED:
+        return
+    told = {"reason": str(stop), "update": update, "checkpoint": str(checkpoint) if checkpoint.is_file() else None}
+    try:
+        Path(marker).write_text(json.dumps(told) + "\n")
+    except OSError as error:  # the checkpoint is safe: the run ends as it should, and has to be started by hand
+        print(f"REQUEUE_MARKER={marker} cannot be written ({error.strerror}): nobody requeues the job", file=sys.stderr)
 
 
 class StopSignal:

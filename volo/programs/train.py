@@ -25,7 +25,7 @@ from tlt.data.folder import check_num_classes
 from tlt.data.workers import kill_workers
 from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
-from volo.engine.checkpoint import load_finetune, load_weights
+from volo.engine.checkpoint import LAST, load_finetune, load_weights
 from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
@@ -45,7 +45,7 @@ from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective
 from volo.engine.optim import create_optimizer
 from volo.engine.pace import Pace
 from volo.engine.precision import Precision, resolve_amp_dtype
-from volo.engine.preempt import STOP, Stopped
+from volo.engine.preempt import STOP, Stopped, ask_for_requeue
 from volo.engine.restart import Continued, continued_run
 from volo.engine.run_directory import choose_directory, settings_of
 from volo.engine.run_lock import RunLock
@@ -176,6 +176,9 @@ def train_in(
             guard.watchdog.at("saving")
             if state.update > begun:
                 saver.save_now(str(stop))
+            if world.is_primary:
+                # Before any rank leaves: where one node's processes have ended, others may be killed.
+                ask_for_requeue(stop, state.update, directory / LAST)
             kill_workers()
             leave_together(guard.watchdog)
             raise

@@ -1,0 +1,152 @@
+# Sourced by pretrain.sbatch and finetune.sbatch: prepare the nodes, check them, train on all of them.
+#
+# One task per node runs ./distributed_train.sh, which starts one process per GPU there. Variables are read from the
+# environment of `sbatch`; these are their defaults.
+
+DATA=${DATA:-}                                              # required: folder of train/ and validation/; with STAGE_TO also a tar
+LABELS=${LABELS:-}                                          # token labels, for --token-label-data
+OUTPUT=${OUTPUT:-$REPO/output/train}                        # run directories
+EXPERIMENT=${EXPERIMENT:-$SLURM_JOB_NAME-$SLURM_JOB_ID}     # this run's directory; stays the same when the job is requeued
+LOGS=${LOGS:-$REPO/output/slurm}                            # a log per node, JOB-NODE.log
+PROCESSES=${PROCESSES:-${SLURM_GPUS_ON_NODE:-}}             # per node; on nodes without GPUs it has to be given
+STAGE_TO=${STAGE_TO:-}                                      # folder on each node's own disk, to which DATA are brought first
+CONTAINER_IMAGE=${CONTAINER_IMAGE:-}                        # .sqsh file, or REGISTRY#IMAGE:TAG, for pyxis; none: no container
+CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}                      # more than checkout, data, labels, output: SOURCE:TARGET,...
+PREFLIGHT=${PREFLIGHT:-1}                                   # 0: don't check the machines first
+MASTER_ADDR=${MASTER_ADDR:-}                                # IPv4 address of the first node; found out unless given
+# Below the ports that the kernel gives away (32768 and up). The next one is the preflight's.
+MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 5000 * 2))}
+SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}                   # seconds that the processes get to save when one has failed
+
+mkdir -p "$OUTPUT" "$LOGS"
+OUTPUT=$(realpath "$OUTPUT") LOGS=$(realpath "$LOGS")
+REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # where containers and all nodes see it
+# shellcheck source=steps.sh
+. "$REPO/slurm/steps.sh"
+
+# FLAGS...: the model that they name.
+model_of() {
+  local model=volo_d5
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --model) model=${2:-} ;;
+      --model=*) model=${1#*=} ;;
+    esac
+    shift
+  done
+  echo "$model"
+}
+
+# MODEL: its recipe with the largest image.
+highest_recipe() {
+  local recipes
+  recipes=$(printf '%s\n' "configs/$1"_*.yaml | grep -v _224 | sort -V | tail -n 1)
+  echo "${recipes:-configs/$1_384.yaml}"
+}
+
+# HOST: its IPv4 address, but no loopback one: /etc/hosts often maps a machine's own name to 127.0.1.1.
+ipv4_of() {
+  getent ahostsv4 "$1" | awk '$1 !~ /^127\./ { print $1; exit }'
+}
+
+# The address of the first node, where this script runs: by its name, by Slurm's address of it, or by the route to the second.
+first_address() {
+  local nodes address
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  address=$(ipv4_of "${nodes[0]}")
+  [ -n "$address" ] || address=$(ipv4_of "$(scontrol show node -o "${nodes[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')")
+  [ -n "$address" ] ||
+    address=$(ip -4 -o route get "$(ipv4_of "${nodes[1]}")" 2>/dev/null | sed -n 's/.* src \([0-9.]*\).*/\1/p')
+  case $address in
+    '' | 127.*) fail "node ${nodes[0]} has no IPv4 address that other nodes reach: set MASTER_ADDR to one" ;;
+  esac
+  echo "$address"
+}
+
+# COMMAND...: print it and run it on every node, one task each that may use the whole node.
+on_nodes() {
+  set -- srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
+    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none ${SLURM_GPUS_ON_NODE:+--gpu-bind=none} \
+    --kill-on-bad-exit=0 --wait=$((SHUTDOWN_TIMEOUT + 60)) --chdir="$REPO" "$@"
+  local word shown='$'
+  for word; do
+    [[ $word = *[!A-Za-z0-9_./:,=@#%+-]* ]] && word=${word@Q}
+    shown+=" $word"
+  done
+  echo "$shown"
+  step "$@"
+}
+
+# Sets the array `container` to srun's flags for it. Containers have no name: a named one would be found used after a requeue.
+choose_container() {
+  local mounts names path
+  container=()
+  [ -n "$CONTAINER_IMAGE" ] || return 0
+  case $CONTAINER_IMAGE in
+    /*) ;;
+    ./* | *.sqsh) CONTAINER_IMAGE=$REPO/${CONTAINER_IMAGE#./} ;;
+  esac
+  case $CONTAINER_IMAGE in
+    /*) [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it" ;;
+  esac
+  [[ $(srun --help) == *--container-image* ]] ||
+    fail "CONTAINER_IMAGE is set, but srun has no --container-image: this cluster has no pyxis"
+  mounts=$REPO:$REPO
+  for path in "$OUTPUT" "$LOGS" "$@"; do
+    [ -z "$path" ] || mounts+=,$path:$path
+  done
+  # An image's own value of a variable would win otherwise.
+  names=MASTER_ADDR,MASTER_PORT,NNODES,RUN_ID,REQUEUE_MARKER,SHUTDOWN_TIMEOUT,PYTHON
+  names+=$(compgen -e | awk '/^(NCCL|UCX|GLOO|TORCH|OMP|DALI|CUDA_DEVICE)_/ { printf ",%s", $0 }')
+  container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+    --container-workdir="$REPO" --container-env="$names")
+}
+
+# Where a node finds the data: a folder named after what DATA are now, so that changed ones are staged again.
+staged() {
+  local name
+  name=$(basename "$DATA")
+  echo "$STAGE_TO/${name%%.tar*}-$(stat -L -c '%n %s %Y' "$DATA" | cksum | cut -d ' ' -f 1)"
+}
+
+# FLAGS... of train.py: the whole job, up to its end.
+run_job() {
+  local data=$DATA hang
+  [ -n "$DATA" ] || fail "DATA is not set: DATA=/path/to/images sbatch ..."
+  [ -r "$DATA" ] || fail "DATA=$DATA cannot be read on $(hostname)"
+  [ -n "$PROCESSES" ] || fail "PROCESSES is not set, and Slurm gave this job no GPUs: sbatch --gpus-per-node=8, or PROCESSES=N"
+  [ -z "$CONFIG" ] || [ -r "$CONFIG" ] || fail "no recipe $CONFIG: set CONFIG=FILE.yaml, or CONFIG= for none"
+  [ -z "$STAGE_TO" ] || data=$(staged)
+  choose_container "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}"
+  # What `make` has installed beside the scripts, where no environment is active; the image's in a container.
+  if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ -n "$CONTAINER_IMAGE${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x .venv/bin/python ] || PYTHON=$REPO/.venv/bin/python
+  fi
+  NNODES=$SLURM_JOB_NUM_NODES
+  # A start that is left over from before a requeue must not be met.
+  RUN_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+  export PYTHON NNODES RUN_ID SHUTDOWN_TIMEOUT CONTAINER_IMAGE
+  echo "start $RUN_ID: $NNODES x $PROCESSES processes on $SLURM_JOB_NODELIST"
+  if [ "$NNODES" -gt 1 ]; then
+    MASTER_ADDR=${MASTER_ADDR:-$(first_address)} || exit
+    export MASTER_ADDR MASTER_PORT
+    echo "rank 0 is at $MASTER_ADDR, port $MASTER_PORT"
+  fi
+
+  if [ -n "$CONTAINER_IMAGE$STAGE_TO" ]; then
+    on_nodes slurm/prepare_node.sh ${STAGE_TO:+"$DATA" "$data"} || finish $?
+  fi
+  if [ "$PREFLIGHT" != 0 ]; then
+    on_nodes "${container[@]}" "$PYTHON" -m volo.engine.preflight --data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" \
+      --processes "$PROCESSES" || finish $?
+  fi
+  # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
+  hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')
+  [ "${hang:-0}" -gt 120 ] || hang=120
+  echo "logs: $LOGS/$SLURM_JOB_ID-NODE.log"
+  on_nodes --output="$LOGS/%j-%N.log" --open-mode=append "${container[@]}" ./distributed_train.sh "$PROCESSES" "$data" \
+    ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
+    --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@"
+  finish $?
+}

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# On each node, outside of the container, before the training: can it read the image, are the data on its own disk?
+#
+#     prepare_node.sh [SOURCE TARGET]     copy the folder SOURCE, or unpack the tar SOURCE, to the folder TARGET
+#
+# Environment: CONTAINER_IMAGE (a file or nothing). TARGET appears when it is whole; where it exists nothing is done.
+set -uo pipefail
+node=$(hostname)
+
+fail() {
+  echo "error: $node: $*" >&2
+  exit 2
+}
+
+case ${CONTAINER_IMAGE:-} in
+  /*) [ -r "$CONTAINER_IMAGE" ] || fail "cannot read CONTAINER_IMAGE=$CONTAINER_IMAGE: put it on a file system of all nodes" ;;
+esac
+[ $# = 2 ] || exit 0
+
+source=$1 target=$2
+if [ -d "$target" ]; then
+  echo "$node: data are staged in $target"
+  exit 0
+fi
+unfinished=$(dirname "$target")/.staging-$SLURM_JOB_ID
+rm -rf "$unfinished" # of an earlier start
+mkdir -p "$unfinished" || fail "STAGE_TO=$(dirname "$target") cannot be written"
+trap 'rm -rf "$unfinished"' EXIT
+trap 'exit 143' TERM
+trap 'exit 138' USR1
+
+if [ -d "$source" ]; then
+  cp -a "$source/." "$unfinished"
+else
+  tar -xf "$source" -C "$unfinished"
+fi || fail "DATA=$source could not be brought to $unfinished"
+root=$unfinished
+if [ ! -d "$root/train" ]; then # the tar of a folder, not of what is in it
+  inside=("$root"/*)
+  [ ${#inside[@]} -gt 1 ] || root=${inside[0]}
+fi
+[ -d "$root/train" ] || fail "DATA=$source has no train/"
+sync -f "$root"
+# A job that did the same at the same time may have been quicker.
+mv -T "$root" "$target" 2>/dev/null || [ -d "$target" ] || fail "$target could not be created"
+echo "$node: data staged in $target"

@@ -1,0 +1,82 @@
+# Sourced by the scripts of this folder: run steps, pass Slurm's warnings on to them, and put the job back into the queue.
+#
+# A training that was told to end, and has saved, leaves the file REQUEUE_MARKER (rank 0 writes it). That decides, not an
+# exit code: those of srun and torchrun mix the codes of many processes.
+REQUEUE_MARKER=${REQUEUE_MARKER:-$(mktemp)}
+export REQUEUE_MARKER
+: >"$REQUEUE_MARKER" # what an earlier start has left doesn't count
+
+running='' # process id of the step
+warning='' # the newest signal that this script was sent
+warnings=0
+
+fail() { # MESSAGE: the end, by the user's mistake
+  echo "error: $*" >&2
+  exit 2
+}
+
+warned() { # SIGNAL
+  warning=$1 warnings=$((warnings + 1))
+  if [ -n "$running" ]; then
+    echo "$1 from Slurm: passed on to the running step" >&2
+    kill -s "$1" "$running" 2>/dev/null
+  fi
+}
+trap 'warned USR1' USR1
+trap 'warned TERM' TERM
+trap 'warned INT' INT
+
+# COMMAND...: run it, return its exit code when it has ended. A trapped signal ends `wait`, not the command.
+step() {
+  local code seen
+  [ -z "$warning" ] || return 143 # it came between two steps
+  "$@" &
+  running=$!
+  while true; do
+    seen=$warnings
+    wait "$running"
+    code=$?
+    [ "$seen" != "$warnings" ] || break
+  done
+  running=''
+  return "$code"
+}
+
+# CODE: whether the job that ended with it is to be started again.
+to_be_requeued() {
+  local state
+  state=$(scontrol show job -o "$job")
+  case $state in
+    # What was cancelled shall not come back; what Slurm has preempted or lost a node of, it requeues itself.
+    *JobState=RUNNING* | '') ;;
+    *) return 1 ;;
+  esac
+  [ ! -s "$REQUEUE_MARKER" ] || return 0
+  # Told to end before there was anything to save. A preempted job's steps are signalled, this script isn't.
+  case $1 in
+    85 | 138 | 143) [ "$warning" = USR1 ] || [[ $state =~ PreemptTime=[0-9] ]] ;;
+    *) return 1 ;;
+  esac
+}
+
+# CODE: end with it, back in the queue if the training was told to end.
+finish() {
+  local job attempt
+  trap '' TERM USR1 INT # requeueing a job signals this script
+  # The id of one array task; the bare number may mean all of them.
+  job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+  job=${job:-${SLURM_JOB_ID:-}}
+  if [ -n "$job" ] && to_be_requeued "$1"; then
+    [ ! -s "$REQUEUE_MARKER" ] || echo "the training says: $(cat "$REQUEUE_MARKER")"
+    for attempt in 1 2 3; do # the controller may be busy
+      if scontrol requeue "$job"; then
+        echo "job $job goes back into the queue"
+        break
+      fi
+      echo "scontrol could not requeue job $job (attempt $attempt of 3)" >&2
+      sleep 5
+    done
+  fi
+  rm -f "$REQUEUE_MARKER"
+  exit "$1"
+}

@@ -1,0 +1,185 @@
+"""A real Slurm cluster of three nodes on this machine, where root and Debian's packages are, and digits to train on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import copyfile, which
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.faults.conftest import all_digits as all_digits  # a fixture
+from tests.programs.conftest import ROOT
+
+_SCRIPT = str(Path(__file__).with_name("cluster.sh"))
+_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
+FLAGS = (
+    "--model volo_test --img-size 32 --num-classes 10 -b 4 -j 0 --epochs 3 --warmup-epochs 0 --cooldown-epochs 0 "
+    "--lr 1e-3 --log-interval 1 --hflip 0"
+)
+# The first start waits before it reads an image, so that it is still training when something happens to it.
+_SLOW = """
+import os, time
+opens = os.open
+def slowly(path, *more, **named):
+    if str(path).endswith(".png"):
+        time.sleep(float(os.environ.get("SLOW", 0)) * ("SLURM_RESTART_COUNT" not in os.environ))
+    return opens(path, *more, **named)
+os.open = slowly
+"""
+
+
+class Whole(NamedTuple):
+    """A run that has ended: its job, and the SHA-256 of its weights."""
+
+    job: str
+    weights: str
+
+
+class Cluster:
+    """The cluster that runs, and what was submitted to it.
+
+    Args:
+        scratch: Where everything goes that jobs write.
+        data: To train on.
+    """
+
+    def __init__(self, scratch: Path, data: Path) -> None:
+        self.scratch, self.data = scratch, data
+        (scratch / "sitecustomize.py").write_text(_SLOW)
+        self.env = {
+            "DATA": str(data),
+            "OUTPUT": str(scratch / "runs"),
+            "LOGS": str(scratch / "logs"),
+            "CONFIG": "",  # volo_test has no recipe
+            "PROCESSES": "1",
+            "PREFLIGHT": "0",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(scratch),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def run(self, *command: str, **env: str) -> str:
+        """Run a program of Slurm, and return what it prints."""
+        ended = subprocess.run(
+            [_SCRIPT, "run", *command], env={**os.environ, **self.env, **env}, cwd=ROOT, text=True, capture_output=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    def submit(self, script: str, flags: str = FLAGS, options: str = "-N 2", **env: str) -> str:
+        """Submit slurm/SCRIPT.sbatch; return the job's number."""
+        words = [f"--output={self.scratch}/%j.log", "--gpus-per-node=0", *options.split(), f"slurm/{script}.sbatch"]
+        return self.run("sbatch", "--parsable", *words, *flags.split(), **env)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What `scontrol show job` says."""
+        shown = self.run("scontrol", "show", "job", "-o", number)
+        return dict(re.findall(r"(\S+?)=(\S*)", shown))
+
+    def wait(self, number: str, *states: str, seconds: float = 150) -> dict[str, str]:
+        """Wait until a job is in one of these states."""
+        until = time.monotonic() + seconds
+        while (job := self.job(number))["JobState"] not in states:
+            assert time.monotonic() < until, f"job {number} is {job['JobState']}\n{self.log(number)}"
+            time.sleep(0.3)
+        return job
+
+    def ended(self, number: str, state: str = "COMPLETED") -> dict[str, str]:
+        """Wait for a job's end, which has to be this one."""
+        job = self.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        assert job["JobState"] == state, self.log(number)
+        return job
+
+    def read_until(self, number: str, text: str, seconds: float = 90) -> None:
+        """Wait until a job has printed something."""
+        until = time.monotonic() + seconds
+        while text not in self.log(number):
+            assert time.monotonic() < until, f"{text!r} never came\n{self.log(number)}"
+            time.sleep(0.2)
+
+    def log(self, number: str) -> str:
+        """All that a job has printed, of its script and of its nodes."""
+        files = [self.scratch / f"{number}.log", *sorted((self.scratch / "logs").glob(f"{number}-*.log"))]
+        return "\n".join(f"== {file.name}\n{file.read_text()}" for file in files if file.exists())
+
+    def weights(self, experiment: str) -> str:
+        """SHA-256 of the model in a run's newest checkpoint."""
+        checkpoint = torch.load(self.scratch / "runs" / experiment / "last.pth.tar", weights_only=True)
+        tensors = checkpoint["state_dict"].values()
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+    def kill(self, node: str) -> None:
+        subprocess.run([_SCRIPT, "kill", node], check=True)
+
+    def revive(self, node: str) -> None:
+        subprocess.run([_SCRIPT, "revive", node], check=True)
+        until = time.monotonic() + 60
+        while self.run("sinfo", "-h", "-n", node, "-p", "low", "-o", "%t") != "idle":
+            assert time.monotonic() < until, self.run("sinfo", "-N")
+            time.sleep(0.3)
+
+
+def _why_no_cluster() -> str | None:
+    if os.geteuid() != 0:
+        return "a Slurm cluster in network namespaces needs root"
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    missing = [program for program in _PROGRAMS if which(program, path=path) is None]
+    return f"{', '.join(missing)} missing: `make test-slurm` installs them" if missing else None
+
+
+@pytest.fixture(scope="session")
+def few_digits(all_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four scans of each digit to train on, two to validate on."""
+    root = tmp_path_factory.mktemp("few") / "digits"
+    for split, count in (("train", 4), ("validation", 2)):
+        for folder in sorted((all_digits / split).iterdir()):
+            (root / split / folder.name).mkdir(parents=True)
+            for file in sorted(folder.iterdir())[:count]:
+                copyfile(file, root / split / folder.name / file.name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def cluster(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster; it ends with the tests, however they end."""
+    if reason := _why_no_cluster():
+        pytest.skip(reason)
+    scratch = tmp_path_factory.mktemp("slurm")
+    try:
+        subprocess.run([_SCRIPT, "up", str(scratch / "cluster")], check=True)
+        yield Cluster(scratch, few_digits)
+    finally:
+        subprocess.run([_SCRIPT, "down"], check=True)
+
+
+@pytest.fixture(scope="session")
+def whole(cluster: Cluster) -> Whole:
+    """The run that nobody disturbs."""
+    job = cluster.submit("pretrain", EXPERIMENT="whole")
+    cluster.ended(job)
+    return Whole(job, cluster.weights("whole"))
+
+
+@pytest.fixture
+def begin(cluster: Cluster) -> Iterator[Callable[..., str]]:
+    """`begin("pretrain", ...)` as Cluster.submit; whatever is left of the jobs after the test is cancelled."""
+    numbers: list[str] = []
+
+    def begin(*words: str, **named: str) -> str:
+        numbers.append(cluster.submit(*words, **named))
+        return numbers[-1]
+
+    yield begin
+    for number in numbers:
+        cluster.run("scancel", number)
+    for number in numbers:
+        cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", seconds=60)

@@ -1,0 +1,324 @@
+"""The batch scripts with made-up srun, scontrol and getent: the exact commands, mistakes, requeueing, staging."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.programs.conftest import ROOT
+
+GOLDEN = Path(__file__).with_name("golden")
+PROGRAMS = {
+    "srun": """
+[ "$1" != --help ] || { echo "$SRUN_HELP"; exit; }
+{ printf 'srun'; printf ' %s' "$@"; echo; } >> "$FAKE/steps"
+env | grep -E '^(MASTER_ADDR|MASTER_PORT|NNODES|RUN_ID|REQUEUE_MARKER|SHUTDOWN_TIMEOUT|PYTHON)=' | sort > "$FAKE/env"
+case "$*" in *"$ON"*) exec bash -c "$DO" ;; esac
+""",
+    "scontrol": """
+case "$1 $2" in
+  "show hostnames") eval "printf '%s\\n' $(sed 's/\\[\\(.*\\)-\\(.*\\)\\]/{\\1..\\2}/' <<<"$3")" ;;
+  "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=$NODE_ADDR NodeHostName=$4" ;;
+  "show config") echo "SlurmctldTimeout = 120 sec"; echo "SlurmdTimeout = 300 sec" ;;
+  "show job") echo "JobId=$4 JobState=$STATE Reason=None PreemptTime=$PREEMPTED" ;;
+  requeue*) echo "$@" >> "$FAKE/asked"; exit "$REFUSED" ;;
+esac
+""",
+    "getent": """grep " $2\\$" "$FAKE/hosts" || { [[ $2 = [0-9]* ]] && echo "$2 STREAM $2"; }""",
+    "ip": """[ "$*" = "-4 -o route get 10.0.0.12" ] && echo "10.0.0.12 dev eth0 src 10.0.0.31 uid 0" """,
+    "sleep": "",
+}
+ADDRESSES = "".join(f"10.0.0.1{n} STREAM node{n}\n" for n in range(1, 6))
+
+
+class Ended(NamedTuple):
+    """A script that has ended, and the steps that it started."""
+
+    code: int
+    out: str
+    err: str
+    steps: list[str]
+
+
+class FakeSlurm:
+    """Programs that say what they are told to, and an environment as that of a batch script."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name, script in PROGRAMS.items():
+            program = folder / "bin" / name
+            program.parent.mkdir(exist_ok=True)
+            program.write_text(f"#!/bin/bash\n{script}")
+            program.chmod(0o755)
+        (folder / "hosts").write_text(ADDRESSES)
+        (folder / "data" / "train").mkdir(parents=True)
+        (folder / "d5.pth.tar").touch()
+        self.env = {
+            "PATH": f"{folder}/bin:/usr/bin:/bin",
+            "FAKE": str(folder),
+            "ON": "distributed_train.sh",
+            "DO": "true",
+            "STATE": "RUNNING",
+            "PREEMPTED": "None",
+            "NODE_ADDR": "10.0.0.21",
+            "REFUSED": "0",
+            "SRUN_HELP": "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH",
+            "SLURM_JOB_ID": "12345",
+            "SLURM_JOB_NAME": "pretrain",
+            "SLURM_JOB_NODELIST": "node[1-5]",
+            "SLURM_JOB_NUM_NODES": "5",
+            "SLURM_CPUS_ON_NODE": "128",
+            "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "DATA": str(folder / "data"),
+            "OUTPUT": str(folder / "runs"),
+            "LOGS": str(folder / "logs"),
+            "VIRTUAL_ENV": "/venv",
+        }
+
+    def start(self, script: str, *flags: str, **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(ROOT / "slurm" / script), *flags],
+            env={**self.env, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+
+    def end(self, process: subprocess.Popen[str]) -> Ended:
+        out, err = process.communicate(timeout=60)
+        return Ended(process.returncode, out, err, self.lines("steps"))
+
+    def run(self, script: str, *flags: str, **env: str) -> Ended:
+        return self.end(self.start(script, *flags, **env))
+
+    def lines(self, name: str) -> list[str]:
+        file = self.folder / name
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> FakeSlurm:
+    return FakeSlurm(tmp_path)
+
+
+def check_golden(slurm: FakeSlurm, ended: Ended, name: str) -> None:
+    """What a job printed, and the environment of its last step. UPDATE_GOLDEN=1 writes the file anew."""
+    shown = "\n".join([ended.out.rstrip(), "", *slurm.lines("env"), ""])
+    shown = shown.replace(str(slurm.folder), "/TMP").replace(str(ROOT), "/REPO").replace(" --", " \\\n  --")
+    if os.environ.get("UPDATE_GOLDEN"):
+        (GOLDEN / name).write_text(shown)
+    assert shown == (GOLDEN / name).read_text()
+
+
+def test_d5_is_pretrained_on_five_nodes(slurm: FakeSlurm) -> None:
+    ended = slurm.run("pretrain.sbatch", "--model", "volo_d5", "--seed", "1", LABELS="/data/labels", EXPERIMENT="d5")
+    assert (ended.code, ended.err) == (0, "")
+    check_golden(slurm, ended, "pretrain_d5.txt")
+    preflight, training = ended.steps
+    assert "volo.engine.preflight" in preflight and "distributed_train.sh 8 " in training
+
+
+def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
+    one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "SLURM_RESTART_COUNT": "2"}
+    start = str(slurm.folder / "d5.pth.tar")
+    ended = slurm.run("finetune.sbatch", FINETUNE=start, PREFLIGHT="0", LABELS="/data/labels", **one)
+    assert (ended.code, ended.err) == (0, "")
+    check_golden(slurm, ended, "finetune_d5.txt")
+
+
+def test_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
+    image = slurm.folder / "volo.sqsh"
+    image.touch()
+    more = {"CONTAINER_MOUNTS": "/etc/x:/etc/x:ro", "NCCL_DEBUG": "WARN", "STAGE_TO": "/raid", "EXPERIMENT": "d5"}
+    os.utime(slurm.folder / "data", (0, 0))
+    ended = slurm.run("pretrain.sbatch", "--model=volo_d3", CONTAINER_IMAGE=str(image), **more)
+    assert (ended.code, ended.err) == (0, "")
+    staged = ended.steps[0].split()[-1]
+    assert staged.startswith("/raid/data-") and all(staged in step for step in ended.steps)
+    check_golden(slurm, ended._replace(out=ended.out.replace(staged, "/raid/STAGED")), "pretrain_container.txt")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node_addr", "address"),
+    [
+        (ADDRESSES, "10.0.0.21", "10.0.0.11"),
+        (f"127.0.1.1 STREAM node1\n{ADDRESSES}", "10.0.0.21", "10.0.0.11"),
+        (ADDRESSES.replace("10.0.0.11", "127.0.1.1"), "10.0.0.21", "10.0.0.21"),
+        (ADDRESSES.replace("10.0.0.11", "127.0.1.1"), "node1", "10.0.0.31"),
+    ],
+    ids=["name", "second address of the name", "Slurm's address", "route to the second node"],
+)
+def test_the_address_is_never_loopback(slurm: FakeSlurm, hosts: str, node_addr: str, address: str) -> None:
+    (slurm.folder / "hosts").write_text(hosts)
+    assert f"rank 0 is at {address}, port 24690\n" in slurm.run("pretrain.sbatch", NODE_ADDR=node_addr).out
+
+
+def test_without_an_address_nothing_is_started(slurm: FakeSlurm) -> None:
+    (slurm.folder / "hosts").write_text("127.0.1.1 STREAM node1\n")
+    ended = slurm.run("pretrain.sbatch", NODE_ADDR="node1")
+    message = "error: node node1 has no IPv4 address that other nodes reach: set MASTER_ADDR to one\n"
+    assert (ended.code, ended.err, ended.steps) == (2, message, [])
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "message"),
+    [
+        ("pretrain", {"DATA": ""}, "DATA is not set"),
+        ("pretrain", {"DATA": "/none"}, "DATA=/none cannot be read"),
+        ("pretrain", {"SLURM_GPUS_ON_NODE": ""}, "PROCESSES is not set, and Slurm gave this job no GPUs"),
+        ("pretrain", {"CONFIG": "configs/none.yaml"}, "no recipe configs/none.yaml"),
+        ("pretrain", {"CONTAINER_IMAGE": "/none.sqsh"}, "CONTAINER_IMAGE=/none.sqsh cannot be read"),
+        ("pretrain", {"CONTAINER_IMAGE": "none.sqsh"}, f"CONTAINER_IMAGE={ROOT}/none.sqsh cannot be read"),
+        ("pretrain", {"CONTAINER_IMAGE": "nvcr.io#x", "SRUN_HELP": ""}, "this cluster has no pyxis"),
+        ("pretrain", {"SLURM_SUBMIT_DIR": "/usr"}, "REPO=/usr is no checkout of this project"),
+        ("finetune", {}, "FINETUNE is not set"),
+        ("finetune", {"FINETUNE": "/none.pth"}, "FINETUNE=/none.pth cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_step(
+    slurm: FakeSlurm, script: str, env: dict[str, str], message: str
+) -> None:
+    ended = slurm.run(f"{script}.sbatch", **env)
+    assert (ended.code, ended.steps) == (2, [])
+    assert message in ended.err.splitlines()[-1]
+    assert ended.err.splitlines()[-1].startswith("error: ") and slurm.lines("asked") == []
+
+
+MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
+
+
+@pytest.mark.parametrize(
+    ("do", "env", "asked"),
+    [
+        (f"{MARKED} 85", {}, True),
+        (f"{MARKED} 1", {}, True),  # torchrun's own code, or that of a process that was killed meanwhile
+        (f"{MARKED} 85", {"STATE": "CANCELLED"}, False),
+        (f"{MARKED} 85", {"STATE": "COMPLETING"}, False),
+        ("exit 143", {"PREEMPTED": "2026-01-01T10:00:00"}, True),  # before there was anything to save
+        ("exit 143", {}, False),
+        ("exit 1", {"PREEMPTED": "2026-01-01T10:00:00"}, False),
+        ("exit 0", {}, False),
+        ("exit 2", {}, False),
+    ],
+)
+def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict[str, str], asked: bool) -> None:
+    marker = slurm.folder / "logs" / "12345-requeue"
+    marker.parent.mkdir()
+    marker.write_text("of an earlier start\n")
+    ended = slurm.run("pretrain.sbatch", DO=do, **env)
+    assert slurm.lines("asked") == (["requeue 12345"] if asked else [])
+    assert ended.code == int(do.split()[-1]) and not marker.exists()
+
+
+def test_one_task_of_an_array_is_requeued(slurm: FakeSlurm) -> None:
+    slurm.run("pretrain.sbatch", DO=f"{MARKED} 85", SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
+    assert slurm.lines("asked") == ["requeue 40_3"]
+
+
+def test_a_busy_controller_is_asked_again(slurm: FakeSlurm) -> None:
+    ended = slurm.run("pretrain.sbatch", DO=f"{MARKED} 85", REFUSED="1")
+    assert slurm.lines("asked") == ["requeue 12345"] * 3
+    assert "could not requeue job 12345 (attempt 3 of 3)" in ended.err
+
+
+def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> None:
+    # What a training does: a while after the first warning it leaves, a second one does nothing.
+    do = f"trap ': $((n++))' USR1; echo begun; until [ $n ]; do /bin/sleep 0.05; done; /bin/sleep 0.3; {MARKED} 85"
+    process = slurm.start("pretrain.sbatch", DO=do)
+    assert process.stdout is not None
+    while "begun" not in process.stdout.readline():
+        pass
+    for _ in range(2):
+        process.send_signal(signal.SIGUSR1)
+        subprocess.run(["/bin/sleep", "0.1"], check=True)
+    assert slurm.end(process).code == 85
+    assert slurm.lines("asked") == ["requeue 12345"]
+
+
+def test_a_warning_during_the_preflight_requeues_and_starts_no_training(slurm: FakeSlurm) -> None:
+    process = slurm.start("pretrain.sbatch", ON="preflight", DO="echo begun; exec /bin/sleep 20")
+    assert process.stdout is not None
+    while "begun" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGUSR1)
+    ended = slurm.end(process)
+    assert ended.code == 138 and len(ended.steps) == 1
+    assert slurm.lines("asked") == ["requeue 12345"]
+
+
+def test_machines_that_are_not_fit_end_the_job(slurm: FakeSlurm) -> None:
+    ended = slurm.run("pretrain.sbatch", ON="preflight", DO="exit 6")
+    assert ended.code == 6 and len(ended.steps) == 1
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Callable[..., Ended]:
+    """`stage(source, target)` on this machine."""
+
+    def stage(*words: str | Path, **env: str) -> Ended:
+        ended = subprocess.run(
+            [ROOT / "slurm" / "prepare_node.sh", *words],
+            env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", **env},
+            capture_output=True,
+            text=True,
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr, [])
+
+    (tmp_path / "digits" / "train").mkdir(parents=True)
+    (tmp_path / "digits" / "train" / "one.png").write_text("1")
+    return stage
+
+
+@pytest.mark.parametrize("form", ["folder", "tar of the folder", "tar of what is in it"])
+def test_data_are_staged_whole_or_not_at_all(stage: Callable[..., Ended], tmp_path: Path, form: str) -> None:
+    source, target = tmp_path / "digits", tmp_path / "raid" / "digits-1"
+    if form != "folder":
+        where = ["-C", tmp_path, "digits"] if form == "tar of the folder" else ["-C", source, "."]
+        source = tmp_path / "digits.tar"
+        subprocess.run(["tar", "-cf", source, *where], check=True)
+    (tmp_path / "raid" / ".staging-7" / "left").mkdir(parents=True)  # by a start that was killed
+    assert stage(source, target).code == 0
+    assert [path.name for path in target.iterdir()] == ["train"]
+    assert (target / "train" / "one.png").read_text() == "1"
+    assert os.listdir(tmp_path / "raid") == ["digits-1"]
+    (target / "train" / "one.png").write_text("kept")
+    assert "data are staged" in stage(source, target).out
+    assert (target / "train" / "one.png").read_text() == "kept"
+
+
+def test_what_cannot_be_staged_is_one_line_that_names_the_node(stage: Callable[..., Ended], tmp_path: Path) -> None:
+    node, target = os.uname().nodename, tmp_path / "raid" / "digits-1"
+    cut = tmp_path / "cut.tar"
+    subprocess.run(["tar", "-cf", cut, "-C", tmp_path, "digits"], check=True)
+    cut.write_bytes(cut.read_bytes()[:1700])
+    for source, message in ((cut, "could not be brought to"), (tmp_path / "digits" / "train", "has no train/")):
+        ended = stage(source, target)
+        assert ended.code == 2 and ended.err.splitlines()[-1].startswith(f"error: {node}: DATA={source} {message}")
+        assert os.listdir(tmp_path / "raid") == []
+    ended = stage(CONTAINER_IMAGE="/none.sqsh")
+    assert (ended.code, ended.err.split(":")[1:3]) == (2, [f" {node}", " cannot read CONTAINER_IMAGE=/none.sqsh"])
+
+
+def test_the_marker_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from volo.engine.preempt import INTERRUPTED, PREEMPTED, Stopped, ask_for_requeue
+
+    marker, checkpoint = tmp_path / "marker", tmp_path / "last.pth.tar"
+    monkeypatch.setenv("REQUEUE_MARKER", str(marker))
+    ask_for_requeue(Stopped(INTERRUPTED, "stopped by SIGINT"), 3, checkpoint)
+    assert not marker.exists()
+    checkpoint.touch()
+    ask_for_requeue(Stopped(PREEMPTED, "stopped by SIGTERM"), 3, checkpoint)
+    assert json.loads(marker.read_text()) == {
+        "reason": "stopped by SIGTERM",
+        "update": 3,
+        "checkpoint": str(checkpoint),
+    }
