@@ -65,6 +65,8 @@ class Cluster:
             "PYTHON": sys.executable,
             "PYTHONPATH": str(scratch),
             "OMP_NUM_THREADS": "1",
+            "SHUTDOWN_TIMEOUT": "20",
+            "GLOO_SOCKET_IFNAME": "eth0",
         }
 
     def run(self, *command: str, **env: str) -> str:
