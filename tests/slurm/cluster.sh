@@ -43,8 +43,8 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# A requeued job waits until the old start's credentials have expired: 2 minutes, if not told otherwise.
-AuthInfo=socket=$DIR/run/munge.sock,cred_expire=4
+# A requeued job waits until the old start's credentials have expired: 2 minutes, also if less than 5 s are asked for.
+AuthInfo=socket=$DIR/run/munge.sock,cred_expire=5
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n
 SlurmctldPidFile=$DIR/run/slurmctld.pid

@@ -64,6 +64,7 @@ def test_the_time_limit_saves_requeues_and_resumes_to_the_same_weights(
     job = begin("pretrain", options="-N 2 --time=1 --signal=B:USR1@15", EXPERIMENT="limited", SLOW="1")
     cluster.read_until(job, f"job {job} goes back into the queue")
     assert '"reason": "stopped by SIGUSR1"' in cluster.log(job)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
     assert cluster.ended(job)["Restarts"] == "1"
     (resumed,) = [event for event in events(cluster, "limited", "resume") if event["path"]]
     assert str(resumed["path"]).endswith("last.pth.tar")

@@ -2,60 +2,315 @@
 
     python volo/programs/launch.py [flags of torchrun] train.py [flags]
 
+`volo/programs/launch_command.py` composes the flags; it is run as a file, so that starting the processes doesn't
+import the models first.
+
 SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselves, however long that takes; torchrun
-would kill them after 30 s and forget their exit code. MAX_RESTARTS=N starts them again, up to N times, when one was
-lost (`--max-restarts` would also start those again that were told to end). It is run as a file, so that starting the
-processes doesn't import the models first.
+would kill them and forget their exit code. MAX_RESTARTS=N starts them again, up to N times, when one was lost
+(`--max-restarts` would also start those again that were told to end).
+
+On several nodes (`--rdzv-backend nodes`) the launchers watch each other through a store on node 0. They start
+together, each time with a new rendezvous, and when one's processes have ended all agree on what that means: one exit
+code, and whether to start again. torchrun's own c10d rendezvous would number the nodes by their addresses as text,
+10.0.0.10 before 10.0.0.9, wherever NODE_RANK 0 is, and kill the processes of a node that has lost node 0 before their
+watchdog has told why.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
+import time
 import uuid
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import LogsDest, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 # Bad input, divergence, a full disk: the same would happen again. 85 and 130: told to end.
 _FINAL = (2, 3, 4, 85, 130)
 _LOST = 5
+_EXCHANGE_S = 0.5
+_SILENT_S = 20.0  # without a sign of life a node is gone
+
+
+class Failure(Exception):
+    """The launch ends here, with this exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass
+class Node:
+    """What a launcher tells the others."""
+
+    id: str
+    host: str
+    address: str
+    restarts: int
+    tick: int = 0  # alive if this moves
+    joined: int = -1  # the start that it is ready for
+    ended: list[int] = field(default_factory=list)  # exit code of each start
+    told_to_end: bool = False
+    left: bool = False
+    seen: float = 0.0  # here, when the tick last moved
+
+    def __str__(self) -> str:
+        return f"{self.host}, {self.address}"
+
+
+class Nodes:
+    """This launcher among those of all nodes.
+
+    Raises:
+        Failure: From every method: others are missing or gone, or this one was told to end.
+    """
+
+    def __init__(self, args: Namespace, restarts: int, told_to_end: Callable[[], int | None]) -> None:
+        conf = dict(pair.split("=") for pair in args.rdzv_conf.split(","))
+        self.rank, self.count, self.patience = int(conf["rank"]), int(args.nnodes), float(conf["join_timeout"])
+        address, _, port = args.rdzv_endpoint.rpartition(":")
+        self.address, self.port = address.strip("[]"), int(port)
+        self.run_id, self.told_to_end = args.rdzv_id, told_to_end
+        self.own = Node(uuid.uuid4().hex, socket.gethostname(), args.local_addr, restarts)
+        self.known: dict[int, Node] = {}
+        self.store: TCPStore | None = None
+        self._twin = False
+        self._store_gone = False
+        self._leaving = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def join(self, start: int) -> str:
+        """Wait until every node is ready for this start; return what node 0 calls the launch."""
+        begun = time.monotonic()
+        self.own.joined = start
+        if self.store is None:
+            self.store = self._connect(begun + self.patience)
+            self._thread = threading.Thread(target=self._exchange, args=(self.store.clone(),), daemon=True)
+            self._thread.start()
+        while missing := [rank for rank in range(self.count) if not self._has_joined(rank, start)]:
+            self._check(missing[0])
+            waited = time.monotonic() - begun
+            if waited > self.patience or self._store_gone or any(node.left for node in list(self.known.values())):
+                raise Failure(_LOST, self._missing(missing, waited))
+            time.sleep(0.1)
+        return self.known[0].id
+
+    def agree(self, start: int, code: int) -> tuple[int, bool]:
+        """Tell the others how this node's processes have ended; return the exit code of all, and whether all go on."""
+        self.own.told_to_end = self.told_to_end() is not None
+        self.own.ended.append(code)
+        while waiting := [rank for rank in range(self.count) if not self._has_ended(rank, start)]:
+            if any(self._is_gone(rank) for rank in waiting):
+                break
+            if not self.own.told_to_end:
+                self._check(waiting[0])
+            time.sleep(0.1)
+        gone = [rank for rank in waiting if self._is_gone(rank)]
+        for rank in gone:
+            print(f"{self._name(rank)} is gone: its launcher has ended, or machine or network failed", file=sys.stderr)
+        nodes = [*self.known.values(), self.own]
+        codes = [node.ended[start] for node in nodes if len(node.ended) > start] + [_LOST for _ in gone]
+        again = not gone and not any(node.told_to_end for node in nodes) and start < min(n.restarts for n in nodes)
+        # One that lost another process, or was killed, doesn't tell why where another one does.
+        failed = [code for code in codes if code]
+        return min(failed, key=lambda each: (each == _LOST, each > 128 and each not in _FINAL), default=0), again
+
+    def leave(self) -> bool:
+        """Say goodbye; node 0 takes the store along, so it waits for the others. False: the store does not answer."""
+        self.own.left = True
+        if self._thread is None:
+            return True
+        deadline, said = time.monotonic() + 5, self.own.tick + 2
+        while time.monotonic() < deadline and self._thread.is_alive():
+            if self.own.tick >= said and (self.rank > 0 or all(map(self._is_gone, list(self.known)))):
+                break
+            time.sleep(0.1)
+        self._leaving.set()
+        self._thread.join(2)
+        return not self._thread.is_alive()
+
+    def _connect(self, deadline: float) -> TCPStore:
+        where = f"{self.address}:{self.port}"
+        while self.rank > 0:
+            with suppress(OSError), socket.create_connection((self.address, self.port), timeout=2):
+                break
+            self._check(0)
+            if time.monotonic() > deadline:
+                raise Failure(
+                    _LOST,
+                    f"node 0 did not answer at {where} within {self.patience:g} s: is it started there, with the same "
+                    "MASTER_ADDR and MASTER_PORT, and does a firewall keep the port shut?",
+                )
+            time.sleep(0.5)
+        try:
+            return TCPStore(self.address, self.port, None, self.rank == 0, wait_for_workers=False)
+        except DistError as error:
+            if self.rank > 0:
+                raise Failure(_LOST, f"node 0 broke off the connection at {where}") from error
+            raise Failure(2, f"can't listen on port {self.port}: another run uses it? Choose a MASTER_PORT") from error
+
+    def _exchange(self, store: TCPStore) -> None:
+        """Tell and hear; never in the main thread, as a store whose host is gone may not answer at all."""
+        keys = [f"{self.run_id}/{rank}" for rank in range(self.count)]
+        with suppress(DistError):
+            while not self._leaving.wait(_EXCHANGE_S if self.own.tick else 0):
+                if self.own.tick and json.loads(store.get(keys[self.rank]))["id"] != self.own.id:
+                    self._twin = True
+                self.own.tick += 1
+                store.set(keys[self.rank], json.dumps(asdict(self.own)))
+                there = [rank for rank, key in enumerate(keys) if rank in self.known or store.check([key])]
+                for rank, told in zip(there, store.multi_get([keys[rank] for rank in there]), strict=True):
+                    self._hear(rank, Node(**json.loads(told)))
+            return
+        self._store_gone = True
+
+    def _hear(self, rank: int, node: Node) -> None:
+        before = self.known.get(rank)
+        moved = before is None or before.tick != node.tick or before.id != node.id
+        self.known[rank] = replace(node, seen=time.monotonic() if moved or before is None else before.seen)
+
+    def _has_joined(self, rank: int, start: int) -> bool:
+        return rank in self.known and self.known[rank].joined >= start and not self._is_gone(rank)
+
+    def _has_ended(self, rank: int, start: int) -> bool:
+        return rank in self.known and len(self.known[rank].ended) > start
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a node that was there has left, or gives no sign of life."""
+        node = self.known[rank]
+        silent = time.monotonic() - node.seen > _SILENT_S or rank == 0 and self._store_gone
+        return rank != self.rank and (node.left or silent)
+
+    def _check(self, awaited: int) -> None:
+        number = self.told_to_end()
+        if number is not None:
+            raise Failure(128 + number, f"{signal.Signals(number).name} while waiting for node {awaited}")
+        if self._twin:
+            raise Failure(2, f"another machine has joined as NODE_RANK {self.rank}, too: each needs its own")
+
+    def _missing(self, missing: list[int], waited: float) -> str:
+        names = ", ".join(map(self._name, missing))
+        return (
+            f"{names} did not join {self.address}:{self.port} within {waited:.0f} s: see what was printed there; "
+            "NNODES, MASTER_ADDR, MASTER_PORT and RUN_ID must be the same on all nodes"
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"node {rank} ({self.known[rank]})" if rank in self.known else f"node {rank}"
+
+
+class NodesInOrder(StaticTCPRendezvous):
+    """Group ranks as NODE_RANK says, and a store for the processes that is new at each start."""
+
+    def __init__(self, nodes: Nodes, params: RendezvousParameters) -> None:
+        super().__init__(nodes.address, nodes.port, nodes.rank, nodes.count, params.run_id, timeout=60)
+        self.nodes, self.local_addr = nodes, params.local_addr
+
+    def get_backend(self) -> str:
+        return "nodes"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        assert self.nodes.store is not None
+        store: Store = PrefixStore(f"{self.run_id}/torchrun", self.nodes.store)
+        where = RendezvousStoreInfo.build(self.rank, store, self.local_addr)
+        return RendezvousInfo(store, self.rank, self.world_size, where)
+
+
+class RankLogs(DefaultLogsSpecs):
+    """With `--tee` a pair of files for each rank and start, in `--log-dir`; nothing else outlives the launch."""
+
+    def __init__(self, scratch: str, args: Namespace) -> None:
+        super().__init__(scratch)
+        self.directory = Path(args.log_dir or scratch) if args.tee != "0" else None
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        dest = super().reify(envs)
+        if self.directory is None:
+            return dest
+        names = {local: f"{env['TORCHELASTIC_RUN_ID']}-rank{env['RANK']}" for local, env in envs.items()}
+        out, err = (
+            {local: str(self.directory / f"{name}.{end}") for local, name in names.items()} for end in ("out", "err")
+        )
+        return replace(dest, stdouts=out, stderrs=err, tee_stdouts=out, tee_stderrs=err)
 
 
 class Launcher:
-    """Runs torchrun in a thread, where it can't take the signals for itself."""
+    """Runs torchrun in a thread, where it can't take the signals for itself (and needs no --signals-to-handle)."""
 
-    def __init__(self, argv: list[str], restarts: int) -> None:
-        self.argv, self.restarts = argv, restarts
-        self.told_to_end = False
+    def __init__(self, argv: Sequence[str], restarts: int) -> None:
+        self.args, self.restarts = parse_args(list(argv)), restarts
+        self.signal: int | None = None
+        self.nodes: Nodes | None = None
+        if self.args.rdzv_backend == "nodes":
+            self.nodes = Nodes(self.args, restarts, lambda: self.signal)
+            rendezvous_handler_registry.register("nodes", partial(NodesInOrder, self.nodes))
 
     def run(self) -> int:
         """Return 0, or the exit code of the process that failed first."""
         for number in _FORWARDED:
             signal.signal(number, self._forward)
-        # The processes of one launch know their run directory by this.
-        os.environ["LAUNCH_ID"] = uuid.uuid4().hex
-        # Or with gloo the restarted processes of `--max-restarts` read the addresses of the dead ones.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        try:
+            code = self._run()
+        except Failure as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            code = failure.code
+        if self.nodes is not None and not self.nodes.leave():
+            sys.stderr.flush()
+            os._exit(code)  # a thread inside of a store aborts Python's way out
+        return code
+
+    def _run(self) -> int:
+        launch_id = uuid.uuid4().hex
         for start in range(self.restarts + 1):
+            # The processes of one launch know their run directory by this.
+            os.environ["LAUNCH_ID"] = self.nodes.join(start) if self.nodes else launch_id
             os.environ["LAUNCH_RESTARTS"] = str(start)
-            code = self._start()
-            if code == 0 or code in _FINAL or self.told_to_end or start == self.restarts:
+            code, again = self._start(start), self.signal is None and start < self.restarts
+            if self.nodes is not None:
+                code, again = self.nodes.agree(start, code)
+            if code == 0 or code in _FINAL or not again:
                 break
             print(f"a process ended with code {code}: restart {start + 1} of {self.restarts}", file=sys.stderr)
         return code
 
-    def _start(self) -> int:
+    def _start(self, start: int) -> int:
         codes = [1]
 
         def torchrun() -> None:
-            codes[0] = _exit_code(self.argv)
+            codes[0] = _torchrun(self.args, start)
 
         thread = threading.Thread(target=torchrun)
         thread.start()
@@ -63,14 +318,21 @@ class Launcher:
         return codes[0]
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.told_to_end = True
+        self.signal = number
         for pid in _children():
             os.kill(pid, number)
 
 
-def _exit_code(argv: list[str]) -> int:
+def _torchrun(args: Namespace, start: int) -> int:
+    """Start the processes once and wait for them; return their exit code."""
+    named = Namespace(**vars(args) | {"rdzv_id": f"{args.rdzv_id}.{start}"})
+    if args.standalone:
+        named.rdzv_backend, named.rdzv_endpoint = "c10d", "localhost:0"
+    scratch = tempfile.mkdtemp(prefix="volo_launch_")
     try:
-        main(argv)
+        config, program, flags = config_from_args(named)
+        config.logs_specs = RankLogs(scratch, args)
+        elastic_launch(config=config, entrypoint=program)(*flags)
     except ChildFailedError as error:
         # One that lost another process, or was killed for it, doesn't tell why where another one does.
         failure = min(
@@ -78,6 +340,11 @@ def _exit_code(argv: list[str]) -> int:
         )
         # A process that was killed has its signal as a negative number; shells add 128.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except DistError as error:
+        print(f"the connection to node 0 is gone: {error}", file=sys.stderr)
+        return _LOST
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 
@@ -94,9 +361,24 @@ def _children() -> list[int]:
     return found
 
 
-def launch(argv: list[str]) -> int:
+def _be_patient(seconds: int) -> None:
+    """Let processes take so long to end after another one has failed.
+
+    Where torchrun has --shutdown-timeout (2.9 has not), that is only for when torchrun itself gets a signal; after a
+    failure it kills what is left after 30 s.
+    """
+    close = PContext.close
+
+    def patient(self: PContext, death_sig: Any = None, timeout: int = seconds) -> None:
+        close(self, death_sig, seconds)
+
+    PContext.close = patient  # type: ignore[method-assign]
+
+
+def launch(argv: Sequence[str]) -> int:
     """Run torchrun with `argv`; return the exit code."""
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    _be_patient(int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30))
     return Launcher(argv, int(os.environ.get("MAX_RESTARTS") or 0)).run()
 
 

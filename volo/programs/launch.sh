@@ -1,8 +1,22 @@
 # Sourced by the launch scripts: start $program on the first argument's number of processes, with the other arguments.
 #
-# Environment: PYTHON (default: python3 of the active environment, else of .venv beside the script), OMP_NUM_THREADS
-# (default: (cores - 1) / N on a machine without GPUs, else cores / N), MAX_RESTARTS=N starts the processes again up to N
-# times after one was lost, DRY_RUN=1 prints the command instead of running it.
+# Environment:
+#   PYTHON            default: python3 of the active environment, else of .venv beside the script
+#   OMP_NUM_THREADS   default, printed: CPUs (affinity, cgroup) / N; on a machine without GPUs (CPUs - 1) / N
+#   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0)
+#   SHUTDOWN_TIMEOUT  seconds that a process gets to end by itself (to finish a checkpoint) after another failed (300)
+#   LOG_DIR           what each process prints goes to LOG_DIR/RUN_ID.START-rankR.{out,err}, too; console lines get a
+#                     prefix, [HOST:RANK], which they always have on several nodes
+#   DRY_RUN=1         print the command, and the variables set for it, instead of running it
+# Several nodes: start the script on each, all with the same N and flags, and
+#   NNODES            how many there are (1)
+#   NODE_RANK         this one's number, from 0; ranks are numbered in this order (in an srun step: SLURM_NODEID)
+#   MASTER_ADDR       IP address of node 0 that the others reach it by
+#   MASTER_PORT       a port of node 0 (29500)
+#   RUN_ID            the same on all nodes, another one for each run (volo)
+#   JOIN_TIMEOUT      seconds until all nodes must be there (300)
+#   LOCAL_ADDR        this node's own address (the one from which packets go to MASTER_ADDR)
+# shellcheck shell=bash disable=SC2154 # the scripts set here, program and usage
 set -euo pipefail
 
 case "${1:-}" in
@@ -11,19 +25,6 @@ esac
 processes=$1
 shift
 
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-  cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-  # Without GPUs one core stays free: data loading runs beside the ranks, and oversubscribed cores are many times slower.
-  [ -e /proc/driver/nvidia ] || cores=$((cores - 1))
-  threads=$((cores / processes))
-  export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
-fi
-
 # Without an active environment, the one that `make` has made beside the script.
 [ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$here/.venv/bin/python" ] || PYTHON=$here/.venv/bin/python
-command=("${PYTHON:-python3}" "$here/volo/programs/launch.py" --standalone --nproc-per-node "$processes" "$here/$program" "$@")
-if [ -n "${DRY_RUN:-}" ]; then
-  echo "OMP_NUM_THREADS=$OMP_NUM_THREADS ${command[*]@Q}"
-  exit 0
-fi
-exec "${command[@]}"
+exec "${PYTHON:-python3}" "$here/volo/programs/launch_command.py" "$processes" "$here/$program" "$@"
