@@ -368,3 +368,16 @@ def test_a_launcher_that_does_not_tell_the_ranks_of_a_machine(monkeypatch: pytes
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "4"})
     (line,) = bind_process(Namespace(bind="cpu", device="cpu"))
     assert line.startswith("binding: nothing is bound: the launcher doesn't set LOCAL_WORLD_SIZE")
+
+
+def test_what_the_documentation_saves_of_a_machine_is_all_that_is_read(tmp_path: Path) -> None:
+    tree = machines.dgx_h100(tmp_path / "there")
+    (tmp_path / "there/proc/self/status").unlink()
+    snippet = (ROOT / "docs/binding.md").read_text().split("```bash\ncd / && ")[1].split("```")[0]
+    script = f"cd {tree.root} && {snippet}".replace("/tmp/node.tar", str(tmp_path / "node.tar"))
+    subprocess.run(["bash", "-c", script], check=True)
+    (tmp_path / "here").mkdir()
+    subprocess.run(["tar", "-xf", tmp_path / "node.tar", "-C", tmp_path / "here"], check=True)
+    there, here = read_machine(tree.root), read_machine(tmp_path / "here")
+    assert here.ports == there.ports and len(here.ports) == 12 and here.cpus == there.cpus and here.cores == there.cores
+    assert [(gpu.address, gpu.place) for gpu in here.gpus] == [(gpu.address, gpu.place) for gpu in there.gpus]
