@@ -40,10 +40,11 @@ os.open = slowly
 
 
 class Whole(NamedTuple):
-    """A run that has ended: its job, and the SHA-256 of its weights."""
+    """A run that has ended: its job, the SHA-256 of its weights, and the job that fine-tunes them."""
 
     job: str
     weights: str
+    fine_tuning: str
 
 
 class Cluster:
@@ -166,10 +167,17 @@ def cluster(few_digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="session")
 def whole(cluster: Cluster) -> Whole:
-    """The run that nobody disturbs."""
-    job = cluster.submit("pretrain", EXPERIMENT="whole")
+    """The run that nobody disturbs, on data staged on each node from a tar; a fine-tuning waits for its end."""
+    archive = cluster.scratch / "digits.tar"
+    subprocess.run(["tar", "-cf", archive, "-C", cluster.data.parent, cluster.data.name], check=True)
+    staging = {"DATA": str(archive), "STAGE_TO": str(cluster.scratch / "cluster" / "disk")}
+    job = cluster.submit("pretrain", EXPERIMENT="whole", **staging)
+    staging["FINETUNE"] = str(cluster.scratch / "runs" / "whole" / "model_best.pth.tar")
+    options = f"-N 2 --dependency=afterok:{job} --kill-on-invalid-dep=yes"
+    fine = cluster.submit("finetune", f"{FLAGS} --epochs 1 --img-size 48", options, EXPERIMENT="fine", **staging)
+    assert cluster.job(fine)["Reason"] == "Dependency"
     cluster.ended(job)
-    return Whole(job, cluster.weights("whole"))
+    return Whole(job, cluster.weights("whole"), fine)
 
 
 @pytest.fixture

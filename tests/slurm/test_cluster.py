@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,30 +30,17 @@ def test_two_nodes_train_together_though_their_names_resolve_to_loopback(cluster
     log = cluster.log(whole.job)
     assert "rank 0 is at 10.87.3.11, port 200" in log
     assert f"== {whole.job}-node1.log" in log and f"== {whole.job}-node2.log" in log
-    hosts = cluster.run("srun", "-w", "node1", "getent", "ahostsv4", "node1")
+    hosts = cluster.run("srun", "-w", "node3", "getent", "ahostsv4", "node3")
     assert "127.0.1.1" in hosts and "10.87.3." not in hosts
 
 
-def test_fine_tuning_follows_the_pretraining_on_data_staged_on_each_node(
-    cluster: Cluster, begin: Begin, few_digits: Path
-) -> None:
-    archive = cluster.scratch / "digits.tar"
-    subprocess.run(["tar", "-cf", archive, "-C", few_digits.parent, few_digits.name], check=True)
-    staging = {"DATA": str(archive), "STAGE_TO": str(cluster.scratch / "cluster" / "disk")}
-    short = f"{FLAGS} --epochs 1"
-    first = begin("pretrain", short, EXPERIMENT="first", **staging)
-    best = cluster.scratch / "runs" / "first" / "model_best.pth.tar"
-    options = f"-N 2 --dependency=afterok:{first} --kill-on-invalid-dep=yes"
-    second = begin(
-        "finetune", f"{short} --img-size 48", options=options, EXPERIMENT="fine", FINETUNE=str(best), **staging
-    )
-    assert cluster.job(second)["Reason"] == "Dependency"
-    cluster.ended(first)
-    cluster.ended(second)
+def test_fine_tuning_follows_the_pretraining_on_data_staged_on_each_node(cluster: Cluster, whole: Whole) -> None:
+    cluster.ended(whole.fine_tuning)
     for node in ("node1", "node2"):
-        assert f"{node}: data staged in" in cluster.log(first)
-        assert f"{node}: data are staged in" in cluster.log(second)
-    assert f"--finetune {best}" in cluster.log(second) and "before fine-tuning:" in cluster.log(second)
+        assert f"{node}: data staged in" in cluster.log(whole.job)
+        assert f"{node}: data are staged in" in cluster.log(whole.fine_tuning)
+    assert "/whole/model_best.pth.tar" in cluster.log(whole.fine_tuning)
+    assert "before fine-tuning:" in cluster.log(whole.fine_tuning)
 
 
 def test_the_time_limit_saves_requeues_and_resumes_to_the_same_weights(
@@ -110,7 +95,7 @@ def test_the_job_of_a_dead_node_goes_on_on_the_spare_one(cluster: Cluster, begin
 
 
 def test_what_is_cancelled_stays_away(cluster: Cluster, begin: Begin) -> None:
-    job = begin("pretrain", EXPERIMENT="cancelled", SLOW="0.5")
+    job = begin("pretrain", EXPERIMENT="cancelled", SLOW="0.2")
     cluster.read_until(job, "epoch 1 [2/5]")
     cluster.run("scancel", job)
     cluster.ended(job, "CANCELLED")
