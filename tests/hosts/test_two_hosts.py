@@ -29,27 +29,25 @@ def ends(runs: list[Running]) -> list[int]:
     return [run.end() for run in runs]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_two_hosts_end_in_the_weights_of_one(launch: Launch, data: Path, tmp_path: Path, processes: int) -> None:
-    flags = f"{FLAGS} -b {4 // processes} --epochs 2 --output {tmp_path} --experiment"
+def test_two_hosts_end_in_the_weights_of_one(launch: Launch, data: Path, tmp_path: Path) -> None:
+    flags = f"{FLAGS} -b 2 --epochs 2 --output {tmp_path} --experiment"
     logs = tmp_path / "logs"
-    runs = launch(f"{flags} two", data, processes=processes, LOG_DIR=str(logs), RUN_ID="two")
+    runs = launch(f"{flags} two", data, processes=2, LOG_DIR=str(logs), RUN_ID="two")
     assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
-    assert start(f"{flags} one", data, processes=2 * processes).end() == 0
+    assert start(f"{flags} one", data, processes=4).end() == 0
     assert sha256(tmp_path / "two") == sha256(tmp_path / "one")
     # Ranks are numbered as NODE_RANK says: rank 0, which speaks, is on the first host.
     assert "[host0:0] done: 10 updates" in runs[0].output and "done:" not in runs[1].output
-    names = {f"two.0-rank{rank}.{end}" for rank in range(2 * processes) for end in ("out", "err")}
+    names = {f"two.0-rank{rank}.{end}" for rank in range(4) for end in ("out", "err")}
     assert {file.name for file in logs.iterdir()} == names
     assert "done: 10 updates" in (logs / "two.0-rank0.out").read_text()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_worker_is_restarted_with_all_others(launch: Launch, data: Path, tmp_path: Path, killed: int) -> None:
-    flags = f"{FLAGS} --epochs 3 --output {tmp_path}"
+def test_a_killed_worker_is_restarted_with_all_others(launch: Launch, data: Path, tmp_path: Path) -> None:
+    flags = f"{FLAGS} --epochs 2 --output {tmp_path}"
     runs = launch(flags, data, MAX_RESTARTS="1", LOG_DIR=str(tmp_path / "logs"))
-    runs[0].read_until("epoch 2 [2/5]")
-    (worker,) = runs[killed].ranks().values()
+    runs[0].read_until("epoch 2 [1/5]")
+    (worker,) = runs[1].ranks().values()
     os.kill(worker, signal.SIGKILL)
     assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
     assert all(run.output.count("a process ended with code 137: restart 1 of 1") == 1 for run in runs)
@@ -87,9 +85,9 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(
 
 
 def test_a_signal_to_one_host_stops_both_at_the_same_step(launch: Launch, data: Path, tmp_path: Path) -> None:
-    flags = f"{FLAGS} --epochs 4 --output {tmp_path} --experiment"
+    flags = f"{FLAGS} --epochs 2 --output {tmp_path} --experiment"
     runs = launch(f"{flags} cut", data, MAX_RESTARTS="3")
-    runs[0].read_until("epoch 2 [2/5]")
+    runs[0].read_until("epoch 1 [2/5]")
     runs[1].process.send_signal(signal.SIGUSR1)
     assert ends(runs) == [85, 85], "\n".join(run.output for run in runs)
     runs = launch(f"{flags} cut --resume auto", data)

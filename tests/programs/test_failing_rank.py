@@ -44,14 +44,8 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])
-def test_a_rank_that_knows_why_gives_the_code(
-    monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], expected: int
-) -> None:
-    def main(argv: list[str]) -> None:
-        failures = {rank: ProcessFailure(rank, 0, code, "") for rank, code in enumerate(codes)}
-        for rank, failure in failures.items():
-            failure.timestamp = rank
-        raise ChildFailedError("train.py", failures)
-
-    monkeypatch.setattr(program, "main", main)
-    assert program._exit_code([]) == expected
+def test_a_rank_that_knows_why_gives_the_code(codes: tuple[int, ...], expected: int) -> None:
+    failures = {rank: ProcessFailure(rank, 0, code, "") for rank, code in enumerate(codes)}
+    for rank, failure in failures.items():
+        failure.timestamp = rank
+    assert program._exit_code(ChildFailedError("train.py", failures)) == expected

@@ -39,6 +39,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest, PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -277,6 +278,8 @@ class Launcher:
         if self.args.rdzv_backend == "nodes":
             self.nodes = Nodes(self.args, restarts, lambda: self.signal)
             rendezvous_handler_registry.register("nodes", partial(NodesInOrder, self.nodes))
+            # Nodes.agree is the barrier; torchrun's waits 300 s for a node whose processes have failed.
+            SimpleElasticAgent._exit_barrier = lambda agent: None  # type: ignore[method-assign]
 
     def run(self) -> int:
         """Return 0, or the exit code of the process that failed first."""
@@ -334,18 +337,22 @@ def _torchrun(args: Namespace, start: int) -> int:
         config.logs_specs = RankLogs(scratch, args)
         elastic_launch(config=config, entrypoint=program)(*flags)
     except ChildFailedError as error:
-        # One that lost another process, or was killed for it, doesn't tell why where another one does.
-        failure = min(
-            error.failures.values(), key=lambda each: (each.exitcode == _LOST or each.exitcode < 0, each.timestamp)
-        )
-        # A process that was killed has its signal as a negative number; shells add 128.
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _exit_code(error)
     except DistError as error:
         print(f"the connection to node 0 is gone: {error}", file=sys.stderr)
         return _LOST
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return 0
+
+
+def _exit_code(error: ChildFailedError) -> int:
+    # One that lost another process, or was killed for it, doesn't tell why where another one does.
+    failure = min(
+        error.failures.values(), key=lambda each: (each.exitcode == _LOST or each.exitcode < 0, each.timestamp)
+    )
+    # A process that was killed has its signal as a negative number; shells add 128.
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def _children() -> list[int]:
