@@ -80,7 +80,7 @@ def test_which_gpu_is_first_is_told_only_where_it_is_known() -> None:
     assert visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": UUIDS[2]}) == ([gpus[1]], "")
     assert visible_gpus(gpus[:1], {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == (gpus[:1], "")
     assert "MIG" in visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": "MIG-1f2e"})[1]
-    assert visible_gpus([], {"CUDA_VISIBLE_DEVICES": "0"}) == ([], "no GPU")
+    assert visible_gpus([], {"CUDA_VISIBLE_DEVICES": "0"}) == ([], "no NVIDIA GPU in /sys")
 
 
 def test_gpus_of_a_container_and_of_a_virtual_machine_and_displays_of_others(tmp_path: Path) -> None:

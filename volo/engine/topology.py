@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 _PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
@@ -88,7 +88,7 @@ class Machine:
     memory_nodes: frozenset[int] = frozenset()
     gpus: tuple[Gpu, ...] = ()
     ports: tuple[Port, ...] = ()
-    idle_ports: tuple[str, ...] = field(default=())
+    idle_ports: tuple[str, ...] = ()
 
 
 def read_machine(root: str | Path = "/") -> Machine:
@@ -137,7 +137,7 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
     shown = [gpu for gpu in gpus if gpu.shown]
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if not shown:
-        return [], "no GPU"
+        return [], "no NVIDIA GPU in /sys"
     if chosen is not None and chosen.startswith("MIG-"):
         return [], "CUDA_VISIBLE_DEVICES names parts of GPUs (MIG), which sysfs doesn't know"
     by_number = chosen is None or not chosen.startswith("GPU-")
