@@ -133,6 +133,20 @@ def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -
         assert variables(plan, 0, {}, tmp_path) == ({"NCCL_IB_HCA": expected, "UCX_NET_DEVICES": near}, [])
 
 
+def test_cards_of_another_network_are_left_out_though_they_are_as_near(tmp_path: Path) -> None:
+    tree = machines.dgx_h100(tmp_path)
+    for i, name in ((0, "bf3_0"), (4, "bf3_1")):
+        switch = f"pci0000:{i + 1:02x}/0000:{i + 1:02x}:01.0/0000:a{i}:00.0"
+        tree.card(name, f"{switch}/0000:a{i}:03.0/0000:{i}c:00.0", i // 4, rate=400, layer="Ethernet")
+    assert read_machine(tmp_path).ports[0].name == "bf3_0:1"
+    assert table(tmp_path) == DGX_H100.strip().splitlines()
+
+
+def test_nodes_of_memory_alone_do_not_count(tmp_path: Path) -> None:
+    machines.laptop(tmp_path).nodes({1: "", 2: ""})
+    assert table(tmp_path)[0] == LAPTOP and "one NUMA node" in table(tmp_path)[1]
+
+
 def test_modes(tmp_path: Path) -> None:
     machines.amd_nps4(tmp_path)
     assert [row.split()[2] for row in table(tmp_path, "cpu")] == ["off"] * 4
