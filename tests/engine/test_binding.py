@@ -273,22 +273,18 @@ def test_shares_of_any_machine(machine: Machine, mode: str, ranks: int, device: 
 @given(made_up())
 def test_cards_of_any_machine(machine: Machine) -> None:
     found = nearest_ports(machine.gpus, machine.ports)
-    levels = {gpu: [distance(gpu.place, port.place)[0] for port in machine.ports] for gpu in machine.gpus}
-    near = [gpu for gpu, level in levels.items() if min(level, default=4) < 4]
-    # Each GPU has one card as soon as one has a near one; those that have one near use a nearest.
+    ways = {gpu: {port.name: distance(gpu.place, port.place) for port in machine.ports} for gpu in machine.gpus}
+    near = [gpu for gpu, there in ways.items() if min(there.values(), default=(4, 0))[0] < 4]
+    taken = [found[gpu.address].port.name for gpu in near]
+    # Each GPU has one card as soon as one has a near one.
     assert len(found) == (len(machine.gpus) if near else 0)
     for gpu in near:
-        assert levels[gpu][machine.ports.index(found[gpu.address].port)] == min(levels[gpu])
-    # Nobody shares a card while another that is as near and as fast is idle.
-    taken = [found[gpu.address].port.name for gpu in near]
-    for gpu in near:
-        port = found[gpu.address].port
-        if taken.count(port.name) > 1:
-            ways = [
-                other for other in machine.ports if distance(gpu.place, other.place) == distance(gpu.place, port.place)
-            ]
-            alike = [other.name for other in ways if other.rate == port.rate and other.name not in taken]
-            assert not alike
+        port, there = found[gpu.address].port, ways[gpu]
+        nearest = [other for other in machine.ports if there[other.name] == min(there.values())]
+        assert port in nearest and port.rate == max(other.rate for other in nearest)
+        # Nobody shares a card while another that is as good is idle.
+        idle = [other for other in nearest if other.rate == port.rate and other.name not in taken]
+        assert taken.count(port.name) == 1 or not idle
 
 
 def test_what_is_set_already_stays(tmp_path: Path) -> None:
