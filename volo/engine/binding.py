@@ -25,6 +25,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tlt.errors import UserError
@@ -76,7 +77,8 @@ def apply(share: Share) -> list[str]:
     if share.cpus:
         try:
             for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), share.cpus)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.sched_setaffinity(int(thread), share.cpus)
         except OSError as error:
             failures.append(f"CPUs {listed(share.cpus)}: {error.strerror}")
     if share.memory != "off":
