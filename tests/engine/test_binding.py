@@ -8,13 +8,16 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tlt
 from tests.engine import machines
 from tests.engine.machines import Tree
 from tests.programs.conftest import ROOT
@@ -90,6 +93,37 @@ def test_tables_of_known_machines(make: Callable[[Path], Tree], expected: str, l
     assert reason.startswith(f"left out: {left_out}" if left_out else "")
 
 
+@pytest.mark.parametrize("make", [machines.dgx_a100, machines.dgx_h100, machines.dgx_2, machines.amd_nps4])
+@pytest.mark.parametrize("allowed", ["0-999", "3-21,25-30,50-70,100,120-131,180-250"])
+def test_cpus_are_those_of_torchs_exclusive_binding(
+    make: Callable[[Path], Tree], allowed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path)
+    machine = replace(read_machine(tmp_path), parent_allowed=None)
+    machine = replace(machine, allowed=machine.allowed & set(numbers(allowed)))
+    torchs: Any = pytest.importorskip("torch.numa.binding")
+    stands_in: dict[str, Callable[..., Any]] = {
+        "_get_device_count": lambda: len(machine.gpus),
+        "_get_numa_node_index_for_device_index": lambda device_index: machine.gpus[device_index].place.node,
+        "_get_allowed_logical_cpu_indices_for_numa_node": lambda numa_node_index: (
+            machine.allowed & set(machine.cpus[numa_node_index])
+        ),
+        "_get_logical_cpu_indices_sharing_same_physical_core_as": lambda logical_cpu_index: {
+            cpu for cpu, core in machine.cores.items() if core == machine.cores[logical_cpu_index]
+        },
+    }
+    if not all(hasattr(torchs, name) for name in [*stands_in, "_exclusive_get_logical_cpus_to_bind_to"]):
+        pytest.skip("this torch divides CPUs by other functions")
+    for name, function in stands_in.items():
+        monkeypatch.setattr(torchs, name, function)
+    for rank, share in enumerate(make_plan(machine, "cpu", None, len(machine.gpus), {}).shares):
+        try:
+            expected = torchs._exclusive_get_logical_cpus_to_bind_to(device_index=rank)
+        except RuntimeError:  # fewer cores than GPUs, for which torch ends the run
+            expected = set()
+        assert set(share.cpus) == expected
+
+
 def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -> None:
     machines.dgx_a100(tmp_path)
     machine = read_machine(tmp_path)
@@ -97,6 +131,20 @@ def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -
     for visible, near in (("0,1,2,3,4,5,6,7", "mlx5_0:1"), ("5", "mlx5_7:1"), ("6,2", "mlx5_8:1")):
         plan = make_plan(machine, "auto", None, 1, {"CUDA_VISIBLE_DEVICES": visible})
         assert variables(plan, 0, {}, tmp_path) == ({"NCCL_IB_HCA": expected, "UCX_NET_DEVICES": near}, [])
+
+
+def test_cards_of_another_network_are_left_out_though_they_are_as_near(tmp_path: Path) -> None:
+    tree = machines.dgx_h100(tmp_path)
+    for i, name in ((0, "bf3_0"), (4, "bf3_1")):
+        switch = f"pci0000:{i + 1:02x}/0000:{i + 1:02x}:01.0/0000:a{i}:00.0"
+        tree.card(name, f"{switch}/0000:a{i}:03.0/0000:{i}c:00.0", i // 4, rate=400, layer="Ethernet")
+    assert read_machine(tmp_path).ports[0].name == "bf3_0:1"
+    assert table(tmp_path) == DGX_H100.strip().splitlines()
+
+
+def test_nodes_of_memory_alone_do_not_count(tmp_path: Path) -> None:
+    machines.laptop(tmp_path).nodes({1: "", 2: ""})
+    assert table(tmp_path)[0] == LAPTOP and "one NUMA node" in table(tmp_path)[1]
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -225,23 +273,18 @@ def test_shares_of_any_machine(machine: Machine, mode: str, ranks: int, device: 
 @given(made_up())
 def test_cards_of_any_machine(machine: Machine) -> None:
     found = nearest_ports(machine.gpus, machine.ports)
-    levels = {gpu: [distance(gpu.place, port.place)[0] for port in machine.ports] for gpu in machine.gpus}
-    near = [gpu for gpu, level in levels.items() if min(level, default=4) < 4]
-    # Each GPU has one card as soon as one has a near one; those that have one near use a nearest.
+    ways = {gpu: {port.name: distance(gpu.place, port.place) for port in machine.ports} for gpu in machine.gpus}
+    near = [gpu for gpu, there in ways.items() if min(there.values(), default=(4, 0))[0] < 4]
+    taken = [found[gpu.address].port.name for gpu in near]
+    # Each GPU has one card as soon as one has a near one.
     assert len(found) == (len(machine.gpus) if near else 0)
     for gpu in near:
-        assert levels[gpu][machine.ports.index(found[gpu.address].port)] == min(levels[gpu])
-    # Nobody shares a card while another that is as near and as fast is idle.
-    taken = [found[gpu.address].port.name for gpu in near]
-    for gpu in near:
-        port = found[gpu.address].port
-        if taken.count(port.name) > 1:
-            ways = [
-                other for other in machine.ports if distance(gpu.place, other.place) == distance(gpu.place, port.place)
-            ]
-            alike = [other.name for other in ways if other.rate == port.rate and other.name not in taken]
-            mates = [g for g in near if found[g.address].port == port]
-            assert not alike or len(mates) == 1
+        port, there = found[gpu.address].port, ways[gpu]
+        nearest = [other for other in machine.ports if there[other.name] == min(there.values())]
+        assert port in nearest and port.rate == max(other.rate for other in nearest)
+        # Nobody shares a card while another that is as good is idle.
+        idle = [other for other in nearest if other.rate == port.rate and other.name not in taken]
+        assert taken.count(port.name) == 1 or not idle
 
 
 def test_what_is_set_already_stays(tmp_path: Path) -> None:
@@ -381,3 +424,24 @@ def test_what_the_documentation_saves_of_a_machine_is_all_that_is_read(tmp_path:
     there, here = read_machine(tree.root), read_machine(tmp_path / "here")
     assert here.ports == there.ports and len(here.ports) == 12 and here.cpus == there.cpus and here.cores == there.cores
     assert [(gpu.address, gpu.place) for gpu in here.gpus] == [(gpu.address, gpu.place) for gpu in there.gpus]
+
+
+@pytest.mark.parametrize(
+    ("command", "ours"),
+    [
+        ([str(ROOT / "train.py")], True),
+        (["/usr/bin/volo-train"], True),
+        (["-m", "volo.engine.binding"], True),
+        (["-m", "tlt"], True),
+        (["/home/me/train.py"], False),  # gets the models by importing volo, as ever
+        (["-m", "mine.train"], False),
+        (["-c"], False),
+        ([str(ROOT / "demo/digits.py")], False),
+    ],
+)
+def test_only_programs_of_this_project_register_the_models_late(
+    command: list[str], ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", command[:1])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
+    assert tlt._starts_program() == ours

@@ -20,6 +20,7 @@ from volo.engine.ranks import local_size_from_environment
 from volo.engine.topology import (
     Gpu,
     Place,
+    Port,
     interface_to,
     listed,
     nccl_conf,
@@ -36,9 +37,11 @@ UUIDS = ("GPU-8932f937-d72c", "GPU-8932f937-0000", "GPU-a1b2c3d4-0000")
 @QUICK
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_cpus_as_torch_reads_and_writes_them(cpus: set[int]) -> None:
-    binding = pytest.importorskip("torch.numa.binding")
-    assert set(numbers(listed(cpus) + "\n")) == cpus == binding._get_set_of_int_from_ranges_str(listed(cpus))
-    assert listed(cpus) == binding._get_ranges_str_from_ints(cpus)
+    torchs = pytest.importorskip("torch.numa.binding")
+    if not hasattr(torchs, "_get_ranges_str_from_ints"):
+        pytest.skip("this torch writes no lists")
+    assert set(numbers(listed(cpus) + "\n")) == cpus == torchs._get_set_of_int_from_ranges_str(listed(cpus))
+    assert listed(cpus) == torchs._get_ranges_str_from_ints(cpus)
 
 
 def _as_torch_sees(monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
@@ -80,7 +83,7 @@ def test_which_gpu_is_first_is_told_only_where_it_is_known() -> None:
     assert visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": UUIDS[2]}) == ([gpus[1]], "")
     assert visible_gpus(gpus[:1], {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == (gpus[:1], "")
     assert "MIG" in visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": "MIG-1f2e"})[1]
-    assert visible_gpus([], {"CUDA_VISIBLE_DEVICES": "0"}) == ([], "no GPU")
+    assert visible_gpus([], {"CUDA_VISIBLE_DEVICES": "0"}) == ([], "no NVIDIA GPU in /sys")
 
 
 def test_gpus_of_a_container_and_of_a_virtual_machine_and_displays_of_others(tmp_path: Path) -> None:
@@ -110,7 +113,7 @@ def test_a_virtio_device_sits_where_its_pci_device_does(tmp_path: Path) -> None:
     virtual(tmp_path)
     (tmp_path / "sys/devices/pci0000:00/0000:00:03.0/numa_node").write_text("1\n")
     (port,) = read_machine(tmp_path).ports
-    assert port.name == "rxe0:1" and port.rate == 10.0 and port.place == Place(("pci0000:00", "0000:00:03.0"), 1)
+    assert port == Port("rxe0:1", Place(("pci0000:00", "0000:00:03.0"), 1), 10.0, "Ethernet")
 
 
 def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tlt.errors import UserError
@@ -76,7 +77,8 @@ def apply(share: Share) -> list[str]:
     if share.cpus:
         try:
             for thread in os.listdir("/proc/self/task"):
-                os.sched_setaffinity(int(thread), share.cpus)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.sched_setaffinity(int(thread), share.cpus)
         except OSError as error:
             failures.append(f"CPUs {listed(share.cpus)}: {error.strerror}")
     if share.memory != "off":
@@ -86,7 +88,10 @@ def apply(share: Share) -> list[str]:
         except OSError as error:
             hint = "; in docker it takes --cap-add SYS_NICE" if isinstance(error, PermissionError) else ""
             failures.append(f"memory policy {share.memory} {share.node}: {error}{hint}")
-    return failures or differences(share)
+    try:
+        return failures or differences(share)
+    except OSError as error:
+        return [f"what was bound can't be checked: {error}"]
 
 
 def differences(share: Share) -> list[str]:
@@ -102,7 +107,7 @@ def differences(share: Share) -> list[str]:
 def allowed_cpus() -> tuple[int, ...]:
     """The CPUs on which the kernel lets this process run."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(numbers(line.partition(":")[2]) for line in lines if line.startswith("Cpus_allowed_list:"))
+    return next((numbers(line.partition(":")[2]) for line in lines if line.startswith("Cpus_allowed_list:")), ())
 
 
 def threads(share: Share, env: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -176,8 +176,11 @@ def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Near]
     """Return one card for each GPU, by address; empty if none is near any of them.
 
     Each takes a card nearest to it, the faster one of two, else the one that fewer GPUs have taken. A GPU with no card
-    in its NUMA node shares one of the others'; cards that are nearest to no GPU (storage) are left out.
+    in its NUMA node shares one of the others'; cards that are nearest to no GPU (storage) are left out, and so are
+    those of the network that fewer cards belong to: InfiniBand and Ethernet can't be mixed.
     """
+    layers = Counter(port.layer for port in ports)
+    ports = [port for port in ports if port.layer == max(layers, key=lambda name: (layers[name], name == "InfiniBand"))]
     options = {gpu.address: _options(gpu, ports) for gpu in gpus}
     taken: dict[str, int] = defaultdict(int)
     found = {}

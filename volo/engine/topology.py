@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 _PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
@@ -59,11 +59,13 @@ class Port:
     Attributes:
         name: Card and port as NCCL and UCX take them, such as `mlx5_0:1`.
         rate: Gb/s.
+        layer: "InfiniBand", or "Ethernet" with RoCE.
     """
 
     name: str
     place: Place
     rate: float = 0.0
+    layer: str = "InfiniBand"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Machine:
     """A machine as one process sees it.
 
     Attributes:
-        cpus: NUMA node -> its CPUs, ascending.
+        cpus: NUMA node -> its CPUs, ascending; nodes of memory alone are left out.
         cores: CPU -> the lowest CPU of the same physical core.
         allowed: The CPUs that this process may use: its affinity mask, which is inside its cgroup.
         parent_allowed: The same of the process that started it; None where that can't be seen.
@@ -88,7 +90,7 @@ class Machine:
     memory_nodes: frozenset[int] = frozenset()
     gpus: tuple[Gpu, ...] = ()
     ports: tuple[Port, ...] = ()
-    idle_ports: tuple[str, ...] = field(default=())
+    idle_ports: tuple[str, ...] = ()
 
 
 def read_machine(root: str | Path = "/") -> Machine:
@@ -137,7 +139,7 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
     shown = [gpu for gpu in gpus if gpu.shown]
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if not shown:
-        return [], "no GPU"
+        return [], "no NVIDIA GPU in /sys"
     if chosen is not None and chosen.startswith("MIG-"):
         return [], "CUDA_VISIBLE_DEVICES names parts of GPUs (MIG), which sysfs doesn't know"
     by_number = chosen is None or not chosen.startswith("GPU-")
@@ -242,8 +244,8 @@ def _node_cpus(root: Path) -> dict[int, tuple[int, ...]]:
     """CPUs by NUMA node; all in node 0 where the kernel knows no nodes."""
     found = {}
     for entry in _entries(root / "sys/devices/system/node"):
-        if re.fullmatch(r"node\d+", entry.name):
-            found[int(entry.name[4:])] = numbers(_read(entry / "cpulist") or "")
+        if re.fullmatch(r"node\d+", entry.name) and (cpus := numbers(_read(entry / "cpulist") or "")):
+            found[int(entry.name[4:])] = cpus
     return found or {0: numbers(_read(root / "sys/devices/system/cpu/online") or "")}
 
 
@@ -292,8 +294,8 @@ def _ports(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[tuple[Port
             if state != "ACTIVE" or card.name in locked:
                 idle.append(f"{name} is {state if state != 'ACTIVE' else 'not passed into this container'}")
                 continue
-            rate = (_read(port / "rate") or "0").split()[0]
-            found.append(Port(name, _place(_hardware(root, card, port), nodes), float(rate)))
+            rate, layer = (_read(port / "rate") or "0").split()[0], _read(port / "link_layer") or "InfiniBand"
+            found.append(Port(name, _place(_hardware(root, card, port), nodes), float(rate), layer))
     return tuple(found), tuple(idle)
 
 
