@@ -3,7 +3,7 @@
 Importing it registers `volo_d1` ... `volo_d5` with timm.
 """
 
-from tlt import answering_help
+from tlt import needs_models
 
-if not answering_help:
+if needs_models:
     from volo import models as models

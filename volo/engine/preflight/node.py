@@ -1,0 +1,49 @@
+"""What a node does when node 0 asks: report, get its processes ready, measure."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import asdict
+from types import TracebackType
+
+import torch
+
+from volo.engine.preflight.meeting import Answer, Task
+from volo.engine.preflight.node_report import node_report
+from volo.engine.preflight.place import Place, interface_of
+from volo.engine.preflight.workers import Workers
+
+
+class Node:
+    """This node. Use it as a context: its processes end with it.
+
+    Args:
+        own: Its address on the way to node 0.
+        store: Address and port of the store on node 0.
+    """
+
+    def __init__(self, args: Namespace, place: Place, own: str, store: tuple[str, int]) -> None:
+        self._rank, self._own = place.rank, own
+        self._paths, self._output = [*args.data, *([args.image] if args.image else [])], args.output
+        gpus = torch.cuda.device_count()
+        self.processes = args.processes or gpus or 1
+        self.backend = "nccl" if gpus else "gloo"
+        self.measures = not args.no_bandwidth and place.nodes * self.processes > 1
+        count = self.processes if self.measures else 0
+        # Started now, ready when they are needed.
+        self._workers = Workers(count, "cuda" if gpus else "cpu", store, interface_of(own))
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._workers.end()
+
+    def perform(self, task: Task) -> Answer:
+        """Do "report" (a NodeReport as a dict), "ready" (what went wrong) or "measure" (see `Workers.measure`)."""
+        if task["do"] == "report":
+            report = node_report(self._rank, self._own, self._paths, self._output)
+            return {**asdict(report), "processes": self.processes}
+        if task["do"] == "ready":
+            return self._workers.ready()
+        return self._workers.measure(task["prefix"], task["place"], task["nodes"], task["seconds"])
