@@ -62,7 +62,20 @@ class Hosts:
         """Start a command on a host; `etc_hosts` replaces /etc/hosts for it. Output and errors come together."""
         inside = f"hostname {name}; " + (f"mount --bind {etc_hosts} /etc/hosts; " if etc_hosts else "") + 'exec "$@"'
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self._space(name), "unshare", "--uts", "--mount", "sh", "-c", inside, "-", *command],
+            [
+                "ip",
+                "netns",
+                "exec",
+                self._space(name),
+                "unshare",
+                "--uts",
+                "--mount",
+                "sh",
+                "-c",
+                inside,
+                "-",
+                *command,
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1", **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -79,7 +92,7 @@ class Hosts:
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, 9)
-            process.communicate()
+            process.wait()
         for name in (*self.names, "switch"):
             subprocess.run(["ip", "netns", "del", self._space(name)], stderr=subprocess.DEVNULL)
 

@@ -31,7 +31,7 @@ _GROUPS = (
         (
             flag("--timeout", default=25.0, type=ABOVE_ZERO, metavar="S", help="wait this long for all nodes"),
             flag("--max-clock-skew", default=1.0, type=ABOVE_ZERO, metavar="S", help="against node 0's clock"),
-            flag("--slow-below", default=0.7, type=SHARE, metavar="SHARE", help="of the median node's bandwidth"),
+            flag("--slow-below", default=0.6, type=SHARE, metavar="SHARE", help="of the median node's bandwidth"),
             flag(
                 "--min-bandwidth",
                 default=None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from volo.engine.preflight.bandwidth import (
     Bandwidths,
@@ -69,11 +69,17 @@ def node_names(place: Place, reports: Sequence[NodeReport]) -> dict[int, str]:
 
 def check_nodes(reports: Sequence[NodeReport], names: Names, needs: Needs) -> list[Finding]:
     """Everything that the reports show."""
-    return [
-        *_differences(reports, names),
-        *_same_address(reports, names),
-        *(finding for report in reports for finding in _check_node(report, names[report.rank], needs)),
-    ]
+    single = (finding for report in reports for finding in _check_node(report, names[report.rank], needs))
+    return [*_differences(reports, names), *_same_address(reports, names), *_joined(single)]
+
+
+def _joined(findings: Iterable[Finding]) -> list[Finding]:
+    """One line for what several nodes share."""
+    nodes: dict[Finding, tuple[str, ...]] = {}
+    for each in findings:
+        what = replace(each, nodes=())
+        nodes[what] = nodes.get(what, ()) + each.nodes
+    return [replace(each, nodes=names) for each, names in nodes.items()]
 
 
 def missing_nodes(missing: Sequence[int], names: Names, seconds: float, port: int) -> list[Finding]:

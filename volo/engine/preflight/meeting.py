@@ -11,12 +11,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-# What the store's client says about connections that it tries again is no news here.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+from torch.distributed import Store, TCPStore
 
-from torch.distributed import Store, TCPStore  # noqa: E402
-
-from volo.engine.preflight.place import Place, Unfit  # noqa: E402
+from volo.engine.preflight.place import Place, Unfit
 
 Task = dict[str, Any]
 Answer = Any

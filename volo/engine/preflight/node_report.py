@@ -67,7 +67,7 @@ def node_report(
 ) -> NodeReport:
     """Look at this node. `root` stands for / wherever sysfs and proc are read."""
     free_gb, output_error = output_state(output) if output else (None, "")
-    note = own_name_note()
+    note = None if address.startswith("127.") else own_name_note()  # alone, its name is nobody's business
     return NodeReport(
         rank=rank,
         host=socket.gethostname(),

@@ -181,11 +181,10 @@ def interface_of(address: str) -> str | None:
 
 def own_name_note() -> str | None:
     """What is odd about this host's own name, if anything; nothing here needs it."""
-    name = socket.gethostname()
     try:
-        address = within(_RESOLVER_S, lambda: socket.gethostbyname(name))
+        address = within(_RESOLVER_S, lambda: socket.gethostbyname(socket.gethostname()))
     except (OSError, TimeoutError, UnicodeError):
-        return f"its own name {name} can't be resolved: harmless here, where nodes are addressed by IP"
+        return "the own host name can't be resolved: harmless, nodes are addressed by IP here"
     if address.startswith("127."):
-        return f"its own name {name} resolves to {address}: harmless here, but never use that name as MASTER_ADDR"
+        return f"the own host name resolves to {address}: harmless, as long as MASTER_ADDR is no such name"
     return None

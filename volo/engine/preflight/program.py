@@ -14,6 +14,8 @@ def run(args: Namespace) -> int:
     started = time.monotonic()
     place = place_from_environment(os.environ)
     address, own = _addresses(place)
+    # What torch says about connections that it tries again, and names that it can't resolve, is no news here.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # They import torch, which takes seconds: a wrong address is to be told at once.
     from volo.engine.preflight.conduct import conduct
     from volo.engine.preflight.meeting import Meeting, open_store
