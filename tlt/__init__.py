@@ -8,13 +8,9 @@ from pathlib import Path
 
 _NAMES = ("train", "validate", "generate_label", "benchmark", "report", "show_attention")
 _PROGRAMS = {*_NAMES, *(f"volo-{name.replace('_', '-')}" for name in _NAMES), "tlt"}
-_MODULES = {"volo.engine.preflight"}  # of `python -m`; argv[0] is "-m" while their packages are imported
 
-# A program that builds no model, or only prints its --help, must not spend seconds on importing timm.
-_program = Path(sys.argv[0]).stem
-_answering_help = _program in _PROGRAMS and not {"-h", "--help"}.isdisjoint(sys.argv[1:])
-_without_models = _program == "volo-preflight" or (_program == "-m" and not _MODULES.isdisjoint(sys.orig_argv))
-needs_models = not (_answering_help or _without_models)
+# A program that only prints its --help needs no model and must not spend seconds on importing torch.
+answering_help = Path(sys.argv[0]).stem in _PROGRAMS and not {"-h", "--help"}.isdisjoint(sys.argv[1:])
 
-if needs_models:
+if not answering_help:
     from tlt import models as models

@@ -3,7 +3,7 @@
 Importing it registers `volo_d1` ... `volo_d5` with timm.
 """
 
-from tlt import needs_models
+from tlt import answering_help
 
-if needs_models:
+if not answering_help:
     from volo import models as models
