@@ -9,8 +9,23 @@ from pathlib import Path
 _NAMES = ("train", "validate", "generate_label", "benchmark", "report", "show_attention")
 _PROGRAMS = {*_NAMES, *(f"volo-{name.replace('_', '-')}" for name in _NAMES), "tlt"}
 
-# A program that only prints its --help needs no model and must not spend seconds on importing torch.
-answering_help = Path(sys.argv[0]).stem in _PROGRAMS and not {"-h", "--help"}.isdisjoint(sys.argv[1:])
 
-if not answering_help:
+def _starts_program() -> bool:
+    """Whether Python was started to run a program of this project, which registers the models when it needs them.
+
+    Until then it imports no torch: `--help` and mistakes are answered at once, and a process is bound to CPUs and
+    memory (`volo.engine.binding`) before any thread of torch is there.
+    """
+    program = Path(sys.argv[0])
+    if sys.argv[0] == "-m":  # as long as Python looks for the module
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
+        return module.partition(".")[0] in ("volo", "tlt")
+    # Others may have a train.py, too.
+    beside = program.suffix == ".py" and program.resolve().parent == Path(__file__).resolve().parents[1]
+    return program.stem in _PROGRAMS and (beside or program.stem.startswith("volo-") or program.stem == "tlt")
+
+
+starts_program = _starts_program()
+
+if not starts_program:
     from tlt import models as models

@@ -3,7 +3,7 @@
 Importing it registers `volo_d1` ... `volo_d5` with timm.
 """
 
-from tlt import answering_help
+from tlt import starts_program
 
-if not answering_help:
+if not starts_program:
     from volo import models as models

@@ -12,9 +12,9 @@ from volo.engine.distributed import (
     choose_device,
     from_primary,
     primary_first,
-    ranks_from_environment,
     sum_over_ranks,
 )
+from volo.engine.ranks import ranks_from_environment
 
 
 def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:

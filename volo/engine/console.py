@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from tlt.errors import UserError
+from volo.engine.binding import bind_process
 from volo.engine.preempt import Stopped
 
 
@@ -24,10 +25,14 @@ def run_program(
     module: str,
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Parse `argv` (default: the command line), then import `module` and return the exit code of its `run(args)`."""
+    """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
+    return the exit code of its `run(args)`."""
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         args = parse(argv)
+        if "bind" in args:
+            args.notes += bind_process(args)
+        importlib.import_module("volo.models")  # which in a program importing volo doesn't do
         return importlib.import_module(module).run(args)
     except UserError as error:
         if debug:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
+from volo.engine.ranks import ranks_from_environment
 
 T = TypeVar("T")
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
@@ -42,16 +43,6 @@ class World:
     def is_primary(self) -> bool:
         """True on the one process of the whole run that prints and writes."""
         return self.rank == 0
-
-
-def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) from torchrun's variables, else from an `srun` step, else (0, flag, 1)."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["RANK"]), int(env.get("LOCAL_RANK", local_rank_flag)), int(env["WORLD_SIZE"])
-    # SLURM_NTASKS is also set in a batch script that starts a single process; the step's count is set by srun alone.
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    return 0, int(env.get("LOCAL_RANK", local_rank_flag)), 1
 
 
 def choose_device(requested: str | None, local_rank: int) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_data import INTERPOLATIONS
-from volo.engine.flags_train import COMPILE_MODES, POOLS
+from volo.engine.flags_train import BIND, COMPILE_MODES, POOLS
 
 MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
@@ -93,7 +93,10 @@ VALIDATE_GROUPS = (
         ),
     ),
     Group("Precision and speed", _PRECISION),
-    Group("Distributed", (flag("--num-gpu", default=1, type=COUNT, metavar="N", help="1; start more with torchrun"),)),
+    Group(
+        "Distributed",
+        (flag("--num-gpu", default=1, type=COUNT, metavar="N", help="1; start more with torchrun"), BIND),
+    ),
 )
 
 GENERATE_LABEL_GROUPS = (
@@ -126,4 +129,5 @@ GENERATE_LABEL_GROUPS = (
         ),
     ),
     Group("Precision and speed", _PRECISION),
+    Group("Distributed", (BIND,)),
 )

@@ -14,6 +14,12 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+BIND = flag(
+    "--bind",
+    default="auto",
+    choices=("auto", "none", "cpu", "cpu+mem"),
+    help="keep each rank on the CPUs, the memory and the network card nearest its GPU",
+)
 
 RUN = Group(
     "Run",
@@ -230,6 +236,7 @@ DISTRIBUTED = Group(
             metavar="S",
             help="seconds without progress after which a hung run ends (600 before the first step and while saving)",
         ),
+        BIND,
     ),
 )
 
