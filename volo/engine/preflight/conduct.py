@@ -57,21 +57,21 @@ class Conductor:
 
     def __init__(self, args: Namespace, meeting: Meeting, node: Node) -> None:
         self._args, self._meeting, self._node = args, meeting, node
-        self._place = meeting.place
+        self._rendezvous = meeting.rendezvous
         self._rounds = 0
 
     def check(self, started: float) -> Outcome:
         """Go through all checks; bandwidth is measured only if all nodes are there."""
-        args, place = self._args, self._place
+        args, rendezvous = self._args, self._rendezvous
         present = self._meeting.arrived(started + args.timeout)
         reports, processes = self._reports(present)
-        names = node_names(place, reports)
-        missing = sorted({*range(place.nodes)} - {*present})
+        names = node_names(rendezvous, reports)
+        missing = sorted({*range(rendezvous.nodes)} - {*present})
         silent = sorted({*present} - {report.rank for report in reports})
         clocks = {report.rank: self._meeting.clock_offset(report.rank) for report in reports if report.rank}
         needs = Needs(self._node.processes, args.shm_gb, args.free_gb)
         findings = [
-            *missing_nodes(missing, names, args.timeout, place.port),
+            *missing_nodes(missing, names, args.timeout, rendezvous.port),
             *_stopped(silent, names),
             *check_nodes(reports, names, needs),
             *check_clocks(clocks, names, args.max_clock_skew),
@@ -111,12 +111,12 @@ class Conductor:
             rank: {
                 "do": "measure",
                 "prefix": f"round{self._rounds}/{group[0]}",
-                "place": place,
+                "index": index,
                 "nodes": len(group),
                 "seconds": seconds,
             }
             for group in groups
-            for place, rank in enumerate(group)
+            for index, rank in enumerate(group)
         }
         answers = self._ask_all(tasks, seconds + _RESTART_S)
         return [_measured(group, [answers[rank] for rank in group]) for group in groups]

@@ -15,8 +15,8 @@ from volo.engine.preflight.bandwidth import (
     slow_pairs,
     usual,
 )
-from volo.engine.preflight.node_report import GB, NONE, NodeReport
-from volo.engine.preflight.place import Place
+from volo.engine.preflight.node_report import ACTIVE, GB, NONE, NodeReport
+from volo.engine.preflight.rendezvous import Rendezvous
 
 _MEMLOCK_GB = 1.0  # a training pins more; the limits that are set by default are far below
 _ENVIRONMENT = "start all nodes from the same environment or image"
@@ -57,11 +57,11 @@ class Needs:
 Names = Mapping[int, str]
 
 
-def node_names(place: Place, reports: Sequence[NodeReport]) -> dict[int, str]:
+def node_names(rendezvous: Rendezvous, reports: Sequence[NodeReport]) -> dict[int, str]:
     """What to call the nodes, by rank: as in Slurm's or the user's list, else as they call themselves."""
-    names = {rank: place.name(rank) for rank in range(place.nodes)}
+    names = {rank: rendezvous.name(rank) for rank in range(rendezvous.nodes)}
     hosts = {report.rank: report.host for report in reports}
-    if not place.names:
+    if not rendezvous.names:
         # Two hosts of one name: their numbers tell them apart.
         names |= {r: host if [*hosts.values()].count(host) == 1 else f"{host}#{r}" for r, host in hosts.items()}
     return names
@@ -148,7 +148,7 @@ def _slow(measured: Sequence[Measured], names: Names, share: float, how: str, re
 
 
 def _share_text(bandwidth: float, reference: float) -> str:
-    return f"reaches {bandwidth:.3g} GB/s, {bandwidth / reference:.0%} of the median node's {reference:.3g}"
+    return f"reaches {bandwidth:.3g} GB/s, {100 * bandwidth / reference:.2g} % of the median node's {reference:.3g}"
 
 
 def _below(ring: Sequence[Measured], names: Names, minimum: float | None) -> list[Finding]:
@@ -254,7 +254,7 @@ def _check_node(report: NodeReport, name: str, needs: Needs) -> list[Finding]:
         least = needs.shm_gb * needs.processes
         remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
         wrong(f"/dev/shm has {report.shm_gb:.3g} GB free, {needs.processes} processes want {least:g}", remedy)
-    active = any(state.startswith("ACTIVE") for state in report.cards.values())
+    active = any(state.startswith(ACTIVE) for state in report.cards.values())
     if active and report.memlock_gb is not None and report.memlock_gb < _MEMLOCK_GB:
         limit = f"{report.memlock_gb * GB / 1024:.0f} KiB"
         remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"

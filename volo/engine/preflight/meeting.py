@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from volo.engine.preflight.place import Place, Unfit
+from volo.engine.preflight.rendezvous import Rendezvous, Unfit
 
 Task = dict[str, Any]
 Answer = Any
@@ -26,8 +26,8 @@ _PATIENCE_S = 180.0
 class Meeting:
     """The nodes, as one of them reaches them."""
 
-    def __init__(self, place: Place, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self.place, self._store, self._clock = place, store, clock
+    def __init__(self, rendezvous: Rendezvous, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self.rendezvous, self._store, self._clock = rendezvous, store, clock
         self._sent: Counter[int] = Counter()
 
     def arrive(self) -> None:
@@ -36,19 +36,21 @@ class Meeting:
         Raises:
             Unfit: Another one has come under the same number, or counts other nodes.
         """
-        host, rank = socket.gethostname(), self.place.rank
-        me = json.dumps([host, os.getpid(), self.place.nodes])
+        host, rank = socket.gethostname(), self.rendezvous.rank
+        me = json.dumps([host, os.getpid(), self.rendezvous.nodes])
         first = self._store.compare_set(f"here/{rank}", "", me).decode()
         if first != me:
             raise Unfit(f"node {rank} is {json.loads(first)[0]} already: give {host} another NODE_RANK")
         nodes = json.loads(self._get("here/0", _PATIENCE_S))[2]
-        if nodes != self.place.nodes:
-            name = self.place.name(rank)
-            raise Unfit(f"{name}: NNODES is {self.place.nodes} here and {nodes} on node 0: set the same everywhere")
+        if nodes != self.rendezvous.nodes:
+            name = self.rendezvous.name(rank)
+            raise Unfit(
+                f"{name}: NNODES is {self.rendezvous.nodes} here and {nodes} on node 0: set the same everywhere"
+            )
 
     def arrived(self, deadline: float) -> list[int]:
         """Ranks of the nodes that have come until `deadline` (of time.monotonic); all of them, if it is early."""
-        return sorted(self._gather({rank: f"here/{rank}" for rank in range(self.place.nodes)}, deadline))
+        return sorted(self._gather({rank: f"here/{rank}" for rank in range(self.rendezvous.nodes)}, deadline))
 
     def ask(
         self, tasks: Mapping[int, Task], seconds: float, perform: Callable[[Task], Answer] | None = None
@@ -82,7 +84,7 @@ class Meeting:
         Raises:
             Unfit: Node 0 has gone.
         """
-        rank = self.place.rank
+        rank = self.rendezvous.rank
         number = 0
         while True:
             number += 1
@@ -113,11 +115,11 @@ class Meeting:
             self._store.wait([key], timedelta(seconds=seconds))
             return self._store.get(key).decode()
         except RuntimeError as error:
-            asked = "node 0" if self.place.rank else f"node {key.split('/')[1]}"
+            asked = "node 0" if self.rendezvous.rank else f"node {key.split('/')[1]}"
             raise Unfit(f"{asked} has stopped answering: what it said, or its log, tells why") from error
 
 
-def open_store(place: Place, address: str, deadline: float) -> TCPStore:
+def open_store(rendezvous: Rendezvous, address: str, deadline: float) -> TCPStore:
     """Return node 0's store; it is made on node 0, and waited for until `deadline` on the others.
 
     A single node meets itself, at a port of its own.
@@ -125,37 +127,40 @@ def open_store(place: Place, address: str, deadline: float) -> TCPStore:
     Raises:
         Unfit: Node 0 doesn't answer, or its port is taken.
     """
-    if place.rank:
-        _wait_for_node_0(place, address, deadline)
+    if rendezvous.rank:
+        _wait_for_node_0(rendezvous, address, deadline)
     try:
         return TCPStore(
             address,
-            place.port,
-            is_master=place.rank == 0,
+            rendezvous.port,
+            is_master=rendezvous.rank == 0,
             wait_for_workers=False,
             timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
         )
     except RuntimeError as error:
-        if place.rank:
-            raise Unfit(f"{place.name(0)}: no store at {address}:{place.port} ({_first_line(error)})") from error
+        if rendezvous.rank:
+            raise Unfit(
+                f"{rendezvous.name(0)}: no store at {address}:{rendezvous.port} ({_first_line(error)})"
+            ) from error
         raise Unfit(
-            f"{place.name(0)}: port {place.port} (MASTER_PORT + 1) can't be used ({_first_line(error)}): "
+            f"{rendezvous.name(0)}: port {rendezvous.port} (MASTER_PORT + 1) can't be used ({_first_line(error)}): "
             "choose another MASTER_PORT, below 32768, on all nodes"
         ) from error
 
 
-def _wait_for_node_0(place: Place, address: str, deadline: float) -> None:
+def _wait_for_node_0(rendezvous: Rendezvous, address: str, deadline: float) -> None:
     """Knock until node 0 opens; the store's own client would not tell a firewall from a node that isn't there."""
     reason = "not tried"
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((address, place.port), timeout=_CONNECT_S).close()
+            socket.create_connection((address, rendezvous.port), timeout=_CONNECT_S).close()
             return
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(0.1)
+    asked_from = rendezvous.name(rendezvous.rank)
     raise Unfit(
-        f"{place.name(0)}: node 0 doesn't answer at {address}:{place.port}, asked from {place.name(place.rank)} "
+        f"{rendezvous.name(0)}: node 0 doesn't answer at {address}:{rendezvous.port}, asked from {asked_from} "
         f"({reason}): start the preflight there, too, with the same MASTER_ADDR and MASTER_PORT, and let that port "
         "through the firewall"
     )

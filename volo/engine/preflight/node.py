@@ -10,8 +10,9 @@ import torch
 
 from volo.engine.preflight.meeting import Answer, Task
 from volo.engine.preflight.node_report import node_report
-from volo.engine.preflight.place import Place, interface_of
+from volo.engine.preflight.rendezvous import Rendezvous
 from volo.engine.preflight.workers import Workers
+from volo.engine.topology import interface_to
 
 
 class Node:
@@ -22,16 +23,16 @@ class Node:
         store: Address and port of the store on node 0.
     """
 
-    def __init__(self, args: Namespace, place: Place, own: str, store: tuple[str, int]) -> None:
-        self._rank, self._own = place.rank, own
+    def __init__(self, args: Namespace, rendezvous: Rendezvous, own: str, store: tuple[str, int]) -> None:
+        self._rank, self._own = rendezvous.rank, own
         self._paths, self._output = [*args.data, *([args.image] if args.image else [])], args.output
         gpus = torch.cuda.device_count()
         self.processes = args.processes or gpus or 1
         self.backend = "nccl" if gpus else "gloo"
-        self.measures = not args.no_bandwidth and place.nodes * self.processes > 1
+        self.measures = not args.no_bandwidth and rendezvous.nodes * self.processes > 1
         count = self.processes if self.measures else 0
         # Started now, ready when they are needed.
-        self._workers = Workers(count, "cuda" if gpus else "cpu", store, interface_of(own))
+        self._workers = Workers(count, "cuda" if gpus else "cpu", store, interface_to(own))
 
     def __enter__(self) -> Node:
         return self
@@ -46,4 +47,4 @@ class Node:
             return {**asdict(report), "processes": self.processes}
         if task["do"] == "ready":
             return self._workers.ready()
-        return self._workers.measure(task["prefix"], task["place"], task["nodes"], task["seconds"])
+        return self._workers.measure(task["prefix"], task["index"], task["nodes"], task["seconds"])

@@ -17,10 +17,13 @@ from pathlib import Path
 
 import torch
 
-from volo.engine.preflight.place import own_name_note, within
+from volo.engine.preflight.deadline import within
+from volo.engine.preflight.rendezvous import own_name_note
+from volo.engine.topology import Machine, read_machine
 
 GB = 1e9
 NONE = "none"
+ACTIVE = "ACTIVE"
 _STORAGE_S = 8.0
 _MANY_FOLDERS = 16  # the splits of a data set; the class folders below hold a million files
 
@@ -41,7 +44,7 @@ class NodeReport:
         address: Its own on the route to node 0.
         versions: Of what must be the same everywhere; "none" where there is none.
         gpus, gpu: How many torch sees, and their model.
-        cards: InfiniBand and RoCE ports, such as {"mlx5_0/1": "ACTIVE InfiniBand 200 Gb/sec (4X HDR)"}.
+        cards: See `cards`.
         memlock_gb: Memory that a process may pin; None: any.
         free_gb: On the file system of --output.
     """
@@ -67,6 +70,7 @@ def node_report(
 ) -> NodeReport:
     """Look at this node. `root` stands for / wherever sysfs and proc are read."""
     free_gb, output_error = output_state(output) if output else (None, "")
+    machine = read_machine(root)
     note = None if address.startswith("127.") else own_name_note()  # alone, its name is nobody's business
     return NodeReport(
         rank=rank,
@@ -75,8 +79,8 @@ def node_report(
         versions=versions(root),
         gpus=torch.cuda.device_count(),
         gpu=gpu_models(root),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        cards=cards(root),
+        cpus=len(machine.allowed) or os.cpu_count() or 1,
+        cards=cards(machine),
         paths={path: path_state(path) for path in paths},
         shm_gb=_free(root / "dev/shm"),
         memlock_gb=_memlock_gb(),
@@ -130,14 +134,10 @@ def gpu_models(root: Path) -> str:
     return ", ".join(sorted({found[1].strip() for text in texts if (found := re.search(r"Model:(.*)", text))})) or NONE
 
 
-def cards(root: Path) -> dict[str, str]:
-    """State, kind and rate of every port of every InfiniBand or RoCE card."""
-    found = {}
-    for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        state = _read(port / "state").partition(":")[2]  # "4: ACTIVE"
-        words = (state, _read(port / "link_layer"), _read(port / "rate"))
-        found[f"{port.parts[-3]}/{port.name}"] = " ".join(word.strip() for word in words)
-    return found
+def cards(machine: Machine) -> dict[str, str]:
+    """State of every port of the InfiniBand and RoCE cards, such as {"mlx5_0:1": "ACTIVE at 200 Gb/s"}."""
+    active = {port.name: f"{ACTIVE} at {port.rate:g} Gb/s" for port in machine.ports}
+    return active | dict(idle.split(" is ", 1) for idle in machine.idle_ports)
 
 
 def path_state(path: str) -> PathState:

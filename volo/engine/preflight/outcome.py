@@ -8,7 +8,7 @@ from typing import Any
 
 from volo.engine.preflight.bandwidth import Bandwidths, Measured, node_bandwidths
 from volo.engine.preflight.findings import Finding
-from volo.engine.preflight.node_report import NodeReport
+from volo.engine.preflight.node_report import ACTIVE, NodeReport
 from volo.engine.report import table
 
 _HEADING = ("node", "rank", "address", "GPUs", "CPUs", "cards", "shm GB", "memlock GB", "free GB", "clock ms")
@@ -81,7 +81,7 @@ class Outcome:
         report = next((each for each in self.reports if each.rank == rank), None)
         if report is None:
             return [self.names[rank], str(rank), "missing", *[""] * (len(self._heading()) - 3)]
-        active = sum(state.startswith("ACTIVE") for state in report.cards.values())
+        active = sum(state.startswith(ACTIVE) for state in report.cards.values())
         return [
             self.names[rank],
             str(rank),

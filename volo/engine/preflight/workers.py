@@ -109,15 +109,15 @@ class Workers:
         with ThreadPoolExecutor(len(self._workers)) as pool:
             return next(filter(None, pool.map(Worker.ready, self._workers)), "")
 
-    def measure(self, prefix: str, place: int, nodes: int, seconds: float) -> dict[str, Any]:
-        """Take part in an all-reduce of `nodes` nodes, of which this is number `place`; the slowest process's answer.
+    def measure(self, prefix: str, index: int, nodes: int, seconds: float) -> dict[str, Any]:
+        """Take part in an all-reduce of `nodes` nodes, of which this is number `index`; the slowest process's answer.
 
         Returns:
             {"bandwidth": GB/s} or {"error": text}.
         """
         count = len(self._workers)
         tasks = [
-            {"prefix": prefix, "rank": place * count + i, "size": nodes * count, "seconds": seconds}
+            {"prefix": prefix, "rank": index * count + i, "size": nodes * count, "seconds": seconds}
             for i in range(count)
         ]
         with ThreadPoolExecutor(count) as pool:

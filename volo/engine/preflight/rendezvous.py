@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import errno
-import queue
 import socket
-import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tlt.errors import UserError
+from volo.engine.preflight.deadline import within
 from volo.engine.preflight.hostlist import expand
 
-T = TypeVar("T")
 _DEFAULT_PORT = 29500
 _RESOLVER_S = 10.0
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 class Unfit(UserError):
@@ -27,7 +22,7 @@ class Unfit(UserError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """This node among all.
 
     Attributes:
@@ -47,7 +42,7 @@ class Place:
         return self.names[rank] if self.names else f"node {rank}"
 
 
-def place_from_environment(env: Mapping[str, str]) -> Place:
+def rendezvous_from_environment(env: Mapping[str, str]) -> Rendezvous:
     """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NODES, or Slurm's variables where those are not set.
 
     Raises:
@@ -57,7 +52,7 @@ def place_from_environment(env: Mapping[str, str]) -> Place:
     if nodes < 1:
         raise UserError("NNODES must be at least 1")
     if nodes == 1:
-        return Place(0, 1, (), "", 0)
+        return Rendezvous(0, 1, (), "", 0)
     if "NODE_RANK" not in env and _number(env, "SLURM_LOCALID", 0):
         raise UserError("the preflight runs once per node: start it with srun --ntasks-per-node=1")
     rank = _number(env, "NODE_RANK", _number(env, "SLURM_NODEID", -1))
@@ -69,7 +64,7 @@ def place_from_environment(env: Mapping[str, str]) -> Place:
     port = _number(env, "MASTER_PORT", _DEFAULT_PORT) + 1
     if not 1 < port < 65536:
         raise UserError(f"MASTER_PORT {port - 1} leaves no port after it for the preflight: choose 1024 to 65534")
-    return Place(rank, nodes, _names(env, nodes), env["MASTER_ADDR"], port)
+    return Rendezvous(rank, nodes, _names(env, nodes), env["MASTER_ADDR"], port)
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
@@ -89,53 +84,29 @@ def _names(env: Mapping[str, str], nodes: int) -> tuple[str, ...]:
     return names if len(names) == nodes else ()
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`, whose exceptions are raised here; dead storage and dead name servers don't stop us.
-
-    Raises:
-        TimeoutError: It takes longer than `seconds`. Its thread is left behind.
-    """
-    box: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            box.put((call(), None))
-        except Exception as error:
-            box.put((None, error))
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        value, error = box.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # set where there is no error
-
-
-def master_address(place: Place) -> str:
+def master_address(rendezvous: Rendezvous) -> str:
     """Return node 0's IPv4 address, as this node sees it.
 
     Raises:
         Unfit: It can't be resolved, is a loopback address, or is no address of node 0.
     """
-    here = f"{place.name(place.rank)} (host {socket.gethostname()})"
+    here = f"{rendezvous.name(rendezvous.rank)} (host {socket.gethostname()})"
     try:
-        address = within(_RESOLVER_S, lambda: socket.gethostbyname(place.master))
+        address = within(_RESOLVER_S, lambda: socket.gethostbyname(rendezvous.master))
     except (OSError, TimeoutError, UnicodeError) as error:
         raise Unfit(
-            f"{here}: MASTER_ADDR {place.master} can't be resolved ({error}): export node 0's IPv4 address in its "
-            "place, or mend /etc/hosts or DNS on this node"
+            f"{here}: MASTER_ADDR {rendezvous.master} can't be resolved ({error}): export node 0's IPv4 address in its "
+            "rendezvous, or mend /etc/hosts or DNS on this node"
         ) from error
     if address.startswith("127."):
-        resolved = "" if address == place.master else f" resolves to {address}, which"
+        resolved = "" if address == rendezvous.master else f" resolves to {address}, which"
         raise Unfit(
-            f"{here}: MASTER_ADDR {place.master}{resolved} is a loopback address, which no other node can reach: "
+            f"{here}: MASTER_ADDR {rendezvous.master}{resolved} is a loopback address, which no other node can reach: "
             "export node 0's IPv4 address, as `hostname -I` shows it there"
         )
-    if place.rank == 0 and not _is_own(address):
+    if rendezvous.rank == 0 and not _is_own(address):
         raise Unfit(
-            f"{here}: MASTER_ADDR {place.master} is no address of this node, which is node 0: export one that "
+            f"{here}: MASTER_ADDR {rendezvous.master} is no address of this node, which is node 0: export one that "
             "`hostname -I` shows here, or put the node that has it first"
         )
     return address
@@ -159,24 +130,6 @@ def source_address(target: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None where that can't be told (not Linux)."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
 
 
 def own_name_note() -> str | None:
