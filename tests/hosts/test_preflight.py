@@ -15,7 +15,7 @@ from tests.hosts.netns import Hosts, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 # Cores that all hosts share make bandwidths differ more than machines do.
-SHARED_CORES = ["--slow-below", "0.2"]
+SHARED_CORES = ("--slow-below", "0.2")
 # One node that runs something else than the others: real but for what it says of itself.
 PRETENDING = """
 import sys, time, torch
@@ -50,7 +50,7 @@ class Cluster:
         running = {}
         for rank, name in enumerate(names):
             program = ["-c", PRETENDING] if name == pretending else ["-m", "volo.engine.preflight"]
-            command = [sys.executable, *program, *SHARED_CORES, "--json", str(self.json), *flags]
+            command = [sys.executable, *program, "--json", str(self.json), *flags]
             if name != missing:
                 running[name] = self.hosts.start(name, command, hosts_file, NODE_RANK=str(rank), **variables)
         return {name: Ended(process.wait(150), process.communicate()[0]) for name, process in running.items()}
@@ -75,7 +75,7 @@ def cluster(hosts: Hosts, tmp_path: Path) -> Cluster:
 
 
 def test_healthy_hosts_are_fit(cluster: Cluster) -> None:
-    ended = cluster.run("--data", "tests", "--output", str(cluster.json.parent), "--free-gb", "0.1")
+    ended = cluster.run(*SHARED_CORES, "--data", "tests", "--output", str(cluster.json.parent), "--free-gb", "0.1")
     assert {each.code for each in ended.values()} == {0}, ended
     assert "3 nodes checked in" in ended["n1"].text and ended["n1"].text.rstrip().endswith("fit")
     assert not ended["n2"].text and not ended["n3"].text
@@ -128,7 +128,7 @@ def test_an_address_that_leads_nowhere(cluster: Cluster, tmp_path: Path, address
 def test_a_throttled_node_is_named(cluster: Cluster) -> None:
     """Last: the brake stays on."""
     cluster.hosts.throttle("n2", "40mbit")
-    ended = cluster.run()
+    ended = cluster.run(*SHARED_CORES)
     assert {each.code for each in ended.values()} == {6}, ended
     problems = [each for each in cluster.findings() if not each["is_note"]]
     assert [each["nodes"] for each in problems] == [["n2"]]
