@@ -64,14 +64,15 @@ def measure_all(nodes: int, processes: int, share: float, measure: Measure) -> B
 
 
 def _measure_rounds(rounds: Sequence[Sequence[Group]], share: float, measure: Measure) -> list[Measured]:
-    """What looks slow is measured again, and the best counts: other work on a machine passes, a bad cable stays."""
-    best = [result for groups in rounds for result in measure(groups)]
+    """What is slow is measured again, beside less, and the best counts: other work passes, a bad cable stays."""
+    best = {result.nodes: result for groups in rounds for result in measure(groups)}
     for _ in range(_PASSES - 1):
-        if not (slow_nodes(best, share) or slow_pairs(best, share)):
-            break
-        again = [result for groups in rounds for result in measure(groups)]
-        best = [max(both, key=lambda each: each.bandwidth) for both in zip(best, again, strict=True)]
-    return best
+        usual_value = usual(best.values()) if best else 0.0
+        slow = {group for group, result in best.items() if result.error or result.bandwidth < share * usual_value}
+        for groups in rounds:
+            again = measure([group for group in groups if group in slow]) if slow & {*groups} else []
+            best |= {new.nodes: max(best[new.nodes], new, key=lambda each: each.bandwidth) for new in again}
+    return list(best.values())
 
 
 def node_bandwidths(measured: Iterable[Measured]) -> dict[int, float]:
