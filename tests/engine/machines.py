@@ -63,14 +63,17 @@ class Tree:
     ) -> None:
         """An InfiniBand or RoCE card with one port."""
         self.device(path, node, vendor="0x15b3", device="0x101b", **{"class": "0x020700"})
-        self.port(name, state, rate, layer)
-        self.link(f"sys/class/infiniband/{name}/device", f"sys/devices/{path}")
+        self.port(name, f"sys/devices/{path}", state, rate, layer)
+        self.link(f"sys/devices/{path}/infiniband/{name}/device", f"sys/devices/{path}")
 
-    def port(self, card: str, state: str = "4: ACTIVE", rate: int = 200, layer: str = "InfiniBand") -> None:
-        """The port of a card that may have no hardware of its own."""
-        port = f"sys/class/infiniband/{card}/ports/1"
+    def port(
+        self, card: str, device: str, state: str = "4: ACTIVE", rate: int = 200, layer: str = "InfiniBand"
+    ) -> None:
+        """The port of a card, which RoCE in software has without hardware."""
+        port = f"{device}/infiniband/{card}/ports/1"
         for name, text in {"state": state, "rate": f"{rate} Gb/sec (4X HDR)", "link_layer": layer}.items():
             self.write(f"{port}/{name}", text)
+        self.link(f"sys/class/infiniband/{card}", f"{device}/infiniband/{card}")
 
 
 def dgx_a100(root: Path) -> Tree:
@@ -174,6 +177,6 @@ def virtual(root: Path) -> Tree:
         "sys/devices/pci0000:00/0000:00:03.0/virtio0/net/eth0/device", "sys/devices/pci0000:00/0000:00:03.0/virtio0"
     )
     tree.link("sys/class/net/eth0", "sys/devices/pci0000:00/0000:00:03.0/virtio0/net/eth0")
-    tree.port("rxe0", rate=10, layer="Ethernet")
-    tree.write("sys/class/infiniband/rxe0/ports/1/gid_attrs/ndevs/0", "eth0")
+    tree.port("rxe0", "sys/devices/virtual", rate=10, layer="Ethernet")
+    tree.write("sys/devices/virtual/infiniband/rxe0/ports/1/gid_attrs/ndevs/0", "eth0")
     return tree

@@ -110,12 +110,12 @@ def threads(share: Share, env: Mapping[str, str]) -> dict[str, str]:
 
     What the launcher counted for an unbound rank may be more: it knows nothing of NUMA nodes.
     """
-    if not share.cpus:
-        return {}
-    given = env.get("OMP_NUM_THREADS", "")
-    if given.isdigit():
-        return {"OMP_NUM_THREADS": str(min(int(given), len(share.cpus)))}
-    return {} if share.gpu else {"OMP_NUM_THREADS": str(max(1, len(share.cpus) - 1))}
+    cpus, given = len(share.cpus), env.get("OMP_NUM_THREADS", "")
+    if cpus and given.isdigit() and int(given) > cpus:
+        return {"OMP_NUM_THREADS": str(cpus)}
+    if cpus and not given and share.gpu is None:
+        return {"OMP_NUM_THREADS": str(max(1, cpus - 1))}
+    return {}
 
 
 def describe(plan: Plan, title: str, first_rank: int, added: Mapping[str, str], left_out: Sequence[str]) -> list[str]:

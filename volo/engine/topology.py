@@ -273,7 +273,7 @@ def _gpus(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[Gpu, ...]:
         if _read(device / "vendor") != _NVIDIA or not kind.startswith(_GPU_CLASSES):
             continue
         driver = device / "driver"
-        if driver.exists() and os.path.basename(os.path.realpath(driver)) != "nvidia":
+        if driver.is_symlink() and driver.resolve().name != "nvidia":
             continue  # a virtual machine's
         uuid = _status(shown / device.name / "information").get("GPU UUID", "")
         visible = not shown.is_dir() or (shown / device.name).is_dir()
