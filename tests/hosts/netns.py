@@ -58,6 +58,14 @@ class Hosts:
         """Let a host send no faster than `rate`, such as 20mbit."""
         _do(f"tc -n {self._space(name)} qdisc add dev eth0 root tbf rate {rate} burst 64kb latency 400ms")
 
+    def cut(self, name: str, other: str) -> None:
+        """Let a host send nothing to another one any more."""
+        _do(f"ip -n {self._space(name)} route add blackhole {self.addresses[self.names.index(other)]}/32")
+
+    def mend(self, name: str, other: str) -> None:
+        """Undo `cut`."""
+        _do(f"ip -n {self._space(name)} route del blackhole {self.addresses[self.names.index(other)]}/32")
+
     def start(self, name: str, command: list[str], etc_hosts: Path | None = None, **env: str) -> subprocess.Popen[str]:
         """Start a command on a host; `etc_hosts` replaces /etc/hosts for it. Output and errors come together."""
         inside = f"hostname {name}; " + (f"mount --bind {etc_hosts} /etc/hosts; " if etc_hosts else "") + 'exec "$@"'

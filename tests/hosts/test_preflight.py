@@ -125,6 +125,18 @@ def test_an_address_that_leads_nowhere(cluster: Cluster, tmp_path: Path, address
     assert f"error: {told}" in ended["n1"].text
 
 
+def test_two_nodes_that_reach_only_the_third(cluster: Cluster) -> None:
+    cluster.hosts.cut("n2", "n3")
+    try:
+        ended = cluster.run(*SHARED_CORES, "--round-timeout", "4")
+    finally:
+        cluster.hosts.mend("n2", "n3")
+    assert {each.code for each in ended.values()} == {6}, ended
+    problems = [each for each in cluster.findings() if not each["is_note"]]
+    assert [each["nodes"] for each in problems] == [["n2", "n3"]]
+    assert problems[0]["what"].startswith("all-reduce between them fails (")
+
+
 def test_a_throttled_node_is_named(cluster: Cluster) -> None:
     """Last: the brake stays on."""
     cluster.hosts.throttle("n2", "40mbit")

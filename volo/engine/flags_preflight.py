@@ -6,7 +6,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from tlt.errors import UserError
-from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, POSITIVE, SHARE, FlagParser, Group, flag, switch
+from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
+
+_WAIT = Number(float, low=1, high=250)  # s; a node loses patience with node 0 after 300
 
 _GROUPS = (
     Group(
@@ -29,7 +31,7 @@ _GROUPS = (
     Group(
         "Limits",
         (
-            flag("--timeout", default=25.0, type=ABOVE_ZERO, metavar="S", help="wait this long for all nodes"),
+            flag("--timeout", default=25.0, type=_WAIT, metavar="S", help="wait this long for all nodes"),
             flag("--max-clock-skew", default=1.0, type=ABOVE_ZERO, metavar="S", help="against node 0's clock"),
             flag("--slow-below", default=0.6, type=SHARE, metavar="SHARE", help="of the median node's bandwidth"),
             flag(
@@ -39,7 +41,7 @@ _GROUPS = (
                 metavar="GB/S",
                 help="all-reduce between two nodes, as bus bandwidth per process",
             ),
-            flag("--round-timeout", default=15.0, type=ABOVE_ZERO, metavar="S", help="for one bandwidth measurement"),
+            flag("--round-timeout", default=15.0, type=_WAIT, metavar="S", help="for one bandwidth measurement"),
             switch("--no-bandwidth", help="measure no bandwidth"),
         ),
     ),

@@ -64,11 +64,14 @@ def measure_all(nodes: int, processes: int, share: float, measure: Measure) -> B
 
 
 def _measure_rounds(rounds: Sequence[Sequence[Group]], share: float, measure: Measure) -> list[Measured]:
-    """What is slow is measured again, beside less, and the best counts: other work passes, a bad cable stays."""
+    """What is slow is measured again, beside less, and the best counts: other work passes, a bad cable stays.
+
+    What fails is not: it takes as long as it may, each time.
+    """
     best = {result.nodes: result for groups in rounds for result in measure(groups)}
     for _ in range(_PASSES - 1):
         usual_value = usual(best.values()) if best else 0.0
-        slow = {group for group, result in best.items() if result.error or result.bandwidth < share * usual_value}
+        slow = {group for group, result in best.items() if 0 < result.bandwidth < share * usual_value}
         for groups in rounds:
             again = measure([group for group in groups if group in slow]) if slow & {*groups} else []
             best |= {new.nodes: max(best[new.nodes], new, key=lambda each: each.bandwidth) for new in again}

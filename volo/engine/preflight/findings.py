@@ -117,7 +117,9 @@ def check_bandwidths(measured: Bandwidths, names: Names, share: float, minimum: 
             tuple(names[n] for n in each.nodes),
             "all-reduce between them "
             + (f"fails ({each.error})" if each.error else _share_text(each.bandwidth, usual(measured.ring))),
-            "look at the way between them",
+            "let them reach each other on all ports (firewall, routes)"
+            if each.error
+            else "look at the way between them",
         )
         for each in slow_pairs(measured.ring, share)
     ]

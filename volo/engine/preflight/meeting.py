@@ -19,8 +19,8 @@ Task = dict[str, Any]
 Answer = Any
 _POLL_S = 0.02
 _CONNECT_S = 2.0
-# A node waits so long for its next task: as long as the slowest of the others may take for theirs.
-_PATIENCE_S = 180.0
+# A node waits so long for its next task: as long as the slowest of the others may take for theirs, and longer.
+_PATIENCE_S = 300.0
 
 
 class Meeting:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import asdict
 from types import TracebackType
 
 import torch
 
+from volo.engine.placement import make_plan, variables
 from volo.engine.preflight.meeting import Answer, Task
 from volo.engine.preflight.node_report import node_report
 from volo.engine.preflight.rendezvous import Rendezvous
 from volo.engine.preflight.workers import Workers
-from volo.engine.topology import interface_to
+from volo.engine.topology import read_machine
 
 
 class Node:
@@ -30,9 +32,9 @@ class Node:
         self.processes = args.processes or gpus or 1
         self.backend = "nccl" if gpus else "gloo"
         self.measures = not args.no_bandwidth and rendezvous.nodes * self.processes > 1
-        count = self.processes if self.measures else 0
+        environments = network_variables(rendezvous, self.processes) if self.measures else []
         # Started now, ready when they are needed.
-        self._workers = Workers(count, "cuda" if gpus else "cpu", store, interface_to(own))
+        self._workers = Workers("cuda" if gpus else "cpu", store, environments)
 
     def __enter__(self) -> Node:
         return self
@@ -48,3 +50,10 @@ class Node:
         if task["do"] == "ready":
             return self._workers.ready()
         return self._workers.measure(task["prefix"], task["index"], task["nodes"], task["seconds"])
+
+
+def network_variables(rendezvous: Rendezvous, processes: int) -> list[dict[str, str]]:
+    """Cards and interface of each process, as `--bind auto` names them to a run's ranks; the user's own stay."""
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": str(rendezvous.nodes * processes)}
+    plan = make_plan(read_machine(), "auto", None, processes, env)
+    return [variables(plan, local_rank, env)[0] for local_rank in range(processes)]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -88,16 +88,15 @@ class Workers:
 
     Args:
         store: Address and port of the store on node 0.
-        interface: Network interface of the route there, for gloo's and NCCL's sockets; what the user has set wins.
+        environments: What each process gets besides this one's environment.
     """
 
-    def __init__(self, count: int, device_type: str, store: tuple[str, int], interface: str | None) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            if interface:
-                env.setdefault(name, interface)
+    def __init__(self, device_type: str, store: tuple[str, int], environments: Sequence[Mapping[str, str]]) -> None:
         command = [sys.executable, str(Path(__file__).with_name("worker.py")), store[0], str(store[1]), device_type]
-        self._workers = [Worker([*command, str(rank)], env) for rank in range(count)]
+        self._workers = [
+            Worker([*command, str(rank)], {"OMP_NUM_THREADS": "1", **os.environ, **added})
+            for rank, added in enumerate(environments)
+        ]
 
     def end(self) -> None:
         """Kill all of them."""
