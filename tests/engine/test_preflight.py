@@ -16,15 +16,18 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from tests.programs.conftest import ROOT
 from tlt.errors import UserError
+from volo import cli
 from volo.engine.flags_preflight import parse_preflight
-from volo.engine.preflight import bandwidth, node_report, rendezvous
+from volo.engine.preflight import bandwidth, conduct, node_report, rendezvous
 from volo.engine.preflight.bandwidth import Bandwidths, Group, Measured, measure_all, ring_rounds
+from volo.engine.preflight.conduct import Conductor
 from volo.engine.preflight.findings import Finding, Needs, check_bandwidths, check_clocks, check_nodes, missing_nodes
 from volo.engine.preflight.hostlist import expand
 from volo.engine.preflight.meeting import Meeting
@@ -263,6 +266,64 @@ def test_nodes_that_count_differently() -> None:
         Meeting(Rendezvous(1, 3, ("a", "b", "c"), "n1", 29501), store).arrive()
 
 
+class MadeUpNode:
+    """Answers as a node would whose all-reduces reach 10 GB/s."""
+
+    processes, backend, measures = 2, "gloo", True
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def perform(self, task: dict[str, Any]) -> Any:
+        """As `Node.perform`."""
+        if task["do"] == "report":
+            return {**dataclasses.asdict(made_up(self._rank)), "processes": 2}
+        if task["do"] == "ready":
+            return "no GPU" if self._rank == 2 else ""
+        return {"bandwidth": 10.0}
+
+
+def conducted(nodes: int, silent: int | None = None) -> Outcome:
+    """What node 0 finds among nodes that run in threads; a `silent` one comes and then does nothing."""
+    store = HashStore()
+    meetings = [Meeting(Rendezvous(rank, nodes, (), "n1", 29501), store) for rank in range(nodes)]
+    for meeting in meetings:
+        meeting.arrive()
+    followers = [
+        threading.Thread(target=meeting.follow, args=(MadeUpNode(rank).perform,), daemon=True)
+        for rank, meeting in enumerate(meetings)
+        if rank not in (0, silent)
+    ]
+    for follower in followers:
+        follower.start()
+    conductor = Conductor(parse_preflight(["--shm-gb", "0"]), meetings[0], MadeUpNode(0))  # type: ignore[arg-type]
+    outcome = conductor.check(time.monotonic())
+    meetings[0].ask({rank: {"do": "end", "code": 0} for rank in range(1, nodes) if rank != silent}, 5.0)
+    for follower in followers:
+        follower.join()
+    return outcome
+
+
+def test_node_0_asks_all_and_measures() -> None:
+    outcome = conducted(2)
+    assert outcome.problems == []
+    assert [each.nodes for each in outcome.bandwidths.alone] == [(0,), (1,)]
+    assert [(each.nodes, each.bandwidth) for each in outcome.bandwidths.ring] == [((0, 1), 10.0)]
+
+
+def test_a_node_that_stops_answering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct, "_REPORT_S", 0.3)
+    outcome = conducted(3, silent=1)
+    assert [str(each) for each in outcome.problems] == ["node 1: came and has stopped answering: its own log tells why"]
+    assert outcome.bandwidths == Bandwidths()
+
+
+def test_processes_that_do_not_start_are_told() -> None:
+    outcome = conducted(3)
+    assert [each.nodes for each in outcome.problems] == [("n3",)]
+    assert "its processes don't start (no GPU)" in outcome.problems[0].what
+
+
 def network(speeds: dict[int, float], cut: Sequence[Group] = (), spine: int = 10**9) -> Callable[..., list[Measured]]:
     """Measures as a network of nodes of some speeds would, others 10 GB/s; `cut` pairs reach 1, and what lies on both
     sides of node number `spine` 2."""
@@ -486,8 +547,10 @@ def test_one_machine_without_any_variable(tmp_path: Path) -> None:
     assert found["exit_code"] == 0 and found["findings"] == []
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "volo.engine.preflight", "--no-bandwidth", "--data", str(tmp_path / "none")]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert ended.returncode == 6
-    assert f"can't read {tmp_path / 'none'} (No such file or directory)" in ended.stdout
+def test_data_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NNODES", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    assert cli.preflight(["--no-bandwidth", "--data", str(tmp_path / "none")]) == 6
+    assert f"can't read {tmp_path / 'none'} (No such file or directory)" in capsys.readouterr().out

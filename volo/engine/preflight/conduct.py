@@ -59,6 +59,7 @@ class Conductor:
         self._args, self._meeting, self._node = args, meeting, node
         self._rendezvous = meeting.rendezvous
         self._rounds = 0
+        self._failed = False
 
     def check(self, started: float) -> Outcome:
         """Go through all checks; bandwidth is measured only if all nodes are there."""
@@ -105,6 +106,8 @@ class Conductor:
 
     def _measure(self, groups: Sequence[Group]) -> list[Measured]:
         """Measure groups that share no node, at the same time."""
+        if self._failed:  # or those whose process was killed come late to the next one, and fail again
+            self._ask_all({rank: {"do": "ready"} for group in groups for rank in group}, _READY_S)
         self._rounds += 1
         seconds = self._args.round_timeout
         tasks = {
@@ -119,7 +122,9 @@ class Conductor:
             for index, rank in enumerate(group)
         }
         answers = self._ask_all(tasks, seconds + _RESTART_S)
-        return [_measured(group, [answers[rank] for rank in group]) for group in groups]
+        measured = [_measured(group, [answers[rank] for rank in group]) for group in groups]
+        self._failed = any(each.error for each in measured)
+        return measured
 
     def _ask_all(self, tasks: dict[int, dict], seconds: float) -> dict:
         answers = self._meeting.ask(tasks, seconds, self._node.perform)
