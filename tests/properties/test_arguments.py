@@ -31,6 +31,7 @@ from volo.engine.config import load_yaml
 from volo.engine.console import run_program
 from volo.engine.flag_table import Flag, FlagParser
 from volo.engine.flags_benchmark import COMMANDS, benchmark_parser, parse_benchmark
+from volo.engine.flags_preflight import parse_preflight, preflight_parser
 from volo.engine.flags_report import parse_report, report_parser
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {
@@ -39,6 +40,7 @@ PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParse
     "generate_label": (parse_generate_label, generate_label_parser(), []),
     "benchmark": (parse_benchmark, benchmark_parser(next(iter(COMMANDS))), [*COMMANDS]),
     "report": (parse_report, report_parser(), []),
+    "preflight": (parse_preflight, preflight_parser(), []),
 }
 ODD = (  # no NUL: no command line can hold one
     "", "-", "--", "---", "-1", "0", "1e400", "nan", "-inf", "1_0", "0x10", "١", "9" * 5000, "1e-400", "a=b", "=", "a=",

@@ -171,7 +171,7 @@ def whole(cluster: Cluster) -> Whole:
     archive = cluster.scratch / "digits.tar"
     subprocess.run(["tar", "-cf", archive, "-C", cluster.data.parent, cluster.data.name], check=True)
     staging = {"DATA": str(archive), "STAGE_TO": str(cluster.scratch / "cluster" / "disk")}
-    job = cluster.submit("pretrain", EXPERIMENT="whole", **staging)
+    job = cluster.submit("pretrain", EXPERIMENT="whole", PREFLIGHT="1", **staging)
     staging["FINETUNE"] = str(cluster.scratch / "runs" / "whole" / "model_best.pth.tar")
     options = f"-N 2 --dependency=afterok:{job} --kill-on-invalid-dep=yes"
     fine = cluster.submit("finetune", f"{FLAGS} --epochs 1 --img-size 48", options, EXPERIMENT="fine", **staging)

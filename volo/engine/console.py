@@ -1,9 +1,9 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
 Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
-losses; 4 checkpoints could not be written; 5 a rank hung or was lost; 85 stopped by SIGTERM or SIGUSR1, to be started
-again; 130 interrupted from the keyboard; 141 nobody reads the output any more; 1 a defect in the program, with its
-traceback.
+losses; 4 checkpoints could not be written; 5 a rank hung or was lost; 6 the machines are not fit (preflight); 85
+stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141 nobody reads the output any
+more; 1 a defect in the program, with its traceback.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ def run_program(
     parse: Callable[[Sequence[str] | None], Namespace],
     module: str,
     argv: Sequence[str] | None = None,
+    models: bool = True,
 ) -> int:
     """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
-    return the exit code of its `run(args)`."""
+    return the exit code of its `run(args)`. `models`: registered with timm before."""
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         args = parse(argv)
         if "bind" in args:
             args.notes += bind_process(args)
-        importlib.import_module("volo.models")  # which in a program importing volo doesn't do
+        if models:
+            importlib.import_module("volo.models")  # which in a program importing volo doesn't do
         return importlib.import_module(module).run(args)
     except UserError as error:
         if debug:
