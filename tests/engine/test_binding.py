@@ -171,7 +171,7 @@ def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path: Path) -> 
     three = make_plan(machine, "cpu+mem", "cpu", 16, {}).shares
     assert [listed(share.cpus) for share in three[:3]] == ["0-7,128-135", "8-15,136-143", "16-23,144-151"]
     assert [(share.memory, share.node) for share in three[:3]] == [("bind", 0), ("bind", 0), ("bind", 1)]
-    few = make_plan(replace(machine, allowed=frozenset({0, 1, 128, 129})), "cpu", "cpu", 3, {})
+    few = make_plan(replace(machine, allowed=frozenset({0, 1, 128, 129}), parent_allowed=None), "cpu", "cpu", 3, {})
     assert few.shares == (Share(),) * 3
     assert few.reasons == ("2 cores in the CPU mask for 3 ranks: CPUs and memory are left to the kernel",)
     # A share in two nodes has memory of both.
