@@ -138,8 +138,11 @@ def test_cards_of_another_network_are_left_out_though_they_are_as_near(tmp_path:
     for i, name in ((0, "bf3_0"), (4, "bf3_1")):
         switch = f"pci0000:{i + 1:02x}/0000:{i + 1:02x}:01.0/0000:a{i}:00.0"
         tree.card(name, f"{switch}/0000:a{i}:03.0/0000:{i}c:00.0", i // 4, rate=400, layer="Ethernet")
-    assert read_machine(tmp_path).ports[0].name == "bf3_0:1"
+    machine = read_machine(tmp_path)
+    assert machine.ports[0].name == "bf3_0:1"
     assert table(tmp_path) == DGX_H100.strip().splitlines()
+    # As many of both: InfiniBand.
+    assert nearest_ports(machine.gpus[:1], machine.ports[0:3:2])["0000:1b:00.0"].port.name == "mlx5_0:1"
 
 
 def test_nodes_of_memory_alone_do_not_count(tmp_path: Path) -> None:
