@@ -15,6 +15,7 @@ set -uo pipefail
 "$@" &
 child=$!
 warned=
+# shellcheck disable=SC2329 # the traps call it
 forward() {
   warned=1
   kill -s "$1" "$child" 2>/dev/null

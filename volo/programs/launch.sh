@@ -3,6 +3,7 @@
 # Environment: PYTHON (default: python3 of the active environment, else of .venv beside the script), OMP_NUM_THREADS
 # (default: (cores - 1) / N on a machine without GPUs, else cores / N), MAX_RESTARTS=N starts the processes again up to N
 # times after one was lost, DRY_RUN=1 prints the command instead of running it.
+# shellcheck shell=bash disable=SC2154 # the scripts set here, program and usage
 set -euo pipefail
 
 case "${1:-}" in
