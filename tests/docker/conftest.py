@@ -42,7 +42,11 @@ class Buildah:
     def run(self, *command: str | Path, check: bool = True, **more: str) -> subprocess.CompletedProcess[str]:
         """Run a command that uses buildah; `more` is added to the environment."""
         ended = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, env={**self.environment, **more}
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            env={**self.environment, **more},
+            timeout=900,
         )
         assert not check or ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
         return ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,10 +33,9 @@ def run(buildah: Buildah, container: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def files(buildah: Buildah, container: str) -> Iterator[Path]:
-    """The container's root directory."""
-    yield Path(buildah("mount", container).stdout.strip())
-    buildah("umount", container)
+def files(buildah: Buildah, image: str) -> Path:
+    """The image's root directory; what runs in `container` leaves no traces there."""
+    return Path(buildah("mount", buildah("from", image).stdout.strip()).stdout.strip())
 
 
 def _packages(buildah: Buildah, name: str) -> set[str]:
@@ -63,8 +62,8 @@ def test_the_packages_and_programs_answer(run: Run) -> None:
     for program in ("python train.py", "python validate.py", "python generate_label.py", "volo-train"):
         assert "usage: " in run(*program.split(), "--help")
     assert "launch.py" in run("sh", "-c", "DRY_RUN=1 ./distributed_train.sh 2 /data")
-    for tool in ("numactl --show", "ip -Version", "ibv_devinfo -h"):
-        run("sh", "-c", f"{tool} || test $? -le 1")
+    for tool in ("numactl", "ip", "ibv_devinfo"):
+        run("sh", "-c", f"command -v {tool}")
 
 
 def test_two_processes_train_in_it(make_dataset: Callable[..., Path], run: Run, tmp_path: Path) -> None:
@@ -73,7 +72,9 @@ def test_two_processes_train_in_it(make_dataset: Callable[..., Path], run: Run, 
     os.chown(output, USER, USER)
     flags = "--model volo_test --img-size 32 --num-classes 4 -b 4 -j 0 --epochs 1 --warmup-epochs 0 --cooldown-epochs 0"
     command = f"./distributed_train.sh 2 /data {flags} --output /output --experiment run"
-    run(*command.split(), flags=("--volume", f"{data}:/data:ro", "--volume", f"{output}:/output"))
+    # buildah names the container after itself, and leaves that name out of /etc/hosts.
+    mounts = ("--volume", f"{data}:/data:ro", "--volume", f"{output}:/output", "--hostname", "localhost")
+    run(*command.split(), flags=mounts)
     assert (output / "run/last.pth.tar").is_file()
     assert (output / "run/last.pth.tar").stat().st_uid == USER
 
@@ -117,4 +118,4 @@ def test_a_base_with_too_old_a_torch_stops_the_build(buildah: Buildah, base: str
     buildah("commit", "--rm", container, "old")
     ended = buildah.build("old", "never", check=False)
     assert ended.returncode != 0
-    assert "volo-tlt 0.1.0 depends on torch>=2.9" in ended.stdout + ended.stderr
+    assert "depends on torch>=2.9" in ended.stdout and "(constraint) torch==2.8.0" in ended.stdout
