@@ -28,6 +28,7 @@ class Buildah:
     """buildah with its storage in `folder`, so that nothing else on the machine is touched."""
 
     def __init__(self, folder: Path) -> None:
+        self.printed = folder / "printed"
         settings = folder / "storage.conf"
         driver = os.environ.get("STORAGE_DRIVER", "overlay")
         settings.write_text(
@@ -50,6 +51,15 @@ class Buildah:
         )
         assert not check or ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
         return ended
+
+    def inside(self, container: str, *command: str, flags: tuple[str, ...] = ()) -> str:
+        """Run a command in a container, as the image's user; return what it prints."""
+        self.printed.write_text("")
+        self.printed.chmod(0o666)
+        volumes = (*VOLUMES, "--volume", f"{self.printed}:/printed")
+        # Through a file: buildah was seen to lose what a short command prints.
+        self("run", *volumes, *flags, container, "--", "sh", "-c", '"$@" >/printed', "sh", *command)
+        return self.printed.read_text()
 
     def build(self, base: str, tag: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run docker/build.sh on `base`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docker.conftest import LINKED, ROOT, VOLUMES, Buildah
+from tests.docker.conftest import LINKED, ROOT, Buildah
 
 pytestmark = pytest.mark.docker
 USER = 10001
@@ -27,7 +27,7 @@ def run(buildah: Buildah, container: str) -> Run:
     """Return `run(*command, flags=())`: what the command prints in the container, as the image's user."""
 
     def run(*command: str, flags: tuple[str, ...] = ()) -> str:
-        return buildah("run", *VOLUMES, *flags, container, "--", *command).stdout
+        return buildah.inside(container, *command, flags=flags)
 
     return run
 
@@ -40,7 +40,7 @@ def files(buildah: Buildah, image: str) -> Path:
 
 def _packages(buildah: Buildah, name: str) -> set[str]:
     container = buildah("from", name).stdout.strip()
-    return set(buildah("run", *VOLUMES, container, "--", "python3", "-m", "pip", "list").stdout.splitlines()[2:])
+    return set(buildah.inside(container, "python3", "-m", "pip", "list").splitlines()[2:])
 
 
 def test_every_package_of_the_base_is_as_it_was(buildah: Buildah, base: str, image: str, run: Run) -> None:
