@@ -66,6 +66,18 @@ def test_the_packages_and_programs_answer(run: Run) -> None:
         run("sh", "-c", f"command -v {tool}")
 
 
+def test_a_mounted_checkout_runs_on_the_images_python(run: Run, tmp_path: Path) -> None:
+    for part in ("distributed_train.sh", "volo"):
+        (tmp_path / part).symlink_to(f"/opt/volo/{part}")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").symlink_to("/usr/bin/python3")
+    tmp_path.chmod(0o755)
+    printed = run(
+        "sh", "-c", "DRY_RUN=1 /checkout/distributed_train.sh 1 /data", flags=("--volume", f"{tmp_path}:/checkout:ro")
+    )
+    assert "python3" in printed and ".venv" not in printed
+
+
 def test_two_processes_train_in_it(make_dataset: Callable[..., Path], run: Run, tmp_path: Path) -> None:
     data, output = make_dataset(train=8, validation=4), tmp_path / "output"
     output.mkdir()
