@@ -1,13 +1,14 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
-# make lint   ruff and mypy                                                  make clean  remove .venv and the demo's output
+# make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
+# make lint   ruff, mypy, shellcheck, hadolint                               make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
 
-.PHONY: demo test test-faults test-slurm lint clean
+.PHONY: demo test test-faults test-slurm test-docker lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -31,10 +32,16 @@ test-slurm:
 	$(MAKE) $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "slurm or hosts" $(TEST_ARGS); code=$$?; tests/slurm/cluster.sh down; exit $$code
 
+test-docker: $(VENV)/.installed-test
+	@for tool in buildah debootstrap; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	  test -z "$$missing" || (set -x; apt-get install --yes --no-install-recommends $$missing)
+	$(BIN)/python -m pytest -m docker tests/docker $(TEST_ARGS)
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	.ci/lint-shell
 
 clean:
 	rm -rf $(VENV) demo_output
