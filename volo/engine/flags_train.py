@@ -216,6 +216,12 @@ DISTRIBUTED = Group(
     "Distributed",
     (
         flag(
+            "--grad-compression",
+            default="none",
+            choices=("none", "bf16"),
+            help="sum gradients over the ranks in bfloat16: half the bytes, three digits",
+        ),
+        flag(
             "--local_rank",
             "--local-rank",
             default=0,
