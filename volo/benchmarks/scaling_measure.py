@@ -1,15 +1,13 @@
 """Step times of DistributedDataParallel, measured by ranks that this process starts on this machine.
 
 Every rank times, in turns: forward and backward pass alone (all ranks at once, nothing sent), all-reduces of several
-sizes alone, and the step with the all-reduce under the backward pass, once per setting. A time is that of the slowest
-rank, the median of the rounds.
+sizes X
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import choose_device, max_over_ranks
 
 _TIMEOUT = timedelta(minutes=5)  # of one collective
-_WARM_UP = 3  # steps: DistributedDataParallel fills its buckets anew after the first
+_WARM_UP = 2  # rounds: DistributedDataParallel fills its buckets anew after the first step
 _NANO = 1_000_000_000
 
 
@@ -125,12 +123,8 @@ class _Rank:
     def run(self) -> dict[str, Any]:
         wrapped: list[nn.Module] = [distribute(copy.deepcopy(self.model), self.device, s) for s in self.job.settings]
         tensors = [torch.ones(size // 4, device=self.device) for size in self.job.sizes]
-        for _ in range(_WARM_UP):
-            self._alone()
-            for model in wrapped:
-                self._step(model)
-        rounds = [self._round(wrapped, tensors) for _ in range(self.job.rounds)]
-        forward, backward, *rest = (statistics.median(column) for column in zip(*rounds, strict=True))
+        rounds = [self._round(wrapped, tensors) for _ in range(_WARM_UP + self.job.rounds)][_WARM_UP:]
+        forward, backward, *rest = (min(column) for column in zip(*rounds, strict=True))
         return {
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "forward": forward,
@@ -146,12 +140,19 @@ class _Rank:
         return seconds + [self._slowest(lambda m=model: self._step(m)) for model in wrapped]  # type: ignore[misc]
 
     def _alone(self) -> tuple[float, float]:
-        """Forward and backward pass of the bare model."""
-        loss: list[Tensor] = []
-        forward = self._slowest(lambda: loss.append(self._loss(self.model)))
-        backward = self._slowest(lambda: loss[0].backward())
+        """Forward and backward pass of the bare model; together they take as long as the slowest rank."""
+        marks: list[float] = []
+
+        def work() -> None:
+            marks.append(self._now())
+            loss = self._loss(self.model)
+            marks.append(self._now())
+            loss.backward()
+
+        seconds = self._slowest(work)
+        forward = seconds * (marks[1] - marks[0]) / (self._now() - marks[0])
         self.model.zero_grad(set_to_none=True)
-        return forward, backward
+        return forward, seconds - forward
 
     def _step(self, model: nn.Module) -> None:
         model.zero_grad(set_to_none=True)

@@ -154,7 +154,7 @@ _SCALING_MEASURING = Group(
         flag("--ranks", default=None, type=POSITIVE, nargs="+", metavar="N", help="(1, 2, 4, ... as GPUs or CPUs go)"),
         flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
         flag("--threads", default=None, type=POSITIVE, metavar="N", help="of a rank on CPUs (an even share)"),
-        flag("--rounds", default=5, type=POSITIVE, metavar="N", help="steps of each kind; the median counts"),
+        flag("--rounds", default=10, type=POSITIVE, metavar="N", help="steps of each kind; the quickest counts"),
         switch("--settings", help="also measure DistributedDataParallel with other settings"),
     ),
 )

@@ -219,7 +219,7 @@ DISTRIBUTED = Group(
             "--grad-compression",
             default="none",
             choices=("none", "bf16"),
-            help="sum gradients over the ranks in bfloat16: half the bytes, three digits",
+            help="bf16: sum gradients over the ranks in bfloat16, half the bytes",
         ),
         flag(
             "--local_rank",
