@@ -143,7 +143,7 @@ def test_what_a_step_waits_for() -> None:
         return step_seconds(work, gpus, machine, Conditions(**conditions))
 
     assert step(1) == pytest.approx(0.9)
-    assert step(1, input_rate=5.0) == pytest.approx(2.0)
+    assert step(1, input_rate=5.0) == pytest.approx(2.0) and step(4, input_rate=5.0) == pytest.approx(8.0)
     assert step(4, overlap=False) == pytest.approx(0.9 + send(2e6) + send(4e6))
     assert step(4, overlap=False, compression=0.5) == pytest.approx(0.9 + send(1e6) + send(2e6))
     overlapped = predict(work, 4, machine, Conditions())

@@ -147,11 +147,9 @@ def overlapped_seconds(
 
 
 def _time_after(work: float, now: float, busy_until: float, contention: float) -> float:
-    """When `work` is done that goes on at a speed of 1 - contention while the link is busy, and at 1 then."""
-    slowed = max(0.0, busy_until - now) * (1 - contention)
-    if work <= slowed:
-        return now + work / (1 - contention)
-    return max(now, busy_until) + work - slowed
+    """When `work` is done that goes on at a speed of 1 - contention until `busy_until`, now or later, and at 1 then."""
+    slowed = (busy_until - now) * (1 - contention)
+    return now + work / (1 - contention) if work <= slowed else busy_until + work - slowed
 
 
 def slowest_factor(ranks: int, jitter: float) -> float:
