@@ -56,7 +56,24 @@ def distribute(
     )
     if settings.compression == "bf16":
         wrapped.register_comm_hook(None, send_bf16)
+    _fill_buckets(wrapped)
     return wrapped
+
+
+def _fill_buckets(wrapped: DistributedDataParallel) -> None:
+    """Do a backward pass of zeros, from the last parameter to the first.
+
+    torch fills its buckets anew after the first backward pass, and where a gradient lies in them decides in which order
+    more than two ranks sum it. So the first step after a resume would differ in its last bits from what it was before.
+    """
+    module = wrapped.module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda zero: sum(p.float().sum() for p in trained) * zero
+    try:
+        wrapped(torch.zeros((), device=trained[0].device)).backward()
+    finally:
+        del module.forward
+    module.zero_grad(set_to_none=True)
 
 
 def send_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
