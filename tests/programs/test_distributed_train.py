@@ -99,3 +99,24 @@ def test_the_launcher_says_how_it_is_called() -> None:
 def test_a_mistake_ends_all_processes_with_its_line_and_exit_code(dataset: tuple[Path, Path]) -> None:
     out = launch(2, f"{FLAGS} --model volo_d9", dataset[0], code=2)
     assert "[rank 0] error: --model volo_d9" in out and "Traceback" not in out
+
+
+def test_gradients_in_bfloat16_move_the_weights_by_their_rounding(dataset: tuple[Path, Path], tmp_path: Path) -> None:
+    """With what gets in the way of DDP's hooks: accumulation, recomputed activations, a class head without a loss."""
+    data, labels = dataset
+    flags = f"{QUICK} -b 2 --grad-accum-steps 2 --grad-checkpointing --cls-weight 0 --epochs 1 --lr 1e-4 --opt sgd"
+    flags += f" --token-label --token-label-data {labels} --output {tmp_path} --experiment"
+    launch(2, f"{flags} exact", data)
+    launch(2, f"{flags} rounded --grad-compression bf16", data)
+    exact, rounded = (torch.load(tmp_path / run / "last.pth.tar", weights_only=True) for run in ("exact", "rounded"))
+    assert (exact["args"]["grad_compression"], rounded["args"]["grad_compression"]) == ("none", "bf16")
+    one, two = (metrics(tmp_path / run) for run in ("exact", "rounded"))
+    assert two[0]["loss"] == one[0]["loss"] and two[0]["grad_norm"] != one[0]["grad_norm"]
+    assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=0.01)
+
+
+def test_gradients_of_one_process_are_not_compressed(
+    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ended = call("train", f"{dataset[0]} {QUICK} --output {tmp_path} --grad-compression bf16")
+    assert ended.code == 2 and "--grad-compression bf16 has no effect with one process: leave it out" in ended.err

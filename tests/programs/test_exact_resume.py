@@ -67,12 +67,15 @@ def test_fault_11_interrupted_at_several_updates(
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("more", ["", "--grad-compression bf16"])
 def test_fault_11_interrupted_on_two_ranks(
-    make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+    make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path, more: str
 ) -> None:
     """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
     data = make_dataset(train=24)
-    flags = f"{FLAGS} -b 4 --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
+    flags = (
+        f"{FLAGS} {more} -b 4 --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
+    )
     launch(2, f"{flags} --experiment whole", data)
     driver = str(Path(interrupted_train.__file__))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", driver, "2"]

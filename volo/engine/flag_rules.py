@@ -181,7 +181,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_weights(args)
     notes = _settle_token_labels(args)
     notes += _settle_compat(args)
-    _check_needs(args, flags, _NEEDS_TRAIN)
+    check_needs(args, flags, _NEEDS_TRAIN)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
     _check_mixing(args)
@@ -211,7 +211,7 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need,
     Raises:
         UserError: Two sources, or none; a flag without effect.
     """
-    _check_needs(args, flags, needs)
+    check_needs(args, flags, needs)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
     if args.model is None and not args.checkpoint:
@@ -229,7 +229,12 @@ def _check_refused(args: Namespace, flags: Mapping[str, Flag], refused: Mapping[
             raise UserError(f"{_shown(row, getattr(args, dest))}: {reason}")
 
 
-def _check_needs(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...]) -> None:
+def check_needs(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...]) -> None:
+    """Refuse flags that mean nothing without others.
+
+    Raises:
+        UserError: The first of them.
+    """
     for need in needs:
         for dest in (name for name in need.flags if name in flags):
             value = getattr(args, dest)

@@ -7,15 +7,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from volo.engine.flag_table import COUNT, POSITIVE, FlagParser, Group, flag, switch
+from volo.benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
+from volo.engine.flag_rules import Need, check_needs
+from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what it measures, and its flags."""
+    """A subcommand: what it measures, its flags, and what some of them mean nothing without."""
 
     description: str
     groups: tuple[Group, ...]
+    needs: tuple[Need, ...] = ()
 
 
 _OUTPUT = (
@@ -136,6 +139,90 @@ _CHECKPOINT = (
     ),
 )
 
+_SCALING_STEP = Group(
+    "Step",
+    (
+        flag("--model", default="volo_d1", metavar="NAME", help="any model of timm or of this project"),
+        flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images per rank"),
+        flag("--bucket-mb", default=25.0, type=ABOVE_ZERO, metavar="MB", help="MiB of gradients sent in one piece"),
+        flag("--grad-compression", default="none", choices=("none", "bf16"), help="as train.py's"),
+    ),
+)
+_SCALING_MEASURING = Group(
+    "Measuring",
+    (
+        flag("--ranks", default=None, type=POSITIVE, nargs="+", metavar="N", help="(1, 2, 4, ... as GPUs or CPUs go)"),
+        flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
+        flag("--threads", default=None, type=POSITIVE, metavar="N", help="of a rank on CPUs (an even share)"),
+        flag("--rounds", default=10, type=POSITIVE, metavar="N", help="steps of each kind; the quickest counts"),
+        switch("--settings", help="also measure DistributedDataParallel with other settings"),
+    ),
+)
+_GPUS = [1, 2, 4, 8, 16, 40, 80, 160, 320, 640]
+_SCALING_PREDICTION = Group(
+    "Prediction",
+    (
+        flag("--machine", default="here", choices=("here", *MACHINES), help="here: links as measured"),
+        flag(
+            "--gpus", default=[1, 2, 4, 8, 16, 40, 80, 160, 320, 640], type=POSITIVE, nargs="+", metavar="N", help="of"
+        ),
+        flag(
+            "--images-per-second",
+            default=None,
+            type=ABOVE_ZERO,
+            metavar="R",
+            help="of one GPU alone; nothing is measured then",
+        ),
+        flag("--gpus-per-node", default=None, type=POSITIVE, metavar="N", help="(the machine's; here: all ranks)"),
+        flag("--node-gbits", default=None, type=ABOVE_ZERO, metavar="G", help="Gbit/s that a node really gets out"),
+        flag("--latency-us", default=None, type=AMOUNT, metavar="U", help="microseconds of a message between nodes"),
+        flag(
+            "--link-efficiency",
+            default=LINK_EFFICIENCY,
+            type=Number(float, positive=True, high=1),
+            metavar="R",
+            help="of the machine's nominal bandwidths, what is got",
+        ),
+        flag("--algorithm", default="hierarchical", choices=("hierarchical", "ring"), help="of the all-reduce"),
+        flag(
+            "--contention",
+            default=None,
+            type=Number(float, low=0, high=0.99),
+            metavar="R",
+            help="share of its speed that a transfer costs the computing meanwhile (here: as measured; else 0)",
+        ),
+        flag("--jitter", default=0.0, type=SHARE, metavar="R", help="standard deviation of a rank's computing time"),
+        flag("--input-rate", default=None, type=ABOVE_ZERO, metavar="R", help="images/s that storage gives all nodes"),
+    ),
+)
+_SCALING = (
+    _SCALING_STEP,
+    _SCALING_MEASURING,
+    _SCALING_PREDICTION,
+    Group(
+        "Output",
+        (
+            switch("--published", help="hold published throughputs against the model instead; nothing is measured"),
+            flag("--plot", default="", metavar="FILE", help="a picture of the efficiencies as well"),
+            *_OUTPUT,
+        ),
+    ),
+)
+_SCALING_NEEDS = (
+    Need(
+        tuple(row.dest for group in _SCALING[:3] for row in group.flags),
+        "a model to predict: leave out --published",
+        lambda a: not a.published,
+    ),
+    Need(
+        tuple(row.dest for row in _SCALING_MEASURING.flags),
+        "measuring: leave out --images-per-second",
+        lambda a: a.images_per_second is None,
+    ),
+    Need(("images_per_second",), "a --machine", lambda a: a.machine != "here"),
+    Need(("link_efficiency",), "a --machine", lambda a: a.machine != "here"),
+)
+
 COMMANDS: dict[str, Command] = {
     "alignment": Command(
         "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
@@ -146,6 +233,7 @@ COMMANDS: dict[str, Command] = {
     "augmentation": Command(
         "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
     ),
+    "scaling": Command("Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING, _SCALING_NEEDS),
 }
 
 
@@ -165,8 +253,11 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
     """Parse benchmark.py's command line. Returns one attribute per flag of the subcommand, and `command`.
 
     Raises:
-        UserError: An unknown subcommand or flag, or a wrong value.
+        UserError: An unknown subcommand or flag, a wrong value, or a flag that would have no effect.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
-    return Namespace(command=command, **vars(benchmark_parser(command).parse_args(words[1:])))
+    parser = benchmark_parser(command)
+    args = Namespace(command=command, **vars(parser.parse_args(words[1:])))
+    check_needs(args, parser.flags, COMMANDS[command].needs)
+    return args

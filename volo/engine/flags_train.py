@@ -222,6 +222,12 @@ DISTRIBUTED = Group(
     "Distributed",
     (
         flag(
+            "--grad-compression",
+            default="none",
+            choices=("none", "bf16"),
+            help="bf16: sum gradients over the ranks in bfloat16, half the bytes",
+        ),
+        flag(
             "--local_rank",
             "--local-rank",
             default=0,

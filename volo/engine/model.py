@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from argparse import Namespace
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from timm.data import resolve_data_config
 from timm.layers import convert_sync_batchnorm
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tlt.errors import UserError
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
+from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import World
 
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
@@ -174,20 +173,17 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
 
 
 def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
-    """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say."""
+    """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say.
+
+    Raises:
+        UserError: Gradients are to be compressed, and there is nobody to send them to.
+    """
     if world.size > 1:
-        # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
-        known = inspect.signature(DistributedDataParallel).parameters
-        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        options: dict[str, Any] = {sync: False}
-        model = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            # Without a class loss the class head and its attention take part in nothing.
-            find_unused_parameters=args.token_label and args.cls_weight == 0,
-            gradient_as_bucket_view=True,
-            **options,
-        )
+        # Without a class loss the class head and its attention take part in nothing.
+        unused = args.token_label and args.cls_weight == 0
+        model = distribute(model, world.device, DdpSettings(args.grad_compression), unused)
+    elif args.grad_compression != "none":
+        raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")
     return compile_model(model, args)
 
 

@@ -1,0 +1,81 @@
+"""DistributedDataParallel as `train.py` uses it and `benchmark.py scaling` measures it.
+
+The defaults are what was measured to matter (docs/performance.md). No `static_graph`: with gradient accumulation
+(`no_sync`) torch then fails in the first backward pass, or sums gradients no more.
+"""
+
+# Without `from __future__ import annotations`: DDP looks at the hook's, which must not be strings.
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class DdpSettings:
+    """How gradients are summed over the ranks.
+
+    Attributes:
+        compression: `"bf16"` rounds gradients to bfloat16 before they are sent and sums them so: half the bytes.
+        bucket_mb: MiB that are sent in one piece; the first piece has 1 MiB.
+        bucket_view: Gradients are views of what is sent, which saves a copy of each in time and memory.
+        static_graph: Tell torch that every step uses the same parameters.
+    """
+
+    compression: str = "none"
+    bucket_mb: float = 25.0
+    bucket_view: bool = True
+    static_graph: bool = False
+
+
+def distribute(
+    model: nn.Module, device: torch.device, settings: DdpSettings, find_unused: bool = False
+) -> DistributedDataParallel:
+    """Return `model` with its gradients averaged over all ranks.
+
+    Args:
+        find_unused: Some parameters get no gradient.
+    """
+    # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
+    known = inspect.signature(DistributedDataParallel).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {sync: False}
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=settings.bucket_view,
+        static_graph=settings.static_graph,
+        bucket_cap_mb=settings.bucket_mb,
+        **options,
+    )
+    if settings.compression == "bf16":
+        wrapped.register_comm_hook(None, send_bf16)
+    _fill_buckets(wrapped)
+    return wrapped
+
+
+def _fill_buckets(wrapped: DistributedDataParallel) -> None:
+    """Do a backward pass of zeros, from the last parameter to the first.
+
+    torch fills its buckets anew after the first backward pass, and where a gradient lies in them decides in which order
+    more than two ranks sum it. So the first step after a resume would differ in its last bits from what it was before.
+    """
+    module = wrapped.module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda zero: sum(p.float().sum() for p in trained) * zero
+    try:
+        wrapped(torch.zeros((), device=trained[0].device)).backward()
+    finally:
+        del module.forward
+    module.zero_grad(set_to_none=True)
+
+
+def send_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's bf16_compress_hook, which DDP takes under its own name for NCCL alone; gloo sums bfloat16, too."""
+    return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]  # None is the default group
