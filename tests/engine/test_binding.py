@@ -171,9 +171,9 @@ def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path: Path) -> 
         "binding: nothing is bound: CPUs and memory are left to the kernel (--bind cpu would divide the CPUs among the "
         "ranks)"
     ]
-    three = make_plan(machine, "cpu+mem", "cpu", 16, {}).shares
-    assert [listed(share.cpus) for share in three[:3]] == ["0-7,128-135", "8-15,136-143", "16-23,144-151"]
-    assert [(share.memory, share.node) for share in three[:3]] == [("bind", 0), ("bind", 0), ("bind", 1)]
+    shares = make_plan(machine, "cpu+mem", "cpu", 16, {}).shares
+    assert [listed(share.cpus) for share in shares[:3]] == ["0-7,128-135", "8-15,136-143", "16-23,144-151"]
+    assert [(share.memory, share.node) for share in shares[:3]] == [("bind", 0), ("bind", 0), ("bind", 1)]
     few = make_plan(replace(machine, allowed=frozenset({0, 1, 128, 129}), parent_allowed=None), "cpu", "cpu", 3, {})
     assert few.shares == (Share(),) * 3
     assert few.reasons == ("2 cores in the CPU mask for 3 ranks: CPUs and memory are left to the kernel",)
@@ -217,7 +217,6 @@ def test_more_ranks_than_gpus_and_none_at_all(tmp_path: Path) -> None:
     machines.amd_nps4(tmp_path)
     rows = table(tmp_path, ranks=5)
     assert rows[-1].startswith("left out: 5 ranks, 4 GPUs") and rows[4] == "- as-they-are off - -"
-    rows = table(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="-1")
     assert make_plan(read_machine(tmp_path), "auto", None, 1, {"CUDA_VISIBLE_DEVICES": ""}).reasons == (
         "CUDA_VISIBLE_DEVICES= leaves no GPU",
         "CPUs and memory are left to the kernel (--bind cpu would divide the CPUs among the ranks)",
@@ -336,6 +335,13 @@ def test_the_table_of_a_saved_machine_is_printed_without_torch(tmp_path: Path) -
     assert lines[9].split()[:4] == ["7", "7", "0000:bd:00.0", "5"]
     assert "volo.engine.topology" in done.stderr and not re.search(r"\| +(torch|timm|numpy)\b", done.stderr)
     assert binding.main(["--root", str(tmp_path / "nothing")]) == 2
+
+
+def test_the_number_of_a_gpu_is_cudas(tmp_path: Path) -> None:
+    machines.dgx_a100(tmp_path)
+    plan = make_plan(read_machine(tmp_path), "cpu", "cuda:2", 2, {"CUDA_VISIBLE_DEVICES": "7,6,5,4"})
+    rows = [line.split()[:4] for line in describe(plan, "here", 8, {}, [])[2:4]]
+    assert rows == [["8", "2", "0000:90:00.0", "7"], ["9", "2", "0000:90:00.0", "7"]]
 
 
 PROBE = """

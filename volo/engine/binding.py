@@ -137,18 +137,18 @@ def describe(plan: Plan, title: str, first_rank: int, added: Mapping[str, str], 
     env = [f"set on every rank here: {' '.join(shared)}"] if shared else []
     if not any(share.gpu or share.cpus for share in plan.shares):
         return [f"binding: nothing is bound: {reasons}", *env]
-    rows = [_COLUMNS, *(_row(first_rank + i, i, share) for i, share in enumerate(plan.shares))]
+    rows = [_COLUMNS, *(_row(first_rank + i, share) for i, share in enumerate(plan.shares))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [f"binding on {title}:", *table, *env, *([f"left out: {reasons}"] if reasons else [])]
 
 
-def _row(rank: int, local_rank: int, share: Share) -> tuple[str, ...]:
+def _row(rank: int, share: Share) -> tuple[str, ...]:
     gpu, near = share.gpu, share.near
     node = gpu.place.node if gpu else share.node
     return (
         str(rank),
-        "-" if gpu is None else str(local_rank),
+        "-" if share.number is None else str(share.number),
         "-" if gpu is None else gpu.address,
         "-" if node is None else str(node),
         listed(share.cpus) or "as they are",

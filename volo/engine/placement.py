@@ -44,6 +44,7 @@ class Share:
 
     Attributes:
         gpu: None on the CPU.
+        number: CUDA's of that GPU.
         cpus: Empty where they are left as they are.
         memory: "preferred", "bind" or "off".
         node: Whose memory that is.
@@ -54,6 +55,7 @@ class Share:
     memory: str = "off"
     node: int | None = None
     near: Near | None = None
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     forbidden = {node for node in nodes if node is not None and node not in machine.memory_nodes}
     memory = ["off" if node is None or node in forbidden else _MEMORY[mode] for node in nodes]
     shares = tuple(
-        Share(gpu, own, policy, node, nearest.get(gpu.address) if gpu else None)
+        Share(gpu, own, policy, node, nearest.get(gpu.address), visible.index(gpu))
+        if gpu
+        else Share(None, own, policy, node)
         for gpu, own, policy, node in zip(gpus, cpus, memory, nodes, strict=True)
     )
     used = {near.port.name for near in nearest.values()}
