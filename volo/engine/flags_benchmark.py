@@ -158,7 +158,6 @@ _SCALING_MEASURING = Group(
         switch("--settings", help="also measure DistributedDataParallel with other settings"),
     ),
 )
-_GPUS = [1, 2, 4, 8, 16, 40, 80, 160, 320, 640]
 _SCALING_PREDICTION = Group(
     "Prediction",
     (
