@@ -1,7 +1,8 @@
 """Step times of DistributedDataParallel, measured by ranks that this process starts on this machine.
 
 Every rank times, in turns: forward and backward pass alone (all ranks at once, nothing sent), all-reduces of several
-sizes X
+sizes alone, and the step with the all-reduce under the backward pass, once per setting. A time is that of the slowest
+rank in the quickest round: what else the machine does only adds to it.
 """
 
 from __future__ import annotations

@@ -158,13 +158,17 @@ _SCALING_MEASURING = Group(
         switch("--settings", help="also measure DistributedDataParallel with other settings"),
     ),
 )
-_GPUS = [1, 2, 4, 8, 16, 40, 80, 160, 320, 640]
 _SCALING_PREDICTION = Group(
     "Prediction",
     (
         flag("--machine", default="here", choices=("here", *MACHINES), help="here: links as measured"),
         flag(
-            "--gpus", default=[1, 2, 4, 8, 16, 40, 80, 160, 320, 640], type=POSITIVE, nargs="+", metavar="N", help="of"
+            "--gpus",
+            default=[1, 2, 4, 8, 16, 40, 80, 160, 320, 640],
+            type=POSITIVE,
+            nargs="+",
+            metavar="N",
+            help="how many to predict",
         ),
         flag(
             "--images-per-second",
@@ -173,7 +177,7 @@ _SCALING_PREDICTION = Group(
             metavar="R",
             help="of one GPU alone; nothing is measured then",
         ),
-        flag("--gpus-per-node", default=None, type=POSITIVE, metavar="N", help="(the machine's; here: all ranks)"),
+        flag("--gpus-per-node", default=None, type=POSITIVE, metavar="N", help="(the machine's; here: all)"),
         flag("--node-gbits", default=None, type=ABOVE_ZERO, metavar="G", help="Gbit/s that a node really gets out"),
         flag("--latency-us", default=None, type=AMOUNT, metavar="U", help="microseconds of a message between nodes"),
         flag(
