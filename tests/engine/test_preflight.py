@@ -325,8 +325,8 @@ def test_processes_that_do_not_start_are_told() -> None:
 
 
 def network(speeds: dict[int, float], cut: Sequence[Group] = (), rack: int = 10**9) -> Callable[..., list[Measured]]:
-    """Measures as a network of nodes of some speeds would, others 10 GB/s; `cut` pairs reach 1, more than two nodes with
-    one of those from `rack` on among them 2."""
+    """Measures as a network would whose nodes reach `speeds`, or 10 GB/s: `cut` pairs 1, and more than two nodes 2 if
+    one of those from `rack` on is among them."""
     rounds: list[Sequence[Group]] = []
 
     def measure(groups: Sequence[Group]) -> list[Measured]:
