@@ -324,9 +324,9 @@ def test_processes_that_do_not_start_are_told() -> None:
     assert "its processes don't start (no GPU)" in outcome.problems[0].what
 
 
-def network(speeds: dict[int, float], cut: Sequence[Group] = (), spine: int = 10**9) -> Callable[..., list[Measured]]:
-    """Measures as a network of nodes of some speeds would, others 10 GB/s; `cut` pairs reach 1, and what lies on both
-    sides of node number `spine` 2."""
+def network(speeds: dict[int, float], cut: Sequence[Group] = (), rack: int = 10**9) -> Callable[..., list[Measured]]:
+    """Measures as a network would whose nodes reach `speeds`, or 10 GB/s: `cut` pairs 1, and more than two nodes 2 if
+    one of those from `rack` on is among them."""
     rounds: list[Sequence[Group]] = []
 
     def measure(groups: Sequence[Group]) -> list[Measured]:
@@ -336,7 +336,7 @@ def network(speeds: dict[int, float], cut: Sequence[Group] = (), spine: int = 10
         for group in groups:
             slowest = min(speeds.get(node, 10.0) for node in group)
             slowest = min(slowest, 1.0 if group in cut else 10.0)
-            slowest = min(slowest, 2.0 if len(group) > 2 and min(group) < spine <= max(group) else 10.0)
+            slowest = min(slowest, 2.0 if len(group) > 2 and max(group) >= rack else 10.0)
             found.append(Measured(group, slowest, "" if slowest else "Connection timed out"))
         return found
 
@@ -393,13 +393,10 @@ def test_a_least_bandwidth_holds_for_two_nodes_as_well() -> None:
 
 
 def test_halves_find_what_pairs_do_not_show() -> None:
-    measured = measure_all(16, 1, 0.6, network({}, spine=12))
-    assert [(slow.nodes, other.nodes) for slow, other in measured.halves[:1]] == [
-        (tuple(range(8, 16)), tuple(range(8)))
-    ]
+    measured = measure_all(16, 1, 0.6, network({}, rack=12))
     found = check_bandwidths(measured, {rank: f"n{rank}" for rank in range(16)}, 0.6)
-    assert [each.nodes for each in found] == [tuple(f"n{rank}" for rank in range(8, 16))]
-    assert "their" not in found[0].what and "leaf switch" in found[0].remedy
+    assert [each.nodes for each in found] == [("n12", "n13", "n14", "n15")]
+    assert "reaches 2 GB/s, among as many others 10" in found[0].what and "leaf switch" in found[0].remedy
 
 
 def test_healthy_nodes_are_halved_once() -> None:
