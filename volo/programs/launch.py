@@ -152,7 +152,8 @@ class Nodes:
             return True
         deadline, said = time.monotonic() + 5, self.own.tick + 2
         while time.monotonic() < deadline and self._thread.is_alive():
-            if self.own.tick >= said and (self.rank > 0 or all(map(self._is_gone, list(self.known)))):
+            others = [rank for rank in list(self.known) if rank != self.rank]
+            if self.own.tick >= said and (self.rank > 0 or all(map(self._is_gone, others))):
                 break
             time.sleep(0.1)
         self._leaving.set()
