@@ -61,7 +61,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
 MessageTimeout=10
-KillWait=5
+KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=2,batch_sched_delay=1

@@ -89,7 +89,7 @@ class Cluster:
         shown = self.run("scontrol", "show", "job", "-o", number)
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
-    def wait(self, number: str, *states: str, seconds: float = 150) -> dict[str, str]:
+    def wait(self, number: str, *states: str, seconds: float = 300) -> dict[str, str]:
         """Wait until a job is in one of these states."""
         until = time.monotonic() + seconds
         while (job := self.job(number))["JobState"] not in states:
@@ -103,7 +103,7 @@ class Cluster:
         assert job["JobState"] == state, self.log(number)
         return job
 
-    def read_until(self, number: str, text: str, seconds: float = 90) -> None:
+    def read_until(self, number: str, text: str, seconds: float = 300) -> None:
         """Wait until a job has printed something."""
         until = time.monotonic() + seconds
         while text not in self.log(number):

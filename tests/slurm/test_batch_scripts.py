@@ -295,6 +295,16 @@ def test_data_are_staged_whole_or_not_at_all(stage: Callable[..., Ended], tmp_pa
     assert (target / "train" / "one.png").read_text() == "kept"
 
 
+def test_another_job_that_stages_the_same_may_be_quicker(stage: Callable[..., Ended], tmp_path: Path) -> None:
+    target, sync = tmp_path / "raid" / "digits-1", tmp_path / "bin" / "sync"
+    sync.parent.mkdir()
+    sync.write_text(f"#!/bin/sh\nls {target} && exit\nmkdir -p {target}/train\necho other > {target}/train/one.png\n")
+    sync.chmod(0o755)
+    ended = stage(tmp_path / "digits", target, PATH=f"{sync.parent}:{os.environ['PATH']}")
+    assert (ended.code, os.listdir(tmp_path / "raid")) == (0, ["digits-1"])
+    assert os.listdir(target) == ["train"] and (target / "train" / "one.png").read_text() == "other\n"
+
+
 def test_what_cannot_be_staged_is_one_line_that_names_the_node(stage: Callable[..., Ended], tmp_path: Path) -> None:
     node, target = os.uname().nodename, tmp_path / "raid" / "digits-1"
     cut = tmp_path / "cut.tar"

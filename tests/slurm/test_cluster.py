@@ -46,10 +46,14 @@ def test_fine_tuning_follows_the_pretraining_on_data_staged_on_each_node(cluster
 def test_the_time_limit_saves_requeues_and_resumes_to_the_same_weights(
     cluster: Cluster, begin: Begin, whole: Whole
 ) -> None:
-    job = begin("pretrain", options="-N 2 --time=1 --signal=B:USR1@15", EXPERIMENT="limited", SLOW="1")
+    job = begin("pretrain", options="-N 2 --signal=B:USR1@15", EXPERIMENT="limited", SLOW="1")
+    cluster.read_until(job, "epoch 1 [1/5]")
+    hours, minutes, seconds = map(int, cluster.job(job)["RunTime"].split(":"))
+    limit = hours * 60 + minutes + (seconds + 20) // 60 + 1
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     cluster.read_until(job, f"job {job} goes back into the queue")
     assert '"reason": "stopped by SIGUSR1"' in cluster.log(job)
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     assert cluster.ended(job)["Restarts"] == "1"
     (resumed,) = [event for event in events(cluster, "limited", "resume") if event["path"]]
     assert str(resumed["path"]).endswith("last.pth.tar")
