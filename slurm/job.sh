@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2154 # the batch scripts and sbatch set what is not set here
 # Sourced by pretrain.sbatch and finetune.sbatch: prepare the nodes, check them, train on all of them.
 #
 # One task per node runs ./distributed_train.sh, which starts one process per GPU there. Variables are read from the

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts of this folder: run steps, pass Slurm's warnings on to them, and put the job back into the queue.
 #
 # A training that was told to end, and has saved, leaves the file REQUEUE_MARKER (rank 0 writes it). That decides, not an

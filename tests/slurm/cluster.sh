@@ -96,6 +96,7 @@ inside() {
   shift 2
   mkdir -p "$DIR/disk" "$DIR/disk.$name"
   # The controller's processes must not keep standard output open: who started the cluster may wait for its end.
+  # shellcheck disable=SC2016 # the shell inside expands them
   nsenter --net="/run/netns/$namespace" unshare --uts --mount bash -euc '
     hostname "$1"; mount --bind "$2/hosts.$1" /etc/hosts; mount --bind "$2/disk.$1" "$2/disk"; shift 2; exec "$@"
   ' inside "$name" "$DIR" "$@"

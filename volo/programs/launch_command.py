@@ -83,7 +83,8 @@ def _environment(processes: int, prefixed: bool, env: Mapping[str, str]) -> dict
 def _one_node(env: Mapping[str, str]) -> list[str]:
     if _number(env, "NODE_RANK", 0, least=0):
         raise Mistake(f"NODE_RANK={env['NODE_RANK']}, but NNODES is 1: say how many nodes there are")
-    return ["--standalone"]
+    # By its own name, which not every machine can resolve, the processes would not find each other.
+    return ["--standalone", "--local-addr", "127.0.0.1"]
 
 
 def _several_nodes(nodes: int, env: Mapping[str, str]) -> list[str]:
