@@ -208,10 +208,7 @@ def test_fault_21_a_stopped_rank_is_named_and_the_others_end(
     os.kill(ranks[stopped], signal.SIGSTOP)
     run.read_until(f"[rank {1 - stopped}] hung")
     run.read_until("in train_epoch")  # the stacks
-    while ranks[1 - stopped] in children(run.process.pid):
-        time.sleep(0.1)
-    os.kill(ranks[stopped], signal.SIGKILL)  # torchrun does so after 30 s
-    assert run.end() == 5, run.output
+    assert run.end() == 5, run.output  # not after SHUTDOWN_TIMEOUT: the launcher lets the stopped rank go on, to end
     assert f"no sign of life from rank {stopped} (" in run.output
     assert '"kind": "fault"' in (tmp_path / "run" / "events.jsonl").read_text()
 

@@ -378,6 +378,9 @@ def _be_patient(seconds: int) -> None:
     close = PContext.close
 
     def patient(self: PContext, death_sig: Any = None, timeout: int = seconds) -> None:
+        for pid in self.pids().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)  # one that was stopped would not hear what it is told
         close(self, death_sig, seconds)
 
     PContext.close = patient  # type: ignore[method-assign]
