@@ -42,4 +42,4 @@ def show_attention(argv: Sequence[str] | None = None) -> int:
 
 def preflight(argv: Sequence[str] | None = None) -> int:
     """`python -m volo.engine.preflight`, `volo-preflight`: are the machines fit? (`volo.engine.preflight`)."""
-    return run_program(flags_preflight.parse_preflight, "volo.engine.preflight.program", argv, models=False)
+    return run_program(flags_preflight.parse_preflight, "volo.engine.preflight.program", argv)

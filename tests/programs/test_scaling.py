@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +36,7 @@ from volo.benchmarks.scaling_model import (
 )
 from volo.benchmarks.scaling_work import computing, even_gradients, gradients_of
 
+ROOT = Path(__file__).parents[2]
 Send = Callable[[float], float]
 
 
@@ -284,3 +287,13 @@ def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.C
     assert cli.benchmark(["scaling", *line.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_the_program_measures_a_model_of_this_project() -> None:
+    """As a user starts it: the ranks are processes of their own, which have to know the model, too."""
+    line = "scaling --model volo_test --ranks 1 2 --rounds 2 -b 1 --device cpu --json"
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmark.py"), *line.split()], capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)

@@ -22,9 +22,9 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-import volo as volo  # registers the models
 from tlt.errors import UserError
 from tlt.weights import read_checkpoint
+from volo import models as models  # registers them with timm
 from volo.engine.checkpoint import LAST, CheckpointDir
 from volo.engine.distributed import choose_device
 from volo.engine.saver import SavePolicy, Saver

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.utils.hooks import RemovableHandle
 
-import volo as volo  # registers the models
 from tlt.errors import UserError
+from volo import models as models  # registers them with timm
 from volo.benchmarks.scaling_model import Gradient, Work
 from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import choose_device, max_over_ranks

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import timm
 import torch
 
-import volo as volo  # registers the models
 from tlt.errors import UserError
+from volo import models as models  # registers them with timm
 from volo.benchmarks.scaling_model import Gradient, Work
 
 _BACKWARD = 2 / 3  # of the computing: two of three operations are the backward pass's

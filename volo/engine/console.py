@@ -24,17 +24,14 @@ def run_program(
     parse: Callable[[Sequence[str] | None], Namespace],
     module: str,
     argv: Sequence[str] | None = None,
-    models: bool = True,
 ) -> int:
     """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
-    return the exit code of its `run(args)`. `models`: registered with timm before."""
+    return the exit code of its `run(args)`."""
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         args = parse(argv)
         if "bind" in args:
             args.notes += bind_process(args)
-        if models:
-            importlib.import_module("volo.models")  # which in a program importing volo doesn't do
         return importlib.import_module(module).run(args)
     except UserError as error:
         if debug:

@@ -23,6 +23,7 @@ from tlt.weights import (
     unwrap,
     weights_entry,
 )
+from volo import models as models  # registers them with timm
 from volo.engine.model_config import model_config_of
 
 # Below this share of the model's backbone, what fits is coincidence (a class token, a norm of equal width).

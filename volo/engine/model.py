@@ -14,6 +14,7 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
+from volo import models as models  # registers them with timm
 from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import World
 

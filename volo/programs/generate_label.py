@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import volo  # noqa: F401  (registers the models)
 from tlt.annotate import Annotation, Annotator, check_dense
 from tlt.archive_format import sha256_of
 from tlt.data.dataset import EvalDataset, Skipped

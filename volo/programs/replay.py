@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import volo as volo  # registers the models
 from tlt.errors import UserError
 from tlt.weights import peek_checkpoint
 from volo.engine.console import run_program

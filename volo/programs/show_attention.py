@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from timm.data import ImageNetInfo
 
-import volo as volo  # registers the models
 from tlt.data.dataset import BatchKey, EvalDataset
 from tlt.data.device_stage import EvalStage
 from tlt.data.folder import ImageFolder, printable

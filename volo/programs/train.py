@@ -20,7 +20,6 @@ import torch
 from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 
-import volo as volo  # registers the models
 from tlt.data.folder import check_num_classes
 from tlt.data.workers import kill_workers
 from volo.engine import fingerprint, global_batch

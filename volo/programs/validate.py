@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import volo as volo  # registers the models
 from tlt.data.dataset import EvalDataset
 from tlt.data.folder import ImageFolder, check_num_classes, find_split, natural_key, read_class_map, scan_folder
 from tlt.data.loader import Batch, EvalLoader
