@@ -34,7 +34,7 @@ test-slurm:
 
 test-docker: $(VENV)/.installed-test
 	@for tool in buildah debootstrap; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
-	  test -z "$$missing" || (set -x; apt-get install --yes --no-install-recommends $$missing)
+	  test -z "$$missing" || (set -x; apt-get update -qq && apt-get install --yes --no-install-recommends $$missing)
 	$(BIN)/python -m pytest -m docker tests/docker $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
