@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tlt.agreement import Agreement
 from tlt.archive import LabelArchive
-from tlt.data.decode import BadImage, read_file, read_size
-from tlt.data.folder import find_split, natural_key, printable, scan_folder
+from tlt.data.decode import BadImage
+from tlt.data.folder import natural_key, printable
+from tlt.data.open_images import open_images
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import label_files_below
 from tlt.label_map import LabelMap
@@ -64,7 +67,7 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     Raises:
         UserError: No images, or nothing that could be their labels.
     """
-    folder = scan_folder(find_split(data, split, allow_root=True))
+    folder = open_images(data, split, allow_root=True)
     store = open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip")
     skipped = set(store.metadata.skipped) if store.metadata else set()
     missing_names = [folder.paths[row] for row in store.missing() if folder.paths[row] not in skipped]
@@ -78,7 +81,7 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     progress = Progress("checking", len(folder), "image")
     for row, truth in enumerate(folder.classes.tolist()):
         if row not in missing:
-            label_map = _load(store, row, folder.path(row), report, folder.paths[row])
+            label_map = _load(store, folder, row, report)
             if label_map is not None:
                 shapes[row] = label_map.shape
                 if report.agreement is not None:
@@ -92,19 +95,18 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     return report
 
 
-def _load(store: LabelStore, row: int, path: str, report: Report, name: str) -> LabelMap | None:
+def _load(store: LabelStore, folder: ImageSource, row: int, report: Report) -> LabelMap | None:
     try:
-        width, height = read_size(read_file(path))
-        label_map = store.load(row, width, height)
+        label_map = store.load(row, *folder.size(row))
     except (BadImage, UserError) as error:
-        report.unusable.append((name, str(error)))
+        report.unusable.append((folder.paths[row], str(error)))
         return None
     report.labels += 1
     return label_map
 
 
 def _compare_shapes(
-    report: Report, store: LabelStore, shapes: dict[int, tuple[int, int, int]], names: list[str]
+    report: Report, store: LabelStore, shapes: dict[int, tuple[int, int, int]], names: Sequence[str]
 ) -> None:
     """Every shape but the most frequent one is wrong, or all but the recorded one."""
     if not shapes:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from tlt.data.folder import natural_key, printable
 from tlt.errors import UserError
 
@@ -29,23 +27,6 @@ def label_names(names: Sequence[str]) -> list[str]:
 def published_label_name(name: str) -> str:
     """Where the published reader looks: the last two parts of the path, cut at the first dot."""
     return "/".join(name.split("/")[-2:]).split(".")[0] + ".pt"
-
-
-class Names:
-    """A list of names as one block of bytes: reading from a list of a million strings changes their reference counts,
-    and with that makes every data worker copy the pages they are on."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._bytes = b"".join(encoded)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> str:
-        start = self._ends[index - 1] if index else 0
-        return os.fsdecode(self._bytes[start : self._ends[index]])
 
 
 @dataclass

@@ -132,7 +132,7 @@ def read_examples(
 
 def _source(dataset: TrainDataset, index: int) -> tuple[Pixels, tuple[int, int]]:
     """The image in its file, and its true (width, height)."""
-    encoded = dataset.backend.open(dataset.path(index))
+    encoded = dataset.backend.open(dataset.path(index), dataset.source.read(index))
     width, height = encoded.width, encoded.height
     scale = min(1.0, _SOURCE_PIXELS / max(width, height))
     size = max(1, round(height * scale)), max(1, round(width * scale))

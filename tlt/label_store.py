@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.label_files import Names, published_label_name
+from tlt.label_files import published_label_name
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
+from tlt.names import Names
 
 if TYPE_CHECKING:
     from tlt.store import TreeMetadata
@@ -56,7 +57,7 @@ class LabelStore:
         self.published_names = published_names
         self.warnings: list[str] = []
         self.metadata: TreeMetadata | None = None
-        self._names = Names(names)
+        self._names = names if isinstance(names, Names) else Names(names)
         self._faults: list[tuple[str, str]] = []
         self._missing: set[int] = set()
 

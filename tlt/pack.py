@@ -15,8 +15,10 @@ from tlt.agreement import Agreement
 from tlt.archive import Rows, read_manifest
 from tlt.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
 from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.data.decode import BadImage, read_file, read_size
-from tlt.data.folder import ImageFolder, find_split, natural_key, printable, scan_folder
+from tlt.data.decode import BadImage
+from tlt.data.folder import natural_key, printable
+from tlt.data.open_images import open_images
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import TreeListing, find_labels, label_files_below
 from tlt.label_map import Area, LabelMap, centre_square
@@ -26,10 +28,12 @@ from tlt.store import METADATA_NAME, TreeMetadata, map_of, read_map, read_tensor
 
 @dataclass(frozen=True)
 class Sources:
-    """What a tree holds, row by row: label file, image ("" where not known), its class (-1 where not known)."""
+    """What a tree holds, row by row: label file, image ("" where not known) and its row
+    among the images (-1 where not known), its class (-1 where not known)."""
 
     labels: list[str]
     images: list[str]
+    image_rows: list[int]
     classes: np.ndarray
     notes: list[str]
 
@@ -63,7 +67,7 @@ def pack(
     path = os.path.join(tree, METADATA_NAME)
     metadata = TreeMetadata.read(path)
     text = None if metadata is None else Path(path).read_text()
-    folder = scan_folder(find_split(images, split, allow_root=True)) if images else None
+    folder = open_images(images, split, allow_root=True) if images else None
     sources = find_sources(tree, folder)
     first = _first_map(tree, sources, metadata)
     num_classes = metadata.num_classes if metadata else 2**31 if first.ids.max() >= 2**16 else 2**16
@@ -75,7 +79,7 @@ def pack(
     pending = writer.pending()
     progress = Progress("packing", len(pending), "label")
     for row in pending:
-        size = _image_size(folder, sources.images[row])
+        size = _image_size(folder, sources.image_rows[row])
         _pack_row(writer, tree, row, sources.labels[row], size, metadata.num_classes if metadata else None)
         progress.step()
     progress.close()
@@ -87,7 +91,7 @@ def pack(
     return [*notes, tally.text()] if tally else notes
 
 
-def find_sources(tree: str, folder: ImageFolder | None) -> Sources:
+def find_sources(tree: str, folder: ImageSource | None) -> Sources:
     """The label files of a tree: those of the images in their order, then all others.
 
     Raises:
@@ -99,7 +103,7 @@ def find_sources(tree: str, folder: ImageFolder | None) -> Sources:
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     if folder is None:
-        return Sources(files, [""] * len(files), np.full(len(files), -1), notes)
+        return Sources(files, [""] * len(files), [-1] * len(files), np.full(len(files), -1), notes)
     found = find_labels(TreeListing(tree), folder.paths)
     rows = [row for row in range(len(folder)) if row not in found.missing]
     labels = [found.other_name.get(row) or os.path.splitext(folder.paths[row])[0] + ".pt" for row in rows]
@@ -114,21 +118,24 @@ def find_sources(tree: str, folder: ImageFolder | None) -> Sources:
     if extra:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
     images = [folder.paths[row] for row in rows] + [""] * len(extra)
-    return Sources(labels + extra, images, np.append(folder.classes[rows], [-1] * len(extra)), notes)
+    return Sources(
+        labels + extra, images, rows + [-1] * len(extra), np.append(folder.classes[rows], [-1] * len(extra)), notes
+    )
 
 
 def _first_map(tree: str, sources: Sources, metadata: TreeMetadata | None) -> LabelMap:
     return read_map(os.path.join(tree, sources.labels[0]), metadata.num_classes if metadata else None)
 
 
-def _image_size(folder: ImageFolder | None, image: str) -> tuple[int, int]:
-    if folder is None or not image:
+def _image_size(folder: ImageSource | None, image_row: int) -> tuple[int, int]:
+    if folder is None or image_row < 0:
         return 0, 0
-    path = os.path.join(folder.root, image)
     try:
-        return read_size(read_file(path))
+        return folder.size(image_row)
     except BadImage as error:
-        raise UserError(f"{printable(path)}: {error}; mend the image, or pack without --images") from error
+        raise UserError(
+            f"{printable(folder.path(image_row))}: {error}; mend the image, or pack without --images"
+        ) from error
 
 
 def _pack_row(

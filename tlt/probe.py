@@ -21,7 +21,8 @@ import numpy as np
 
 from tlt.agreement import class_shares
 from tlt.data.decode import BadImage, TorchvisionBackend
-from tlt.data.folder import ImageFolder, find_split, scan_folder
+from tlt.data.open_images import open_images
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
 from tlt.labels import open_labels
@@ -98,7 +99,7 @@ def probe(data: str, labels: str, split: str = "train", n: int = 512, seed: int 
     Raises:
         UserError: No images or labels, or too few of them that can be used.
     """
-    folder = scan_folder(find_split(data, split, allow_root=True))
+    folder = open_images(data, split, allow_root=True)
     store = open_labels(labels, folder.paths, bad_label="skip")
     generator = np.random.default_rng(seed)
     rows = np.setdiff1d(np.arange(len(folder)), store.missing())
@@ -131,10 +132,10 @@ def probe(data: str, labels: str, split: str = "train", n: int = 512, seed: int 
     return _verdict(scores, generator, square / len(features), recorded)
 
 
-def _pixels(folder: ImageFolder, row: int) -> tuple[np.ndarray, int, int]:
+def _pixels(folder: ImageSource, row: int) -> tuple[np.ndarray, int, int]:
     """(3, H, W) uint8 of an image, its width and its height."""
     backend = TorchvisionBackend()
-    encoded = backend.open(folder.path(row))
+    encoded = backend.open(folder.path(row), folder.read(row))
     pixels = backend.decode(encoded, None, (encoded.height, encoded.width), "bilinear")
     return pixels.numpy(), encoded.width, encoded.height
 

@@ -14,9 +14,11 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from tlt.data.dataset import BatchKey, TrainDataset
 from tlt.data.decode import BadImage
 from tlt.data.device_stage import DeviceStage
-from tlt.data.folder import ImageFolder, find_split, printable, scan_folder
+from tlt.data.folder import printable
 from tlt.data.loader import Batch
+from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
+from tlt.data.source import ImageSource
 from tlt.drawing import check_format, save_figure
 from tlt.errors import UserError
 from tlt.label_page import MAX_IMAGES, draw_page, read_examples
@@ -35,7 +37,7 @@ def show(args: Namespace) -> list[str]:
         UserError: No images or labels, an image that isn't there or can't be read, or matplotlib is missing.
     """
     check_format(args.output)
-    folder = scan_folder(find_split(args.data, args.split, allow_root=True))
+    folder = open_images(args.data, args.split, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
     rows = find_images(folder, args.images) if args.images else spread(folder, args.n, args.seed)
     config = AugmentConfig(
@@ -75,7 +77,7 @@ def show(args: Namespace) -> list[str]:
     return [*store.warnings, *notes, f"wrote {printable(args.output)}: {len(examples)} images of {len(folder)}"]
 
 
-def spread(folder: ImageFolder, count: int | None, seed: int) -> list[int]:
+def spread(folder: ImageSource, count: int | None, seed: int) -> list[int]:
     """One image at random out of each of `count` (None: 8, or fewer) equal stretches of the folder.
 
     Raises:
@@ -90,7 +92,7 @@ def spread(folder: ImageFolder, count: int | None, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).tolist()
 
 
-def find_images(folder: ImageFolder, wanted: list[str]) -> list[int]:
+def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
     """Row numbers of images by path within the folder, file name, or file name without suffix.
 
     Raises:
@@ -137,7 +139,7 @@ def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> tuple[Batc
     return batch, replace(batch, affine=affine, visible=visible)
 
 
-def classes_of(store: LabelStore, folder: ImageFolder, seen: int) -> tuple[int, list[str]]:
+def classes_of(store: LabelStore, folder: ImageSource, seen: int) -> tuple[int, list[str]]:
     """How many classes the labels have, at least `seen`, and the names of those that have one.
 
     Labels of other classes than the folder's (`generate_label.py --transfer`) have none.

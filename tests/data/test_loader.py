@@ -205,14 +205,14 @@ class Hostile(SyntheticBackend):
         super().__init__((40, 50))
         self.deed = deed
 
-    def open(self, path: str) -> Encoded:
+    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
         if path.endswith("00000013"):
             if self.deed == "hang":
                 time.sleep(4)
             if self.deed == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise UserError("label 13.pt is damaged: make it again")
-        return super().open(path)
+        return super().open(path, data, size)
 
 
 def test_fault_22_killed_worker_is_told_with_a_memory_hint() -> None:

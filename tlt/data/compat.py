@@ -21,11 +21,12 @@ from torch.utils.data import Dataset
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.decode import TorchvisionBackend
 from tlt.data.device_stage import DeviceStage, EvalStage
-from tlt.data.folder import ImageFolder, find_split, scan_folder
 from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
 from tlt.data.mix import Mixup
+from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, LabelBatch, LabelMap
 from tlt.label_store import LabelStore
@@ -199,7 +200,7 @@ class TokenLabelDataset(Dataset[tuple[Tensor, int, LabelMap | None]]):
     Item i is (uint8 image (3, H, W) as stored, class, label map or None).
     """
 
-    def __init__(self, folder: ImageFolder, labels: LabelStore | None) -> None:
+    def __init__(self, folder: ImageSource, labels: LabelStore | None) -> None:
         self.folder, self.labels = folder, labels
         self._backend = TorchvisionBackend()
 
@@ -207,7 +208,7 @@ class TokenLabelDataset(Dataset[tuple[Tensor, int, LabelMap | None]]):
         return len(self.folder)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, LabelMap | None]:
-        encoded = self._backend.open(self.folder.path(index))
+        encoded = self._backend.open(self.folder.path(index), self.folder.read(index))
         image = self._backend.decode(encoded, None, (encoded.height, encoded.width), "bilinear")
         label_map = self.labels.read(index, encoded.width, encoded.height) if self.labels else None
         return image, int(self.folder.classes[index]), label_map
@@ -223,7 +224,7 @@ def create_token_label_dataset(
     """
     if dataset not in ("", "folder"):
         raise UserError(f"dataset {dataset!r}: only image folders have token labels; leave it empty")
-    folder = scan_folder(find_split(root, split, allow_root=True))
+    folder = open_images(root, split, allow_root=True)
     return TokenLabelDataset(folder, open_labels(label_root, folder.paths) if label_root else None)
 
 

@@ -10,7 +10,6 @@ Legend: B images, (H, W) output size.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -23,10 +22,21 @@ from torch.utils.data import Dataset
 from tlt import geometry, published
 from tlt.compat_rows import LABEL_ROWS
 from tlt.data.counter import uniform
-from tlt.data.decode import Backend, BadImage, Encoded, PilBackend, Size, TorchvisionBackend
-from tlt.data.folder import ImageFolder, printable
+from tlt.data.decode import (
+    Backend,
+    BadImage,
+    Decoded,
+    Encoded,
+    PilBackend,
+    Request,
+    Size,
+    TorchvisionBackend,
+    check_size,
+)
+from tlt.data.folder import printable
 from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
 from tlt.data.reading_board import ReadingBoard
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
 
@@ -100,25 +110,21 @@ class LabelReader(Protocol):
 
 
 class BatchDataset(Dataset[HostBatch | Fault]):
-    """What training and evaluation share. Holds paths as one block of bytes: workers that count references to a
-    million strings would copy all their pages."""
+    """What training and evaluation share."""
 
-    def __init__(self, folder: ImageFolder, backend: Backend) -> None:
-        self.root = folder.root
-        self.classes = folder.classes
-        names = [os.fsencode(path) for path in folder.paths]
-        self._ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-        self._names = b"".join(names)
+    def __init__(self, source: ImageSource, backend: Backend) -> None:
+        self.source = source
+        self.root = source.root
+        self.classes = source.classes
         self.backend = backend
         self.board = ReadingBoard(0)
 
     def __len__(self) -> int:
-        return len(self.classes)
+        return len(self.source)
 
     def path(self, index: int) -> str:
-        """Path of image `index`."""
-        start = self._ends[index - 1] if index else 0
-        return os.path.join(self.root, os.fsdecode(self._names[start : self._ends[index]]))
+        """Where image `index` is, for messages."""
+        return self.source.path(index)
 
     def __getitem__(self, key: BatchKey) -> HostBatch | Fault:
         try:
@@ -134,7 +140,10 @@ class BatchDataset(Dataset[HostBatch | Fault]):
 
     def _open(self, index: int) -> Encoded:
         self.board.mark(index)
-        return self.backend.open(self.path(index))
+        size = self.source.known_size(index)
+        if size is not None:
+            check_size(*size, self.backend.max_pixels)  # before its bytes are read
+        return self.backend.open(self.path(index), self.source.read(index), size)
 
     def _skip(self, index: int, error: BadImage) -> Skipped:
         return Skipped(self.path(index), str(error))
@@ -154,7 +163,7 @@ class TrainDataset(BatchDataset):
 
     def __init__(
         self,
-        folder: ImageFolder,
+        folder: ImageSource,
         config: AugmentConfig,
         seed: int,
         labels: LabelReader | None = None,
@@ -169,22 +178,25 @@ class TrainDataset(BatchDataset):
 
     def load(self, key: BatchKey) -> HostBatch:
         slots = _Slots(self, key)
-        images = torch.empty(len(key.indices), 3, *self.config.size, dtype=torch.uint8)
+        images = torch.empty(0)
         rounds: list[Plan] = []
-        place = [0] * len(images)  # of each row's plan in the concatenated rounds
-        rows = list(range(len(images)))
-        planned = 0
+        place = [0] * len(key.indices)  # of each row's plan in the concatenated rounds
+        rows = list(range(len(key.indices)))
         while rows:
             encoded = [slots.open(row) for row in rows]
             plan = self._plan(key, [slots.indices[row] for row in rows], encoded)
-            rounds.append(plan)
-            failed = []
+            planned = sum(map(len, rounds))
             for i, row in enumerate(rows):
                 place[row] = planned + i
-                if not self._decode(slots, row, encoded[i], plan, i, images):
-                    failed.append(row)
-            planned += len(rows)
-            rows = failed
+            rounds.append(plan)
+            decoded = self._decode(encoded, plan)
+            if len(rounds) == 1:
+                images = decoded.images
+            else:
+                images[rows] = decoded.images
+            for i, error in decoded.bad.items():
+                slots.replace(rows[i], error)
+            rows = [rows[i] for i in decoded.bad]
         plan = rounds[0] if len(rounds) == 1 else Plan.concatenate(rounds).select(place)
         return self._batch(key, slots, images, plan)
 
@@ -197,16 +209,13 @@ class TrainDataset(BatchDataset):
         widths, heights = [image.width for image in encoded], [image.height for image in encoded]
         return make_plan(self.config, self.seed, key.epoch, indices, widths, heights)
 
-    def _decode(self, slots: _Slots, row: int, encoded: Encoded, plan: Plan, i: int, images: Tensor) -> bool:
-        self.board.mark(slots.indices[row])
-        x, y, width, height = plan.crop[i].tolist()
-        interpolation = _FILTERS[int(plan.interpolation[i])]
-        try:
-            images[row] = self.backend.decode(encoded, (x, y, width, height), self.config.size, interpolation)
-        except BadImage as error:
-            slots.replace(row, error)
-            return False
-        return True
+    def _decode(self, encoded: list[Encoded], plan: Plan) -> Decoded:
+        self.board.mark(-1)
+        requests = [
+            Request(image, (crop[0], crop[1], crop[2], crop[3]), self.config.size, _FILTERS[interpolation])
+            for image, crop, interpolation in zip(encoded, plan.crop.tolist(), plan.interpolation.tolist(), strict=True)
+        ]
+        return self.backend.decode_batch(requests, self.config.size)
 
     def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> HostBatch:
         labels, bad_labels = self._labels(slots.indices, plan.source.tolist())
@@ -285,7 +294,7 @@ class EvalDataset(BatchDataset):
 
     def __init__(
         self,
-        folder: ImageFolder,
+        folder: ImageSource,
         size: Size,
         crop_pct: float = 0.875,
         crop_mode: str = "center",
@@ -305,41 +314,44 @@ class EvalDataset(BatchDataset):
         self.fill = tuple(fill) if crop_mode == "border" else (0, 0, 0)
 
     def load(self, key: BatchKey) -> HostBatch:
-        shown: list[tuple[int, Tensor, Encoded]] = []
-        skipped: list[Skipped] = []
+        opened: list[tuple[int, Encoded]] = []
+        failed: dict[int, BadImage] = {}
         for index in key.indices:
             try:
-                encoded = self._open(index)
-                shown.append((index, self.show(encoded), replace(encoded, data=bytearray())))
+                opened.append((index, self._open(index)))
             except BadImage as error:
-                skipped.append(self._skip(index, error))
-        indices = [index for index, _, _ in shown]
-        affine, visible = self._geometry([encoded for _, _, encoded in shown])
+                failed[index] = error
+        self.board.mark(-1)
+        decoded = self.backend.decode_batch([self._request(image) for _, image in opened], self.size, self.fill)
+        failed |= {opened[row][0]: error for row, error in decoded.bad.items()}
+        rows = [row for row in range(len(opened)) if row not in decoded.bad]
+        indices, shown = [opened[row][0] for row in rows], [opened[row][1] for row in rows]
+        affine, visible = self._geometry(shown)
         return HostBatch(
             key=key,
-            images=torch.stack([image for _, image, _ in shown]) if shown else torch.empty(0, 3, *self.size).byte(),
+            images=decoded.images[rows] if decoded.bad else decoded.images,
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
-            sizes=torch.tensor([(image.width, image.height) for _, _, image in shown]).view(-1, 2),
+            sizes=torch.tensor([(image.width, image.height) for image in shown]).view(-1, 2),
             affine=affine,
             visible=visible,
             plan=None,
             labels=None,
-            skipped=skipped,
+            skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
             bad_labels=[],
         )
 
     def show(self, encoded: Encoded) -> Tensor:
         """(3, H, W) uint8 of one image. Raises BadImage."""
+        decoded = self.backend.decode_batch([self._request(encoded)], self.size, self.fill)
+        for error in decoded.bad.values():
+            raise error
+        return decoded.images[0]
+
+    def _request(self, encoded: Encoded) -> Request:
         resized = resized_size(self.size, self.crop_pct, self.crop_mode, encoded.width, encoded.height)
-        pixels = self.backend.decode(encoded, None, resized, self.interpolation)
         top, left = (centre_offset(side, crop) for side, crop in zip(resized, self.size, strict=True))
-        if top >= 0 and left >= 0:
-            return pixels[:, top : top + self.size[0], left : left + self.size[1]]
-        canvas = torch.tensor(self.fill, dtype=torch.uint8)[:, None, None].repeat(1, *self.size)
-        pixels = pixels[:, max(top, 0) : max(top, 0) + self.size[0], max(left, 0) : max(left, 0) + self.size[1]]
-        canvas[:, max(-top, 0) :, max(-left, 0) :][:, : pixels.shape[1], : pixels.shape[2]] = pixels
-        return canvas
+        return Request(encoded, None, resized, self.interpolation, top, left)
 
     def _geometry(self, images: list[Encoded]) -> tuple[Tensor, Tensor]:
         """(B, 2, 3) and (B, 4): where in the image the shown crop lies, both in shares."""

@@ -12,10 +12,9 @@ import io
 import os
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class BadImage(Exception):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A file as read, with the size that its header states. `data` is empty for sources without files."""
+    """An encoded image as read, with the size that its header states. `data` is empty for computed images."""
 
     path: str
     data: bytearray
@@ -61,28 +60,75 @@ class Encoded:
     height: int
 
 
-class Backend(Protocol):
-    """Where pixels come from. Objects are picklable and hold no open file, so that workers can share them."""
+@dataclass(frozen=True)
+class Request:
+    """One image of a batch: `crop` (None: all) is resized to `size` (h, w); the output shows the part of it that begins
+    at row `top` and column `left`. Where these are negative, or the output goes beyond, it shows the fill."""
 
-    def open(self, path: str) -> Encoded:
-        """Read the file, once, and its header. Raises BadImage."""
+    encoded: Encoded
+    crop: Crop | None
+    size: Size
+    interpolation: str
+    top: int = 0
+    left: int = 0
 
-    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        """Crop (None: the whole image) resized to `size`: uint8 (3, h, w). Raises BadImage."""
+
+@dataclass(frozen=True)
+class Decoded:
+    """A batch of images, (B, 3, H, W) uint8 in the requests' order, and why some could not be decoded, by row: those
+    rows hold anything."""
+
+    images: Tensor
+    bad: dict[int, BadImage]
 
 
-class PilBackend:
-    """Pillow decodes, crops and resizes: what timm does."""
+class Backend:
+    """Where pixels come from: decodes, crops and resizes, and does nothing at random.
 
-    name = "pil"
+    `decode` is one image's, `decode_batch` a batch's, which is what loaders call. Objects of a backend that works in
+    data workers are picklable.
+    """
+
+    name: str
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self.max_pixels = max_pixels
 
-    def open(self, path: str) -> Encoded:
-        data = read_file(path)
-        width, height = read_size(data, self.max_pixels)
+    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
+        """An encoded image and its size.
+
+        Args:
+            path: Its name for messages; where `data` is None, the file that is read.
+            data: Its bytes.
+            size: (width, height), where that is known; None: the header is read.
+
+        Raises:
+            BadImage: It can't be read, or is larger than `max_pixels`.
+        """
+        data = read_file(path) if data is None else data
+        width, height = read_size(data, self.max_pixels) if size is None else check_size(*size, self.max_pixels)
         return Encoded(path, data, width, height)
+
+    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
+        """Crop (None: the whole image) resized to `size`: uint8 (3, h, w). Raises BadImage."""
+        raise NotImplementedError
+
+    def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
+        """All requests, in outputs of one `size`."""
+        images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
+        for row, request in enumerate(requests):
+            try:
+                pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
+                images[row] = cut(pixels, request.top, request.left, size, fill)
+            except BadImage as error:
+                bad[row] = error
+        return Decoded(images, bad)
+
+
+class PilBackend(Backend):
+    """Pillow decodes, crops and resizes: what timm does."""
+
+    name = "pil"
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
@@ -103,7 +149,7 @@ class TorchvisionBackend(PilBackend):
         return resized_crop(pixels, crop, size, interpolation)
 
 
-BACKENDS = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
+BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
 
 
 def create_backend(name: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> Backend:
@@ -164,9 +210,28 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
     """
     with _pillow(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
         width, height = image.size
+    return check_size(width, height, max_pixels)
+
+
+def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+    """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
     if width * height > max_pixels:
         raise BadImage(f"{width} x {height} pixels are more than --max-pixels {max_pixels}")
+    if not width * height:
+        raise BadImage("could not be read when the index was made (tlt index)")
     return width, height
+
+
+def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
+    """The part (3, *size) of pixels (3, h, w) uint8 that begins at row `top` and column `left`; `fill` (red, green,
+    blue) outside of them."""
+    bottom, right = top + size[0], left + size[1]
+    if top >= 0 and left >= 0 and bottom <= pixels.shape[1] and right <= pixels.shape[2]:
+        return pixels[:, top:bottom, left:right]
+    canvas = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, *size)
+    pixels = pixels[:, max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
+    canvas[:, max(-top, 0) :, max(-left, 0) :][:, : pixels.shape[1], : pixels.shape[2]] = pixels
+    return canvas
 
 
 def resized_crop(pixels: Tensor, crop: Crop | None, size: Size, interpolation: str) -> Tensor:

@@ -11,44 +11,24 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt.data.decode import image_extensions
+from tlt.data.decode import image_extensions, read_file
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
+from tlt.names import Names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
 _NAMES_SHOWN = 5
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """What `scan_folder` found.
+class ImageFolder(ImageSource):
+    """What `scan_folder` found; `paths` are relative to `root`, in natural order."""
 
-    Attributes:
-        root: The split's folder.
-        paths: Image paths relative to `root`, in natural order.
-        classes: (N,) int64, class index of each path.
-        class_names: Name of every class index; with an imposed list also classes without images.
-        folder_names: The classes that have a folder under `root`.
-        warnings: One line each, for rank 0 to print once.
-    """
-
-    root: str
-    paths: list[str]
-    classes: np.ndarray
-    class_names: list[str]
-    folder_names: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def path(self, index: int) -> str:
-        """Path of image `index`, as `open` takes it."""
-        return os.path.join(self.root, self.paths[index])
+    def read(self, index: int) -> bytearray:
+        return read_file(self.path(index))
 
 
 def natural_key(name: str) -> list[str | int]:
@@ -87,7 +67,7 @@ def scan_folder(root: str | os.PathLike[str], class_names: Sequence[str] | None 
     rows.sort(key=lambda row: (natural_key(row[0]), row[0]))
     classes = np.array([row[1] for row in rows], dtype=np.int64)
     warnings = walk.warnings() + _empty_classes(walk.root, names, folders, classes)
-    return ImageFolder(walk.root, [row[0] for row in rows], classes, names, list(folders), warnings)
+    return ImageFolder(walk.root, Names(row[0] for row in rows), classes, names, list(folders), warnings)
 
 
 def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = False) -> str:
@@ -121,7 +101,7 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     )
 
 
-def compare_classes(train: ImageFolder, val: ImageFolder) -> None:
+def compare_classes(train: ImageSource, val: ImageSource) -> None:
     """Check that both splits have the same class folders; one that is empty in training need not be in `val`.
 
     Raises:
@@ -138,7 +118,7 @@ def compare_classes(train: ImageFolder, val: ImageFolder) -> None:
         )
 
 
-def check_num_classes(folder: ImageFolder, num_classes: int) -> list[str]:
+def check_num_classes(folder: ImageSource, num_classes: int) -> list[str]:
     """Compare `--num-classes` with the folders.
 
     Returns:

@@ -12,30 +12,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.data.decode import Crop, Encoded, Size
-from tlt.data.folder import ImageFolder
+from tlt.data.decode import Backend, Crop, Encoded, Size
+from tlt.data.source import ImageSource
 from tlt.label_map import FULL_AREA, LabelMap
+from tlt.names import Names
 
 ROOT = "synthetic"
 
 
-def synthetic_folder(length: int, num_classes: int) -> ImageFolder:
+class SyntheticImages(ImageSource):
+    """Images without bytes."""
+
+    def read(self, index: int) -> bytearray:
+        return bytearray()
+
+
+def synthetic_folder(length: int, num_classes: int) -> SyntheticImages:
     """`length` images, classes in turn, as `scan_folder` would list them."""
     classes = np.arange(length, dtype=np.int64) % num_classes
     names = [f"class_{number:05d}" for number in range(num_classes)]
     paths = [f"{names[number]}/{index:08d}" for index, number in enumerate(classes)]
-    return ImageFolder(ROOT, paths, classes, names, names)
+    return SyntheticImages(ROOT, Names(paths), classes, names, names)
 
 
-class SyntheticBackend:
+class SyntheticBackend(Backend):
     """Images of one size that are computed where a file backend decodes. `size` is (height, width) of the source."""
 
     name = "synthetic"
 
     def __init__(self, size: Size = (375, 500)) -> None:
+        super().__init__()
         self.height, self.width = size
 
-    def open(self, path: str) -> Encoded:
+    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
         return Encoded(path, bytearray(), self.width, self.height)
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
@@ -56,7 +65,7 @@ class SyntheticLabels:
         shape: (k, h, w) of the maps; k is cut to the class count.
     """
 
-    def __init__(self, folder: ImageFolder, shape: tuple[int, int, int] = (5, 18, 18)) -> None:
+    def __init__(self, folder: ImageSource, shape: tuple[int, int, int] = (5, 18, 18)) -> None:
         self.classes = folder.classes
         self.num_classes = len(folder.class_names)
         self.shape = (min(shape[0], self.num_classes), shape[1], shape[2])

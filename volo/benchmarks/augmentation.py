@@ -20,7 +20,7 @@ import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ def choose_images(args: Namespace, root: Path) -> ImageFolder:
     if len(folder) < args.images:
         raise UserError(f"--images {args.images}: --data-dir {args.data_dir} holds {len(folder)}; ask for no more")
     rows = np.linspace(0, len(folder) - 1, args.images).round().astype(int)
-    return replace(folder, paths=[folder.paths[row] for row in rows], classes=folder.classes[rows])
+    return folder.select(rows)
 
 
 def make_images(root: Path, count: int, size: tuple[int, int]) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
 from tlt.data.decode import Backend, create_backend
 from tlt.data.device_stage import DeviceStage, EvalStage
-from tlt.data.folder import ImageFolder, compare_classes, find_split, scan_folder
+from tlt.data.folder import compare_classes
 from tlt.data.index_stream import IndexStream
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
+from tlt.data.source import ImageSource
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.errors import UserError
 from tlt.labels import open_labels as open_label_store
@@ -28,8 +30,8 @@ SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
 class Folders:
     """Training and validation images with one class list."""
 
-    train: ImageFolder
-    validation: ImageFolder
+    train: ImageSource
+    validation: ImageSource
     warnings: list[str] = field(default_factory=list)
 
 
@@ -42,15 +44,17 @@ def open_folders(args: Namespace, world_size: int) -> Folders:
     if args.data_backend == "synthetic":
         classes = args.num_classes or 1000
         batch = args.batch_size * args.grad_accum_steps * world_size
-        train = synthetic_folder(SYNTHETIC_UPDATES * batch, classes)
-        return Folders(train, synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes))
-    train = scan_folder(find_split(args.data_dir, args.train_split))
-    validation = scan_folder(find_split(args.data_dir, args.val_split), class_names=train.class_names)
+        return Folders(
+            synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
+            synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
+        )
+    train = open_images(args.data_dir, args.train_split, args.dataset)
+    validation = open_images(args.data_dir, args.val_split, args.dataset, train.class_names)
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
 
 
-def open_labels(args: Namespace, folder: ImageFolder, num_classes: int) -> tuple[LabelReader | None, list[str]]:
+def open_labels(args: Namespace, folder: ImageSource, num_classes: int) -> tuple[LabelReader | None, list[str]]:
     """Find the token labels of the training images. Returns (labels or None, warnings).
 
     Raises:
@@ -101,7 +105,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
 
 
 def train_loader(
-    args: Namespace, folder: ImageFolder, labels: LabelReader | None, settings: Mapping[str, Any], world: World
+    args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
 ) -> TrainLoader:
     """The training batches of this rank.
 
@@ -128,7 +132,7 @@ def train_loader(
 
 
 def validation_loader(
-    args: Namespace, folder: ImageFolder, batch_size: int, settings: Mapping[str, Any], world: World
+    args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
     """The validation batches of this rank."""
     dataset = EvalDataset(
@@ -157,7 +161,7 @@ def _backend(args: Namespace) -> Backend:
     )
 
 
-def _loader_options(args: Namespace, folder: ImageFolder, world: World) -> dict[str, Any]:
+def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
     return {
         "device": world.device,
         "workers": args.workers,

@@ -8,7 +8,7 @@ from typing import Any
 
 from tlt.archive_format import MANIFEST_NAME
 from tlt.data.dataset import LabelReader
-from tlt.data.folder import ImageFolder
+from tlt.data.source import ImageSource
 from tlt.data.synthetic import ROOT as SYNTHETIC
 from tlt.errors import UserError
 from tlt.label_store import LabelStore
@@ -18,7 +18,7 @@ KEY = "data"
 _WHAT = {"images": "the training images (names and classes)", "labels": "the token labels"}
 
 
-def fingerprint(folder: ImageFolder, labels: LabelReader | None) -> dict[str, str | int | None]:
+def fingerprint(folder: ImageSource, labels: LabelReader | None) -> dict[str, str | int | None]:
     """Return what `check_same_data` compares: names and classes of the images, and how their labels were made.
 
     The files are not read: a data set may lie elsewhere, and a million of them take long.

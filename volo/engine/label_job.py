@@ -22,7 +22,8 @@ from tlt.agreement import Agreement
 from tlt.archive import is_archive
 from tlt.archive_format import FILE_DTYPES, MANIFEST_NAME, PARTIAL_NAME, Form, Manifest
 from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.data.folder import ImageFolder, printable
+from tlt.data.folder import printable
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import label_names
 from tlt.label_map import LabelMap
@@ -50,7 +51,7 @@ class LabelJob:
 
     found = origin_unknown = False
 
-    def __init__(self, root: str | Path, folder: ImageFolder, metadata: TreeMetadata, overwrite: bool = False) -> None:
+    def __init__(self, root: str | Path, folder: ImageSource, metadata: TreeMetadata, overwrite: bool = False) -> None:
         self.root, self.folder, self.metadata, self.overwrite = Path(root), folder, metadata, overwrite
         self._labels = label_names(folder.paths)
         try:
@@ -179,7 +180,7 @@ class ArchiveJob(LabelJob):
     def __init__(
         self,
         root: str | Path,
-        folder: ImageFolder,
+        folder: ImageSource,
         metadata: TreeMetadata,
         overwrite: bool = False,
         log_sum_exp: bool = True,

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import time
 from argparse import Namespace
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +31,10 @@ from tlt.archive_format import sha256_of
 from tlt.data.dataset import EvalDataset, Skipped
 from tlt.data.decode import create_backend
 from tlt.data.device_stage import EvalStage
-from tlt.data.folder import ImageFolder, find_split, printable, scan_folder
+from tlt.data.folder import printable
 from tlt.data.loader import Batch, EvalLoader, SkipCounter
+from tlt.data.open_images import open_images
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
 from tlt.progress import Progress
@@ -69,7 +70,7 @@ def run(args: Namespace) -> int:
 
 def label_folder(args: Namespace, world: World, board: Board) -> int:
     """Build everything, label, and close what was made. Returns the exit code."""
-    folder = scan_folder(find_split(args.data, args.split, allow_root=True))
+    folder = open_images(args.data, args.split, allow_root=True)
     for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
         print(line, flush=True)
     model, recorded = load_annotator(args)
@@ -83,7 +84,7 @@ def label_folder(args: Namespace, world: World, board: Board) -> int:
     return make_labels(args, job, pending, annotator, settings, world, board)
 
 
-def check_classes(args: Namespace, model: nn.Module, folder: ImageFolder, recorded: dict[str, Any]) -> None:
+def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, recorded: dict[str, Any]) -> None:
     """Compare the annotator's classes with the folders, unless `--transfer` says that they differ.
 
     Raises:
@@ -132,7 +133,7 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
 
 
 def describe(
-    args: Namespace, settings: dict[str, Any], folder: ImageFolder, classes: int, grid: torch.Size
+    args: Namespace, settings: dict[str, Any], folder: ImageSource, classes: int, grid: torch.Size
 ) -> TreeMetadata:
     """What labels.json will say."""
     weights = "published"
@@ -152,7 +153,7 @@ def describe(
     return TreeMetadata(min(args.top_k, classes), (grid[0], grid[1]), classes, "full", annotator, names)
 
 
-def open_job(args: Namespace, folder: ImageFolder, metadata: TreeMetadata, world: World) -> LabelJob:
+def open_job(args: Namespace, folder: ImageSource, metadata: TreeMetadata, world: World) -> LabelJob:
     """What OUT is to become; rank 0 first."""
     overwrite = args.overwrite and world.is_primary
     if args.format == "archive":
@@ -242,12 +243,11 @@ def write_batch(
 
 
 def image_loader(
-    args: Namespace, folder: ImageFolder, rows: list[int], settings: dict[str, Any], device: torch.device
+    args: Namespace, folder: ImageSource, rows: list[int], settings: dict[str, Any], device: torch.device
 ) -> EvalLoader:
     """The whole images of some rows, squashed to the annotator's input size; indices count within `rows`."""
-    part = replace(folder, paths=[folder.paths[row] for row in rows], classes=folder.classes[rows])
     dataset = EvalDataset(
-        part,
+        folder.select(rows),
         settings["input_size"][1:],
         crop_pct=1.0,
         crop_mode="squash",

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tlt.data.dataset import EvalDataset
-from tlt.data.folder import ImageFolder, check_num_classes, find_split, natural_key, read_class_map, scan_folder
+from tlt.data.folder import check_num_classes, natural_key, read_class_map
 from tlt.data.loader import Batch, EvalLoader
+from tlt.data.open_images import open_images
+from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.weights import read_checkpoint
@@ -125,14 +127,14 @@ def with_recorded(args: Namespace, config: dict[str, Any], checkpoint: dict[str,
     return filled
 
 
-def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageFolder:
+def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageSource:
     """The validation images, their classes numbered as in training.
 
     Raises:
         UserError: A class folder that the checkpoint doesn't know, or more classes than outputs.
     """
     names = read_class_map(args.class_map) if args.class_map else config.get("class_names")
-    folder = scan_folder(find_split(args.data, args.split, allow_root=True), names)
+    folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
     for warning in folder.warnings + check_num_classes(folder, outputs):
         if world.is_primary:

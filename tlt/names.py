@@ -1,0 +1,64 @@
+"""A list of many names in little memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+import numpy as np
+
+
+class Names(Sequence[str]):
+    """Names as one block of bytes, which processes share: reading from a list of a million strings changes their
+    reference counts, and with that makes every data worker copy the pages they are on.
+
+    Equal to any sequence of the same names.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+        self._bytes: bytes | memoryview = b"".join(encoded)
+
+    @classmethod
+    def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> Names:
+        """Names one after the other in `block`, name i up to byte `ends[i]`; neither is copied."""
+        names = cls()
+        names._bytes, names._ends = block, ends
+        return names
+
+    @property
+    def block(self) -> bytes:
+        """All names, one after the other."""
+        return bytes(self._bytes)
+
+    @property
+    def ends(self) -> np.ndarray:
+        """(N,) int64: where in `block` each name ends."""
+        return self._ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Names: ...
+    def __getitem__(self, index: int | slice) -> str | Names:
+        if isinstance(index, slice):
+            return Names(self[i] for i in range(*index.indices(len(self))))
+        row = range(len(self))[index]
+        start = int(self._ends[row - 1]) if row else 0
+        return os.fsdecode(bytes(self._bytes[start : int(self._ends[row])]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:3])) + (", ..." if len(self) > 3 else "")
+        return f"Names([{shown}])"
