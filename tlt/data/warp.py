@@ -50,14 +50,15 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
     corner = ((top + 1) * row_length + (left + 1)).long()  # of the 4 x 4 pixels around a point
     corner = torch.where(inside, corner, (height + 2 * _FRAME) * row_length).flatten(1)
     table = _framed(images, fill)
-    taps = [[table[:, (row + 1) * row_length + column + 1 :].gather(1, corner) for column in columns] for row in rows]
-    shape, blend = inside.shape, _cubic if cubic else _linear
     dx, dy = (x - left).to(precision), (y - top).to(precision)
-    channels = []
-    for shift in (0, 8, 16):
-        lines = [blend([((tap >> shift) & 255).to(precision).view(shape) for tap in line], dx) for line in taps]
-        channels.append(blend(lines, dy).clamp_(0, 255).short().to(torch.uint8))  # truncated, as PIL
-    return torch.stack(channels, dim=1)
+    blend = _cubic if cubic else _linear
+    lines = []
+    for row in rows:
+        taps = (table[:, (row + 1) * row_length + column + 1 :].gather(1, corner) for column in columns)
+        pixels = [[plane.to(precision).view(inside.shape) for plane in _unpacked(tap)] for tap in taps]
+        lines.append([blend(values, dx) for values in zip(*pixels, strict=True)])
+    channels = [blend(values, dy).clamp_(0, 255) for values in zip(*lines, strict=True)]
+    return torch.stack([channel.short().to(torch.uint8) for channel in channels], dim=1)  # truncated, as PIL
 
 
 def _mapped_centres(maps: Tensor, size: tuple[int, int], along: Along) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,11 @@ def _framed(images: Tensor, fill: Sequence[int]) -> Tensor:
     framed = F.pad(packed, (_FRAME,) * 4, mode="replicate")
     colour = fill[0] | fill[1] << 8 | fill[2] << 16
     return F.pad(framed, (0, 0, 0, 2 * _FRAME), value=float(colour)).int().flatten(1)
+
+
+def _unpacked(pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Red, green and blue of packed pixels, int32."""
+    return pixels & 255, (pixels >> 8) & 255, pixels >> 16
 
 
 def _linear(values: Sequence[Tensor], t: Tensor) -> Tensor:
