@@ -103,6 +103,15 @@ def test_warp_is_within_one_grey_level_of_pil(resample, size, mirrored):
             assert (difference > 1).mean() < (1e-3 if mirrored else 1e-9), (kernel, value)
 
 
+def test_devices_without_doubles_warp_nearly_as_pil():
+    source = picture(40, 28)
+    for value in (-30.0, 0.4, 27.0):
+        theirs = np.asarray(run_pil(Kernel.ROTATE, value, Image.fromarray(source), BICUBIC))
+        single = torch.from_numpy(a_map(Kernel.ROTATE, value, 28, 40)).float()
+        mine = warp(as_batch(source), single, FILL, cubic=True)[0].permute(1, 2, 0).numpy()
+        assert (abs(mine.astype(int) - theirs.astype(int)) > 1).mean() < 1e-3
+
+
 @pytest.mark.parametrize("cubic", [False, True])
 @pytest.mark.parametrize("size", [(31, 45), (3, 2)])
 def test_warping_along_one_axis_gives_what_warping_along_both_does(cubic, size):

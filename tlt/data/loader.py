@@ -112,7 +112,8 @@ class TrainLoader:
         device: Training device.
         workers: Worker processes; 0 loads in this process.
         pin_memory: Copy through page-locked memory (CUDA only).
-        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on.
+        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on; through
+            page-locked memory, for a copy from any other makes the host wait.
         persistent_workers: Keep the workers from epoch to epoch.
         timeout: Seconds to wait for a batch before giving up, naming the file in hand; 0 waits for ever. Without
             workers there is nobody to watch.
@@ -135,7 +136,8 @@ class TrainLoader:
         self.dataset = dataset
         self.index_stream = index_stream
         self.skips = skips or SkipCounter(len(dataset))
-        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        pinned = pin_memory or prefetch
+        self._workers = Workers(dataset, workers, pinned, persistent_workers, timeout, torch.device(device))
         self._feed = _Feed(functools.partial(_augmented, device_stage), torch.device(device), prefetch)
 
     def __len__(self) -> int:
@@ -198,7 +200,8 @@ class EvalLoader:
         self.may_be_empty = may_be_empty
         self.skips = skips or SkipCounter(len(dataset))
         self._indices = eval_indices(len(dataset), world_size, rank).tolist()
-        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        pinned = pin_memory or prefetch
+        self._workers = Workers(dataset, workers, pinned, persistent_workers, timeout, torch.device(device))
         self._feed = _Feed(lambda images, host: stage(images), torch.device(device), prefetch)
 
     def __len__(self) -> int:
