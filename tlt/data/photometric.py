@@ -151,15 +151,15 @@ def _box_blur(values: Tensor, radius: Tensor) -> Tensor:
     """
     padded = F.pad(values.float(), (2, 2, 0, 0), mode="replicate").int()
     width = values.shape[3]
-    near = padded[..., 1 : 1 + width] + padded[..., 3 : 3 + width]
-    far = padded[..., :width] + padded[..., 4:]
     wide = radius >= 1
     inner = ((1 << 24) / (2 * radius + 1)).int()
     outer = ((1 << 24) - torch.where(wide, 3, 1) * inner) // 2
     lost = (1 << 24) - torch.where(wide, 3, 1) * inner - 2 * outer  # the weights' sum is so much short of 1
-    # One of the two pairs has no weight at a narrow radius, where it would be a third.
-    total = inner * values + torch.where(wide, inner, outer) * near + torch.where(wide, outer, 0) * far
-    return (total + ((1 << 23) - 128 * lost)) >> 24
+    total = inner * values
+    total += (padded[..., 1 : 1 + width] + padded[..., 3 : 3 + width]).mul_(torch.where(wide, inner, outer))
+    total += (padded[..., :width] + padded[..., 4:]).mul_(torch.where(wide, outer, 0))
+    total += (1 << 23) - 128 * lost
+    return total.bitwise_right_shift_(24)
 
 
 def gaussian_blur(images: Tensor, sigma: Tensor) -> Tensor:
