@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from tlt.data import on_device
 from tlt.data.erase import erase
-from tlt.data.on_device import portion, send
 from tlt.data.photometric import OPERATIONS
 from tlt.data.plan import BICUBIC, AugmentConfig, Plan
 from tlt.data.warp import Along, warp
@@ -103,11 +103,11 @@ def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int]) -> Tens
     if not work:
         return images
     images = images.clone()
-    all_rows = send(np.concatenate([step.rows for step in work]), images.device)
-    all_arguments = send(np.concatenate([step.arguments.ravel() for step in work]), images.device)
+    all_rows = on_device.send(np.concatenate([step.rows for step in work]), images.device)
+    all_arguments = on_device.send(np.concatenate([step.arguments.ravel() for step in work]), images.device)
     rows_of = all_rows.split([len(step.rows) for step in work])
     arguments_of = all_arguments.split([step.arguments.size for step in work])
-    size = portion(images)
+    size = on_device.portion(images)
     for step, rows, arguments in zip(work, rows_of, arguments_of, strict=True):
         by_row = arguments.view(step.arguments.shape)
         for some, values in zip(rows.split(size), by_row.split(size), strict=True):
@@ -117,14 +117,16 @@ def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int]) -> Tens
 
 def _taken(images: Tensor, rows: Tensor) -> Tensor:
     """`images[rows]`."""
-    if images.device.type == "cpu":  # where index_select takes five times as long, index_copy_ twenty times
+    if on_device.in_small_pieces(
+        images.device
+    ):  # index_select takes five times as long there, index_copy_ twenty times
         return torch.stack([images[row] for row in rows.tolist()])
     return images.index_select(0, rows)
 
 
 def _put_back(images: Tensor, rows: Tensor, changed: Tensor) -> None:
     """`images[rows] = changed`."""
-    if images.device.type == "cpu":
+    if on_device.in_small_pieces(images.device):
         for row, image in zip(rows.tolist(), changed, strict=True):
             images[row] = image
     else:
@@ -154,7 +156,7 @@ class EvalStage(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
-        step = portion(images)
+        step = on_device.portion(images)
         for some, levels in zip(result.split(step), images.split(step), strict=True):
             some.copy_(levels).div_(255).sub_(self.mean).div_(self.std)
         return result

@@ -23,8 +23,13 @@ def send(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def in_small_pieces(device: torch.device) -> bool:
+    """Whether many small pieces of work are quicker than few large ones: on a CPU they stay in the cache."""
+    return device.type == "cpu"
+
+
 def portion(images: Tensor) -> int:
     """How many of the images (B, C, H, W) to work on at once. Nothing depends on it but the time it takes."""
-    if images.device.type != "cpu":
+    if not in_small_pieces(images.device):
         return max(1, len(images))
     return max(1, _CACHED_PIXELS * torch.get_num_threads() // (images.shape[2] * images.shape[3]))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.data import on_device
+
 Blend: TypeAlias = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 _FRAME = 2  # pixels around an image that bicubic sampling can reach
@@ -47,18 +49,18 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
     reach = range(-1, 3) if cubic else range(2)
     columns, rows = (reach if along != Along.Y else range(1)), (reach if along != Along.X else range(1))
     row_length = width + 2 * _FRAME
-    corner = ((top + 1) * row_length + (left + 1)).long()  # of the 4 x 4 pixels around a point
-    corner = torch.where(inside, corner, (height + 2 * _FRAME) * row_length).flatten(1)
+    index = ((top + 1) * row_length + (left + 1)).long()  # of the 4 x 4 pixels around a point
+    index = torch.where(inside, index, (height + 2 * _FRAME) * row_length).flatten(1)
     table = _framed(images, fill)
-    dx, dy = (x - left).to(precision), (y - top).to(precision)
+    dx, dy = ((point - corner).to(precision)[:, None] for point, corner in ((x, left), (y, top)))
     blend = _cubic if cubic else _linear
     lines = []
     for row in rows:
-        taps = (table[:, (row + 1) * row_length + column + 1 :].gather(1, corner) for column in columns)
-        pixels = [[plane.to(precision).view(inside.shape) for plane in _unpacked(tap)] for tap in taps]
+        taps = (table[:, (row + 1) * row_length + column + 1 :].gather(1, index) for column in columns)
+        pixels = [[part.to(precision) for part in _unpacked(tap.view(inside.shape))] for tap in taps]
         lines.append([blend(values, dx) for values in zip(*pixels, strict=True)])
-    channels = [blend(values, dy).clamp_(0, 255) for values in zip(*lines, strict=True)]
-    return torch.stack([channel.short().to(torch.uint8) for channel in channels], dim=1)  # truncated, as PIL
+    levels = torch.cat([blend(values, dy) for values in zip(*lines, strict=True)], dim=1)
+    return levels.clamp_(0, 255).short().to(torch.uint8)  # truncated, as PIL
 
 
 def _mapped_centres(maps: Tensor, size: tuple[int, int], along: Along) -> tuple[Tensor, Tensor]:
@@ -84,9 +86,12 @@ def _framed(images: Tensor, fill: Sequence[int]) -> Tensor:
     return F.pad(framed, (0, 0, 0, 2 * _FRAME), value=float(colour)).int().flatten(1)
 
 
-def _unpacked(pixels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Red, green and blue of packed pixels, int32."""
-    return pixels & 255, (pixels >> 8) & 255, pixels >> 16
+def _unpacked(pixels: Tensor) -> tuple[Tensor, ...]:
+    """Red, green and blue of packed pixels (B, H, W), int32: in one (B, 3, H, W) or three (B, 1, H, W)."""
+    pixels = pixels[:, None]
+    if on_device.in_small_pieces(pixels.device):
+        return pixels & 255, (pixels >> 8) & 255, pixels >> 16
+    return ((pixels >> torch.arange(0, 24, 8, dtype=torch.int32, device=pixels.device).view(3, 1, 1)) & 255,)
 
 
 def _linear(values: Sequence[Tensor], t: Tensor) -> Tensor:
