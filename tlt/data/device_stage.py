@@ -3,7 +3,7 @@
 The plan stays on the host, so which rows need what is known without asking the device: row numbers and arguments go
 over, and nothing comes back. A sample's result does not depend on the other rows of its batch.
 
-Legend: B images of H x W pixels, b rows of them, P erased pixels.
+Legend: B images of H x W pixels, b rows of them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,19 @@ Floats = npt.NDArray[np.float64]
 
 
 class Step(IntEnum):
-    """Geometric steps; their codes continue those of `rand_augment.Kernel`."""
+    """Geometric steps; their codes continue those of `rand_augment.Kernel`. To a warp's, its `Along` is added."""
 
     FLIP_X = 100
     FLIP_Y = 101
     FLIP_XY = 102
     WARP_BILINEAR = 110
-    WARP_BILINEAR_X = 111
-    WARP_BILINEAR_Y = 112
     WARP_BICUBIC = 120
-    WARP_BICUBIC_X = 121
-    WARP_BICUBIC_Y = 122
 
 
 _FLIPS: dict[int, tuple[int, ...]] = {int(Step.FLIP_X): (3,), int(Step.FLIP_Y): (2,), int(Step.FLIP_XY): (2, 3)}
 _WARPS = {
-    int(first) + along: (first == Step.WARP_BICUBIC, along)
-    for first in (Step.WARP_BILINEAR, Step.WARP_BICUBIC)
+    int(kind) + along: (kind == Step.WARP_BICUBIC, along)
+    for kind in (Step.WARP_BILINEAR, Step.WARP_BICUBIC)
     for along in Along
 }
 
@@ -92,7 +88,7 @@ def _warp_work(plan: Plan) -> list[Work]:
 
 
 def _axes(maps: Floats) -> Ints:
-    """`Along` of each map (B, 2, 3)."""
+    """`Along` of each map (B, 2, 3): the axis that the map doesn't just shift or mirror by whole pixels."""
     mirrored = (np.abs(maps[:, [0, 1], [0, 1]]) == 1) & (maps[:, [0, 1], [1, 0]] == 0)
     x_stays, y_stays = (mirrored & (maps[:, :, 2] == np.round(maps[:, :, 2]))).T
     return np.where(y_stays, Along.X, np.where(x_stays, Along.Y, Along.BOTH))
@@ -117,9 +113,8 @@ def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int]) -> Tens
 
 def _taken(images: Tensor, rows: Tensor) -> Tensor:
     """`images[rows]`."""
-    if on_device.in_small_pieces(
-        images.device
-    ):  # index_select takes five times as long there, index_copy_ twenty times
+    # There index_select takes five times as long as copies, index_copy_ twenty times.
+    if on_device.in_small_pieces(images.device):
         return torch.stack([images[row] for row in rows.tolist()])
     return images.index_select(0, rows)
 

@@ -49,7 +49,7 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
     reach = range(-1, 3) if cubic else range(2)
     columns, rows = (reach if along != Along.Y else range(1)), (reach if along != Along.X else range(1))
     row_length = width + 2 * _FRAME
-    index = ((top + 1) * row_length + (left + 1)).long()  # of the 4 x 4 pixels around a point
+    index = ((top + 1) * row_length + (left + 1)).long()  # of the first of the 4 x 4 pixels around
     index = torch.where(inside, index, (height + 2 * _FRAME) * row_length).flatten(1)
     table = _framed(images, fill)
     dx, dy = ((point - corner).to(precision)[:, None] for point, corner in ((x, left), (y, top)))
@@ -77,7 +77,7 @@ def _mapped_centres(maps: Tensor, size: tuple[int, int], along: Along) -> tuple[
 def _framed(images: Tensor, fill: Sequence[int]) -> Tensor:
     """Pixels packed into one int32 each, with their edges repeated and four rows of `fill` below: (B, (H + 8) * S).
 
-    One gather of packed pixels costs a tenth of three gathers of planes.
+    With the frame no coordinate needs to be clamped, and what lies outside reads the last rows.
     """
     red, green, blue = images.int().unbind(1)
     packed = (red | green << 8 | blue << 16).float()  # 24 bits: exact, and floats are what can be padded
