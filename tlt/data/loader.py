@@ -112,8 +112,8 @@ class TrainLoader:
         device: Training device.
         workers: Worker processes; 0 loads in this process.
         pin_memory: Copy through page-locked memory (CUDA only).
-        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on; through
-            page-locked memory, for a copy from any other makes the host wait.
+        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on. Also pins: the
+            host waits for a copy from memory that isn't page-locked.
         persistent_workers: Keep the workers from epoch to epoch.
         timeout: Seconds to wait for a batch before giving up, naming the file in hand; 0 waits for ever. Without
             workers there is nobody to watch.
@@ -133,11 +133,11 @@ class TrainLoader:
         timeout: float = DEFAULT_TIMEOUT,
         skips: SkipCounter | None = None,
     ) -> None:
+        pin_memory = pin_memory or prefetch
         self.dataset = dataset
         self.index_stream = index_stream
         self.skips = skips or SkipCounter(len(dataset))
-        pinned = pin_memory or prefetch
-        self._workers = Workers(dataset, workers, pinned, persistent_workers, timeout, torch.device(device))
+        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
         self._feed = _Feed(functools.partial(_augmented, device_stage), torch.device(device), prefetch)
 
     def __len__(self) -> int:
@@ -195,13 +195,13 @@ class EvalLoader:
         rank: int = 0,
         may_be_empty: bool = False,
     ) -> None:
+        pin_memory = pin_memory or prefetch
         self.dataset = dataset
         self.batch_size = batch_size
         self.may_be_empty = may_be_empty
         self.skips = skips or SkipCounter(len(dataset))
         self._indices = eval_indices(len(dataset), world_size, rank).tolist()
-        pinned = pin_memory or prefetch
-        self._workers = Workers(dataset, workers, pinned, persistent_workers, timeout, torch.device(device))
+        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
         self._feed = _Feed(lambda images, host: stage(images), torch.device(device), prefetch)
 
     def __len__(self) -> int:

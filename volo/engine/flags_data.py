@@ -51,7 +51,7 @@ DATA = Group(
         ),
         flag("--validation-batch-size", default=None, type=POSITIVE, metavar="N", help="validation images per device"),
         flag("-j", "--workers", default=8, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
-        switch("--pin-mem", help="page-locked host memory for copies to the GPU, as prefetching always has it"),
+        switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
         switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
         switch("--use-multi-epochs-loader", help="keep the decoding processes from epoch to epoch"),
         switch("--drop-last", help="leave out the last, smaller global batch of an epoch"),

@@ -32,7 +32,7 @@ PREPROCESSING = (
 _IMAGES = (
     *PREPROCESSING,
     flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
-    switch("--pin-mem", help="page-locked host memory for copies to the GPU, as prefetching always has it"),
+    switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
     flag("--data-backend", default="torchvision", choices=("torchvision", "pil"), help="who decodes and resizes"),
     flag(
