@@ -8,11 +8,13 @@ from timm.data import auto_augment
 from torchvision.transforms import functional as tvf
 
 from tlt import geometry
-from tlt.data import device_stage as stage_module
+from tlt.data import on_device
 from tlt.data.counter import keys, uniform
-from tlt.data.device_stage import DeviceStage, EvalStage, warp
+from tlt.data.device_stage import DeviceStage, EvalStage, Step, schedule
+from tlt.data.erase import hash_words, normal_noise
 from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Stream, make_plan
 from tlt.data.rand_augment import Kernel, sample_layers
+from tlt.data.warp import Along, warp
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FILL = (124, 116, 104)
@@ -90,16 +92,58 @@ def a_map(kernel: int, value: float, width: int, height: int) -> geometry.Affine
 def test_warp_is_within_one_grey_level_of_pil(resample, size, mirrored):
     height, width = size
     source = picture(height, width)
-    fill = torch.tensor(FILL, dtype=torch.uint8)
     for kernel, values in GEOMETRY.items():
         for value in values:
             image = Image.fromarray(source)
             theirs = np.asarray(run_pil(kernel, value, ImageOps.mirror(image) if mirrored else image, resample))
             affine = geometry.compose(a_map(kernel, value, width, height), geometry.hflip([mirrored], width))
-            mine = warp(as_batch(source), torch.from_numpy(affine), fill, cubic=resample == BICUBIC)
+            mine = warp(as_batch(source), torch.from_numpy(affine), FILL, cubic=resample == BICUBIC)
             difference = abs(mine[0].permute(1, 2, 0).numpy().astype(int) - theirs.astype(int))
             # A mirrored sampling point on a pixel's exact edge may fall on its other side.
             assert (difference > 1).mean() < (1e-3 if mirrored else 1e-9), (kernel, value)
+
+
+def test_devices_without_doubles_warp_nearly_as_pil():
+    source = picture(40, 28)
+    for value in (-30.0, 0.4, 27.0):
+        theirs = np.asarray(run_pil(Kernel.ROTATE, value, Image.fromarray(source), BICUBIC))
+        single = torch.from_numpy(a_map(Kernel.ROTATE, value, 28, 40)).float()
+        mine = warp(as_batch(source), single, FILL, cubic=True)[0].permute(1, 2, 0).numpy()
+        assert (abs(mine.astype(int) - theirs.astype(int)) > 1).mean() < 1e-3
+
+
+@pytest.mark.parametrize("cubic", [False, True])
+@pytest.mark.parametrize("size", [(31, 45), (3, 2)])
+def test_warping_along_one_axis_gives_what_warping_along_both_does(cubic, size):
+    config = AugmentConfig(size, auto_augment="rand-m9-mstd0.5-p1.0", vflip=0.5, reprob=0.0)
+    plan, _, _ = planned(config, 60)
+    batch = as_batch(*[picture(*size, seed) for seed in range(60)])
+    seen = set()
+    for step in schedule(plan):
+        if step.code >= Step.WARP_BILINEAR:
+            along = Along(step.code % 10)
+            images, maps = batch[torch.from_numpy(step.rows)], torch.from_numpy(step.arguments).view(-1, 2, 3)
+            apart = warp(images, maps, FILL, cubic=cubic, along=along)
+            assert torch.equal(apart, warp(images, maps, FILL, cubic=cubic)), along
+            seen.add(along)
+    assert seen == set(Along)
+
+
+@pytest.mark.parametrize("remode", ["const", "rand", "pixel"])
+def test_how_many_images_are_worked_on_at_once_changes_nothing(monkeypatch, remode):
+    config = AugmentConfig((16, 20), auto_augment="rand-n3-m9-mstd0.5-inc1-p0.9", reprob=0.6, recount=2, remode=remode)
+    plan, _, _ = planned(config, 40)
+    batch = as_batch(*[picture(16, 20, seed) for seed in range(40)])
+    results = []
+    for pixels in (1, 3 * 16 * 20, 2**30):
+        monkeypatch.setattr(on_device, "_CACHED_PIXELS", pixels)
+        assert on_device.portion(batch) == {1: 1, 960: 3 * torch.get_num_threads()}.get(
+            pixels, on_device.portion(batch)
+        )
+        results.append(DeviceStage(config, MEAN, STD)(batch, plan))
+    monkeypatch.setattr(on_device, "in_small_pieces", lambda device: False)  # as on a GPU
+    results.append(DeviceStage(config, MEAN, STD)(batch, plan))
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def planned(config: AugmentConfig, count: int, seed: int = 3):
@@ -247,9 +291,9 @@ def test_pixel_noise_is_normal_and_hashes_as_the_host_does():
 
     host = keys(5, 6, np.arange(4), 7)
     words = np.arange(20000)
-    on_device = stage_module.hash_words(torch.from_numpy(host.view(np.int64))[:, None], torch.from_numpy(words))
+    on_device = hash_words(torch.from_numpy(host.view(np.int64))[:, None], torch.from_numpy(words))
     assert np.array_equal(on_device.numpy().view(np.uint64)[2], keys(5, 6, 2, 7, words))
-    noise = stage_module.normal_noise(torch.from_numpy(host.view(np.int64))[:, None], torch.from_numpy(words)).numpy()
+    noise = normal_noise(torch.from_numpy(host.view(np.int64))[:, None], torch.from_numpy(words)).numpy()
     assert stats.kstest(noise[0], "norm").pvalue > 1e-3
     assert stats.pearsonr(noise[0], noise[1]).pvalue > 1e-3
     assert stats.pearsonr(noise[0, 1:], noise[0, :-1]).pvalue > 1e-3

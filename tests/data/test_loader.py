@@ -255,6 +255,20 @@ def test_fault_58_no_workers_takes_every_option() -> None:
     assert len(list(training.epoch(0))) == 7
 
 
+@pytest.mark.parametrize(
+    ("device", "prefetch", "pin_memory", "pinned"),
+    [
+        ("cuda", True, False, True),
+        ("cuda", False, True, True),
+        ("cuda", False, False, False),
+        ("cpu", True, True, False),
+    ],
+)
+def test_what_is_copied_ahead_is_pinned(device: str, prefetch: bool, pin_memory: bool, pinned: bool) -> None:
+    training = loader(0, device=device, prefetch=prefetch, pin_memory=pin_memory)
+    assert training._workers.loader.pin_memory is pinned
+
+
 def test_reading_board_is_clear_when_a_batch_is_done() -> None:
     images = dataset()
     images[BatchKey(0, (1, 2))]
@@ -273,3 +287,16 @@ def test_prefetching_on_cuda_changes_nothing() -> None:
     for (_, _, a), (_, _, b), (_, _, c) in zip(plain.epoch(0), ahead.epoch(0), host.epoch(0), strict=True):
         assert a.images.is_cuda and b.images.is_cuda and same(a, b)
         assert torch.equal(b.images.cpu(), c.images)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_never_waits_for_a_batch_that_is_copied_ahead() -> None:
+    training = loader(2, device="cuda", prefetch=True)
+    assert len(list(training.epoch(0))) == 7
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = list(training.epoch(1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(batches) == 7

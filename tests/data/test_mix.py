@@ -85,3 +85,20 @@ def test_wrong_settings_name_the_flag() -> None:
         Mixup(0.0, 0.0)
     with pytest.raises(UserError, match="--cutmix-minmax 0.8 0.2"):
         Mixup(cutmix_minmax=(0.8, 0.2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(mode: str, settings: dict[str, Any]) -> None:
+    images = torch.randn(6, 3, 12, 17)
+    mixup, on_device = Mixup(mode=mode, **settings), images.cuda()
+    mixup.draw(on_device, np.random.default_rng(0))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mixed = mixup.draw(on_device, np.random.default_rng(1)).blend_images(on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = mixup.draw(images, np.random.default_rng(1)).blend_images(images)
+    torch.testing.assert_close(mixed.cpu(), expected, rtol=0, atol=1e-6)

@@ -112,7 +112,8 @@ class TrainLoader:
         device: Training device.
         workers: Worker processes; 0 loads in this process.
         pin_memory: Copy through page-locked memory (CUDA only).
-        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on.
+        prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on. Also pins: the
+            host waits for a copy from memory that isn't page-locked.
         persistent_workers: Keep the workers from epoch to epoch.
         timeout: Seconds to wait for a batch before giving up, naming the file in hand; 0 waits for ever. Without
             workers there is nobody to watch.
@@ -132,6 +133,7 @@ class TrainLoader:
         timeout: float = DEFAULT_TIMEOUT,
         skips: SkipCounter | None = None,
     ) -> None:
+        pin_memory = pin_memory or prefetch
         self.dataset = dataset
         self.index_stream = index_stream
         self.skips = skips or SkipCounter(len(dataset))
@@ -193,6 +195,7 @@ class EvalLoader:
         rank: int = 0,
         may_be_empty: bool = False,
     ) -> None:
+        pin_memory = pin_memory or prefetch
         self.dataset = dataset
         self.batch_size = batch_size
         self.may_be_empty = may_be_empty

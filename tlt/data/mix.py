@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.data.on_device import send
 from tlt.errors import UserError
 from tlt.targets import one_hot
 
@@ -114,15 +115,15 @@ class Mixup:
         return shares.blend_images(images), shares.blend_labels(targets)
 
     def draw(self, images: Tensor, generator: np.random.Generator) -> Shares:
-        """Decide how a batch is mixed, (B, 3, H, W); the images are left as they are."""
-        lam, stays = self._draw(len(images), (images.shape[-2], images.shape[-1]), generator)
-        samples, pixels = (
-            torch.from_numpy(values).to(images.device, images.dtype, non_blocking=True) for values in (lam, stays)
-        )
-        return Shares(samples[:, None], pixels)
+        """Decide how a batch is mixed, (B, 3, H, W); the images are left as they are, and nobody waits for them."""
+        size = (images.shape[-2], images.shape[-1])
+        lam, boxes = self._draw(len(images), size, generator)
+        return _shares(lam, boxes, size, images)
 
-    def _draw(self, batch: int, size: tuple[int, int], generator: np.random.Generator) -> tuple[Floats, Floats]:
-        """Share of each sample that stays (R,), and of each pixel (R, 1, H or 1, W or 1)."""
+    def _draw(
+        self, batch: int, size: tuple[int, int], generator: np.random.Generator
+    ) -> tuple[Floats, list[Ints | None]]:
+        """Share of each sample that stays (R,), but for those with a box: that box shows the partner."""
         if self.mode == "batch":
             lam, cutmix = self._draw_batch(generator)
         else:
@@ -132,7 +133,7 @@ class Mixup:
             middle = batch % 2
             boxes = boxes + [None] * middle + boxes[::-1]
             lam = np.concatenate([lam, np.ones(middle), lam[::-1]])
-        return _shares(lam, boxes, size)
+        return lam, boxes
 
     def _draw_batch(self, generator: np.random.Generator) -> tuple[Floats, list[bool]]:
         if generator.random() >= self.prob:
@@ -170,20 +171,21 @@ class Mixup:
         return np.concatenate([(centre - cut // 2).clip(0), np.minimum(centre + (cut + 1) // 2, sides)])
 
 
-def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int]) -> tuple[Floats, Floats]:
-    """`lam` with the boxes' true areas (R,), and what stays of every pixel (R, 1, H or 1, W or 1)."""
+def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], images: Tensor) -> Shares:
+    """What stays, on the device of the images and in their dtype; a box's sample keeps the area around it."""
     height, width = size
-    if all(box is None for box in boxes):
-        return lam, lam[:, None, None, None]
-    lam = lam.copy()
-    stays = np.broadcast_to(lam[:, None, None, None], (len(lam), 1, height, width)).copy()
-    for row, box in enumerate(boxes):
-        if box is not None:
-            top, left, bottom, right = box
-            stays[row] = 1.0
-            stays[row, :, top:bottom, left:right] = 0.0
-            lam[row] = 1.0 - (bottom - top) * (right - left) / (height * width)
-    return lam, stays
+    cut = np.array([box is not None for box in boxes])
+    edges = np.array([[0] * 4 if box is None else box for box in boxes], np.float64)
+    area = (edges[:, 2] - edges[:, 0]) * (edges[:, 3] - edges[:, 1])
+    table = np.column_stack([np.where(cut, 1.0 - area / (height * width), lam), cut, edges])
+    samples, is_cut, *sides = send(table, images.device)[..., None].unbind(1)  # (R, 1) each
+    samples = samples.to(images.dtype)
+    if not cut.any():
+        return Shares(samples, samples[..., None, None])
+    top, left, bottom, right = (side[..., None] for side in sides)  # (R, 1, 1)
+    y, x = (torch.arange(length, device=images.device) for length in size)
+    outside = ((y < top) | (y >= bottom))[..., None] | ((x < left) | (x >= right))[..., None, :]  # (R, 1, H, W)
+    return Shares(samples, torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), samples[..., None, None]))
 
 
 def _blend(values: Tensor, weight: Tensor) -> Tensor:

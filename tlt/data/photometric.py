@@ -13,12 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.data.on_device import precise_dtype
 from tlt.data.rand_augment import Kernel
-
-
-def precise_dtype(device: torch.device) -> torch.dtype:
-    """The floats that repeat PIL's doubles on this device; Apple's GPUs have none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _per_sample(argument: Tensor) -> Tensor:
@@ -28,7 +24,7 @@ def _per_sample(argument: Tensor) -> Tensor:
 
 def _truncated(values: Tensor) -> Tensor:
     """Floats to grey levels, clipped and truncated as PIL's blend does."""
-    return values.clamp(0, 255).to(torch.uint8)
+    return values.clamp(0, 255).short().to(torch.uint8)  # CPUs convert in two quick steps or in one slow one
 
 
 def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
@@ -66,8 +62,7 @@ def _last_level(counts: Tensor) -> Tensor:
 
 def auto_contrast(images: Tensor, _: Tensor) -> Tensor:
     """`ImageOps.autocontrast`: each channel's range is stretched to 0..255."""
-    counts = _histograms(images)
-    low, high = (counts > 0).int().argmax(2, keepdim=True).int(), _last_level(counts)
+    low, high = (levels[..., None].int() for levels in (images.amin((2, 3)), images.amax((2, 3))))
     span = (high - low).clamp(min=1).to(precise_dtype(images.device))
     scale = torch.full_like(span, 255.0) / span  # 255.0 / span would multiply by a rounded reciprocal
     # Whole numbers can come out one lower, as in PIL, which rounds the two products apart.
@@ -95,15 +90,20 @@ def posterize(images: Tensor, bits: Tensor) -> Tensor:
     return images & _per_sample(mask).to(torch.uint8)
 
 
+def _below(images: Tensor, levels: Tensor) -> Tensor:
+    """255 where the images are below the level of their sample (B,), else 0: uint8. A comparison takes ten times as
+    long on a CPU as the sign of a difference."""
+    return ((images.short() - _per_sample(levels.short())) >> 15).to(torch.uint8)
+
+
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     """`ImageOps.solarize`: invert the values from `threshold` on (256: none)."""
-    return torch.where(images.int() < _per_sample(threshold), images, 255 - images)
+    return ~(images ^ _below(images, threshold.ceil()))
 
 
 def solarize_add(images: Tensor, add: Tensor) -> Tensor:
-    """timm's SolarizeAdd: add `add` to the values below 128."""
-    raised = (images.int() + _per_sample(add.int())).clamp(max=255).to(torch.uint8)
-    return torch.where(images < 128, raised, images)
+    """timm's SolarizeAdd: add `add`, 0 to 128, to the values below 128."""
+    return images + (_below(images, torch.full_like(add, 128)) & _per_sample(add.to(torch.uint8)))
 
 
 def color(images: Tensor, factor: Tensor) -> Tensor:
@@ -126,13 +126,13 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 def sharpness(images: Tensor, factor: Tensor) -> Tensor:
     """`ImageEnhance.Sharpness`: blend with `ImageFilter.SMOOTH`, which leaves the border pixels as they are."""
-    values = images.float()
+    values, levels = images.float(), images.short()
     smooth = values.clone()
     if min(images.shape[2:]) > 2:
-        rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
+        rows = levels[:, :, :-2] + levels[:, :, 1:-1] + levels[:, :, 2:]
         box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-        weighted = box + 4 * values[:, :, 1:-1, 1:-1]  # 1 1 1 / 1 5 1 / 1 1 1
-        smooth[:, :, 1:-1, 1:-1] = (weighted / 13 + 0.5).floor()
+        weighted = box + 4 * levels[:, :, 1:-1, 1:-1]  # 1 1 1 / 1 5 1 / 1 1 1
+        smooth[:, :, 1:-1, 1:-1] = (weighted.float() / 13 + 0.5).floor()
     return _blend(smooth, values, factor)
 
 
@@ -147,28 +147,30 @@ def _box_radius(sigma: Tensor, passes: int = 3) -> Tensor:
 def _box_blur(values: Tensor, radius: Tensor) -> Tensor:
     """PIL's box blur along the last dimension, once, in its 24-bit fixed point: rounding breaks ties the other way.
 
-    `values` (B, 3, H, W) int64 with edges repeated, `radius` (B, 1, 1, 1) in [0, 2).
+    `values` (B, 3, H, W) int32, grey levels less 128 so that no sum leaves 32 bits; `radius` (B, 1, 1, 1) in [0, 2).
     """
-    padded = F.pad(values.float(), (2, 2, 0, 0), mode="replicate").long()
+    padded = F.pad(values.float(), (2, 2, 0, 0), mode="replicate").int()
     width = values.shape[3]
-    near = padded[..., 1 : 1 + width] + padded[..., 3 : 3 + width]
-    far = padded[..., :width] + padded[..., 4:]
     wide = radius >= 1
-    inner = ((1 << 24) / (2 * radius + 1)).long()
+    inner = ((1 << 24) / (2 * radius + 1)).int()
     outer = ((1 << 24) - torch.where(wide, 3, 1) * inner) // 2
-    total = inner * values + torch.where(wide, inner * near + outer * far, outer * near)
-    return (total + (1 << 23)) >> 24
+    lost = (1 << 24) - torch.where(wide, 3, 1) * inner - 2 * outer  # the weights' sum is so much short of 1
+    total = inner * values
+    total += (padded[..., 1 : 1 + width] + padded[..., 3 : 3 + width]).mul_(torch.where(wide, inner, outer))
+    total += (padded[..., :width] + padded[..., 4:]).mul_(torch.where(wide, outer, 0))
+    total += (1 << 23) - 128 * lost
+    return total.bitwise_right_shift_(24)
 
 
 def gaussian_blur(images: Tensor, sigma: Tensor) -> Tensor:
     """`ImageFilter.GaussianBlur(sigma)`, PIL's three box blurs per axis; `sigma` in (0, 2] pixels."""
     radius = _per_sample(_box_radius(sigma))
-    values = images.long()
+    values = images.int() - 128
     for _ in range(2):
         for _ in range(3):
             values = _box_blur(values, radius)
-        values = values.transpose(2, 3)
-    return values.to(torch.uint8)
+        values = values.transpose(2, 3).contiguous()
+    return (values + 128).to(torch.uint8)
 
 
 OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
