@@ -3,6 +3,7 @@ here (`graph`): its windows against Pillow's, its filter against a float64 one."
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 from collections.abc import Callable, Sequence
@@ -94,7 +95,7 @@ def test_the_graphs_resizing_is_the_antialiased_filter(name: str) -> None:
         x, y, width, height = crop
         window = pixels[y : y + height, x : x + width]
         rows, columns = weights(height, size[0], name == "bicubic"), weights(width, size[1], name == "bicubic")
-        exact = np.einsum("ih,hwc,jw->cij", rows, window, columns).clip(0, 255)
+        exact = (rows @ window.transpose(2, 0, 1) @ columns.T).clip(0, 255)
         ours = shown(graph(), [Request(image, crop, size, name)], size)[0].numpy()
         assert abs(ours - exact).max() < 0.55
 
@@ -186,6 +187,34 @@ def test_fault_24_bad_images_are_torchvisions(make: Callable[[], DaliBackend]) -
     assert 3 <= len(theirs.bad) < len(files) - 3
     for row in set(range(len(files))) - set(theirs.bad):
         assert torch.equal(ours.images[row], theirs.images[row]), files[row].path
+
+
+def randomly_damaged(count: int) -> list[Encoded]:
+    """Bytes changed, left out or put in, the end marker kept, of what can still be opened."""
+    rng = np.random.default_rng(0)
+    kinds = [{"subsampling": 2}, {"progressive": True}, {"restart_marker_blocks": 2}, {"optimize": True}]
+    whole, found = [encoded(picture(), **options).data for options in kinds], []
+    while len(found) < count:
+        data = bytearray(whole[len(found) % len(whole)])
+        at, some = int(rng.integers(2, len(data) - 2)), bytes(rng.integers(0, 256, rng.integers(1, 30), np.uint8))
+        damage = int(rng.integers(4))
+        if damage < 2:
+            data[at : min(at + (len(some), 1)[damage], len(data) - 2)] = some[: (len(some), 1)[damage]]
+        elif damage == 2:
+            del data[at : min(at + 9 * len(some), len(data) - 2)]
+        else:
+            data[at:at] = b"\xff" + some
+        with contextlib.suppress(BadImage):
+            found.append(PilBackend(1_000_000).open("x", data))
+    return found
+
+
+def test_fault_26_damage_at_random_is_judged_as_torchvision_does() -> None:
+    images = randomly_damaged(300)
+    requests = [Request(image, None, (16, 16), "bilinear") for image in images]
+    ours, theirs = (backend.decode_batch(requests, (16, 16)) for backend in (DaliBackend(), TorchvisionBackend()))
+    assert ours.bad.keys() == theirs.bad.keys() and 30 < len(ours.bad) < 270
+    assert 100 < sum(map(is_sound, images)) < 290
 
 
 def test_fault_24_a_size_that_is_not_the_headers_is_bad() -> None:

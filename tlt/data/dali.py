@@ -63,7 +63,7 @@ class DaliBackend(Backend):
         if device is not None and device.type != "cuda":
             raise UserError(f"--data-backend dali-gpu needs a CUDA device, this is {device}: use dali-cpu")
         _dali()
-        self.device = torch.device("cpu") if device is None else device
+        self.device = torch.device("cpu") if device is None else _numbered(device)
         self.threads = max(1, threads)
         self.resizes = device is not None
         self._host = TorchvisionBackend(max_pixels)
@@ -92,6 +92,10 @@ class DaliBackend(Backend):
 
     def _accelerates(self, request: Request) -> bool:
         return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def is_sound(encoded: Encoded) -> bool:
