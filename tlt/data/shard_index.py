@@ -16,19 +16,17 @@ A safetensors file. N images, in natural order of their names, S shards:
 
 Its metadata (JSON): `shards`, their paths beside the index; `class_names` by number; `folder_names`, those of them
 that are there; `named`, whether classes have names or but numbers; `whole_folder`, whether all tar files beside the
-index are of it; `warnings`; `broken`, row and reason of images that can't be read; `labels`, what the maps are.
+index are of it; `warnings`; `broken`, row and reason of images that can't be read; `labels`, what the maps are;
+`packed`, what was packed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +36,7 @@ from tlt.data.shards import FORMAT, INDEX_NAME, tar_files
 from tlt.data.tensor_file import write_tensors
 from tlt.errors import UserError
 from tlt.names import Names
-from tlt.progress import Progress
-
-Result = TypeVar("Result")
+from tlt.processes import in_processes
 
 
 @dataclass
@@ -52,7 +48,7 @@ class Contents:
         classes: (N,) int64.
         class_names, folder_names, named: See this module's text.
         labels: What the maps are.
-        warnings: For whoever opens the shards.
+        packed: What the shards were packed from.
     """
 
     names: Sequence[str]
@@ -61,7 +57,7 @@ class Contents:
     folder_names: list[str]
     named: bool = True
     labels: dict[str, Any] | None = None
-    warnings: list[str] = field(default_factory=list)
+    packed: dict[str, Any] | None = None
 
 
 def index_shards(
@@ -91,7 +87,7 @@ def index_shards(
         source if isinstance(source, str) else os.path.commonpath([os.path.dirname(path) for path in paths] or [""])
     )
     out = out or os.path.join(folder, INDEX_NAME)
-    shards = list(in_processes(scan_shard, [(path, label_key) for path in paths], workers, "indexing", "shard"))
+    shards = list(in_processes(_scan, label_key, paths, workers, "indexing", "shard"))
     contents = _contents(shards)
     order = sorted(range(len(contents.names)), key=lambda row: (natural_key(contents.names[row]), contents.names[row]))
     whole = isinstance(source, str) and os.path.dirname(os.path.abspath(out)) == os.path.abspath(source)
@@ -108,33 +104,8 @@ def _tars(folder: str) -> list[str]:
     return names
 
 
-def in_processes(
-    function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], workers: int, what: str, unit: str
-) -> Iterator[Result]:
-    """The results of many calls in order, with a progress bar.
-
-    Raises:
-        UserError: What `function` raises; a process was killed.
-    """
-    progress = Progress(what, len(arguments), unit)
-    if workers <= 1:
-        for each in arguments:
-            yield function(*each)
-            progress.step()
-        return progress.close()
-    # Forked where that is usual: what all calls need is there without being copied.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork" if os.name == "posix" else "spawn"))
-    try:
-        for future in [pool.submit(function, *each) for each in arguments]:
-            yield future.result()
-            progress.step()
-    except BrokenProcessPool as error:
-        raise UserError(
-            f"{what}: a process was killed, for want of memory perhaps: lower --workers and run the same command again"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-    progress.close()
+def _scan(label_key: str, path: str) -> ShardRows:
+    return scan_shard(path, label_key)
 
 
 def _contents(shards: list[ShardRows]) -> Contents:
@@ -189,7 +160,7 @@ def write_index(
         for row, reason in shard.broken.items()
     )
     names = [contents.names[row] for row in order]
-    warnings = [*contents.warnings, *_left_out(shards)]
+    warnings = _left_out(shards)
     if broken:
         row, reason = broken[0]
         warnings.append(f"{len(broken)} images can't be read, such as {printable(names[row])} ({reason})")
@@ -202,6 +173,7 @@ def write_index(
         "warnings": warnings,
         "broken": broken,
         "labels": contents.labels,
+        "packed": contents.packed,
     }
     try:
         write_tensors(out, FORMAT, _tensors(shards, Names(names), contents, order), description)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tlt.archive_format import sha256_of
 from tlt.data.decode import BadImage
 from tlt.data.folder import printable
 from tlt.data.source import ImageSource
@@ -99,6 +100,11 @@ class ShardIndex:
                 f"{printable(self.path)} knows nothing of {len(unknown)} tar files beside it, such as "
                 f"{printable(unknown[0])}: remove them, or make the index anew with `tlt index`"
             )
+
+    def damaged_files(self) -> list[str]:
+        """Shards whose sha256 is wrong."""
+        digests = zip(self.shards.paths, self.tensors["shard_sha256"], strict=True)
+        return [path for path, sha256 in digests if bytes.fromhex(sha256_of(path)) != sha256.tobytes()]
 
 
 class ShardFiles:
