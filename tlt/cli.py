@@ -46,8 +46,8 @@ _PACK = (
 _UNPACK = "Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."
 _PACK_IMAGES = (
     "Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an "
-    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes "
-    "on where it was."
+    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command "
+    "goes on where it was."
 )
 _CHECK = (
     "Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's "
