@@ -178,28 +178,43 @@ def image_extensions() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
 
 
+@contextmanager
+def _regular_file(path: str) -> Iterator[io.BufferedReader]:
+    """A file opened for reading. Raises BadImage, also for what the block meets: not readable, or no regular file."""
+    try:
+        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BadImage("not a regular file")
+            yield file
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from error
+
+
 def read_file(path: str) -> bytearray:
     """All bytes of a regular file.
 
     Raises:
         BadImage: Not there, not readable, empty, or no regular file. A pipe is refused and not waited for.
     """
-    try:
-        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb", buffering=0) as file:
-            info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode):
-                raise BadImage("not a regular file")
-            data = bytearray(info.st_size)
-            view, done = memoryview(data), 0
-            while done < len(data) and (count := file.readinto(view[done:])):
-                done += count
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from error
+    with _regular_file(path) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        view, done = memoryview(data), 0
+        while done < len(data) and (count := file.readinto(view[done:])):
+            done += count
     if done == 0 or done < len(data):
         raise BadImage(f"file ends after {done} of {len(data)} bytes" if data else "empty file")
     return data
+
+
+def read_file_size(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+    """Width and height of the image in a file, of which no more is read than its header. Raises as `read_file` and
+    `read_size` do."""
+    with _regular_file(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise BadImage("empty file")
+        return _header_size(file, max_pixels)
 
 
 def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
@@ -208,7 +223,11 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
     Raises:
         BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
     """
-    with _pillow(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
+    return _header_size(io.BytesIO(data), max_pixels)
+
+
+def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:
+    with _pillow(max_pixels), Image.open(file, formats=image_formats()) as image:
         width, height = image.size
     return check_size(width, height, max_pixels)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tlt.data.folder import find_split, scan_folder
+from tlt.data.size_index import with_sizes
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 
@@ -28,4 +29,4 @@ def open_images(
     """
     if dataset.lower() not in FOLDERS:
         raise UserError(f"--dataset {dataset}: image folders alone are read; leave it out")
-    return scan_folder(find_split(data, split, allow_root), class_names)
+    return with_sizes(scan_folder(find_split(data, split, allow_root), class_names))

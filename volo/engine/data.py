@@ -110,7 +110,7 @@ def train_loader(
     """The training batches of this rank.
 
     Raises:
-        UserError: Fewer images than one global batch.
+        UserError: Fewer images than one global batch, or too many that are known to be unreadable.
     """
     config = augment_config(args, settings)
     stream = IndexStream(
@@ -134,7 +134,7 @@ def train_loader(
 def validation_loader(
     args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
-    """The validation batches of this rank."""
+    """The validation batches of this rank. Raises UserError: too many images are known to be unreadable."""
     dataset = EvalDataset(
         folder,
         settings["input_size"][1:],
@@ -162,11 +162,13 @@ def _backend(args: Namespace) -> Backend:
 
 
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
+    skips = SkipCounter(len(folder), args.max_bad_images, folder.unreadable(args.max_pixels))
+    skips.check()
     return {
         "device": world.device,
         "workers": args.workers,
         "pin_memory": args.pin_mem,
         "prefetch": not args.no_prefetcher,
         "timeout": float(args.loader_timeout),
-        "skips": SkipCounter(len(folder), args.max_bad_images),
+        "skips": skips,
     }
