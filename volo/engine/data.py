@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
-from tlt.data.decode import Backend, create_backend
+from tlt.data.decode import Backend, TorchvisionBackend, create_backend
 from tlt.data.device_stage import DeviceStage, EvalStage
 from tlt.data.folder import compare_classes
 from tlt.data.index_stream import IndexStream
@@ -123,7 +123,7 @@ def train_loader(
         args.drop_last,
     )
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _backend(args), args.compat or ()),
+        TrainDataset(folder, config, args.seed, labels, _training_backend(args), args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
@@ -159,6 +159,13 @@ def _backend(args: Namespace) -> Backend:
     return (
         SyntheticBackend() if args.data_backend == "synthetic" else create_backend(args.data_backend, args.max_pixels)
     )
+
+
+def _training_backend(args: Namespace) -> Backend:
+    """Validation keeps to the filters of other backends; training may decode huge images scaled down."""
+    if args.data_backend == TorchvisionBackend.name:
+        return TorchvisionBackend(args.max_pixels, dct_scaling=not args.full_decode)
+    return _backend(args)
 
 
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
