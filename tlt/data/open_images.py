@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tlt.data.folder import find_split, scan_folder
 from tlt.data.shards import is_sharded, open_shards
+from tlt.data.size_index import with_sizes
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 
@@ -30,4 +31,4 @@ def open_images(
     if dataset.lower() not in FOLDERS:
         raise UserError(f"--dataset {dataset}: image folders alone are read; leave it out")
     folder = find_split(data, split, allow_root)
-    return open_shards(folder, class_names) if is_sharded(folder) else scan_folder(folder, class_names)
+    return open_shards(folder, class_names) if is_sharded(folder) else with_sizes(scan_folder(folder, class_names))
