@@ -134,7 +134,7 @@ class PilBackend(Backend):
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
-        with _pillow(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
+        with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
             return _same_size(image.convert("RGB"), encoded)
 
 
@@ -208,7 +208,7 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
     Raises:
         BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
     """
-    with _pillow(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
+    with pillow_errors(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
         width, height = image.size
     return check_size(width, height, max_pixels)
 
@@ -289,8 +289,8 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 
 @contextmanager
-def _pillow(max_pixels: int) -> Iterator[None]:
-    """Run Pillow with our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
+def pillow_errors(max_pixels: int | None) -> Iterator[None]:
+    """Run Pillow with our pixel limit (None: none) and turn whatever a damaged file makes it raise into BadImage."""
     saved = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = max_pixels
     try:
