@@ -136,7 +136,7 @@ class PilBackend(Backend):
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
-        with _pillow(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
+        with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
             return _same_size(image.convert("RGB"), encoded)
 
 
@@ -159,7 +159,7 @@ class TorchvisionBackend(PilBackend):
         if encoded.data[:3] != JPEG_MAGIC:
             return resized_crop(_to_tensor(self._rgb(encoded)), crop, size, interpolation)
         if self.dct_scaling and interpolation in _TORCH_FILTERS and (divisor := dct_divisor(encoded, crop, size)) > 1:
-            with _pillow(self.max_pixels):
+            with pillow_errors(self.max_pixels):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
         return resized_crop(_decode_jpeg(encoded), crop, size, interpolation)
 
@@ -242,7 +242,7 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
 
 
 def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:
-    with _pillow(max_pixels), Image.open(file, formats=image_formats()) as image:
+    with pillow_errors(max_pixels), Image.open(file, formats=image_formats()) as image:
         width, height = image.size
     return check_size(width, height, max_pixels)
 
@@ -344,8 +344,8 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 
 @contextmanager
-def _pillow(max_pixels: int) -> Iterator[None]:
-    """Run Pillow with our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
+def pillow_errors(max_pixels: int | None) -> Iterator[None]:
+    """Run Pillow with our pixel limit (None: none) and turn whatever a damaged file makes it raise into BadImage."""
     saved = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = max_pixels
     try:
