@@ -1,4 +1,5 @@
-"""Reading the sizes of all images once (`tlt index`): the file that `tlt.data.size_index` describes."""
+"""Reading the sizes of all images once (`tlt index`): the file that `tlt.data.size_index` describes, or, of tar shards,
+the index of `tlt.data.shard_index`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ import torch
 
 from tlt.data.decode import DEFAULT_MAX_PIXELS, BadImage, TorchvisionBackend
 from tlt.data.folder import find_split, printable, scan_folder
+from tlt.data.shard_index import index_shards
+from tlt.data.shards import is_sharded
 from tlt.data.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
@@ -39,7 +42,7 @@ def index(
         data: Folder of the data set, or of a split.
         split: None: training and validation.
         workers: Processes that read; None: one per CPU, 0: none but this one.
-        out: File instead of `DATA/SPLIT.index`; a split must be named.
+        out: File instead of `DATA/SPLIT.index` or the shards' own; a split must be named.
         decode: Decode every image, which finds the truncated ones too.
 
     Returns:
@@ -51,7 +54,7 @@ def index(
     roots = _roots(data, split)
     if out is not None and len(roots) > 1:
         raise UserError(f"-o {printable(out)}: one file holds the sizes of one split; name it with --split")
-    return list(chain.from_iterable(_index_folder(root, workers, out or index_file(root), decode) for root in roots))
+    return list(chain.from_iterable(_index_split(root, workers, out, decode) for root in roots))
 
 
 def _roots(data: str, split: str | None) -> list[str]:
@@ -65,6 +68,14 @@ def _roots(data: str, split: str | None) -> list[str]:
         except UserError:
             continue
     return found or [find_split(data, SPLITS[0], allow_root=True)]
+
+
+def _index_split(root: str, workers: int | None, out: str | None, decode: bool) -> list[str]:
+    if not is_sharded(root):
+        return _index_folder(root, workers, out or index_file(root), decode)
+    if decode:
+        raise UserError(f"--decode: {printable(root)} holds tar shards, whose headers alone are read; leave it out")
+    return index_shards(root, out, _usable_cpus() if workers is None else workers)
 
 
 def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> list[str]:
