@@ -178,7 +178,7 @@ def _run_pack_images(args: Namespace) -> list[str]:
     shrinking = Shrinking(args.max_side, args.quality or 90) if args.max_side else None
     workers = args.workers or available_cpus()
     return pack_images(
-        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking
+        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking, args.dataset
     )
 
 

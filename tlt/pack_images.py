@@ -46,6 +46,7 @@ def pack_images(
     workers: int = 1,
     overwrite: bool = False,
     shrinking: Shrinking | None = None,
+    dataset: str = "",
 ) -> list[str]:
     """Pack the images of a data set into shards.
 
@@ -55,6 +56,7 @@ def pack_images(
         labels: Label maps of the first split's images.
         shard_mb: About so many megabytes make a shard.
         overwrite: Begin anew.
+        dataset: Kind of data set (`--dataset`).
 
     Returns:
         Lines that say what was done.
@@ -65,7 +67,7 @@ def pack_images(
     lines: list[str] = []
     class_names: list[str] | None = None
     for split in splits or _splits_of(data):
-        source = open_images(data, split, class_names=class_names)
+        source = open_images(data, split, dataset, class_names)
         store = _open_labels(labels, source) if labels and class_names is None else None
         class_names = source.class_names
         packing = Packing(os.path.join(out, split), source, store, shard_mb, shrinking)

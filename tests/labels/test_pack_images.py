@@ -282,7 +282,7 @@ STALE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda data, out: ((out / "train" / INDEX_NAME).unlink(), (out / "train" / PARTIAL_NAME).write_text("{")),
         "packing.json is damaged",
     ),
-    "shard": (shard_of_another_data_set, "00000.tar holds other images: remove it"),
+    "shard": (shard_of_another_data_set, "00000.tar holds other images or labels: remove it"),
 }
 
 

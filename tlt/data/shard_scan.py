@@ -54,6 +54,10 @@ class ShardRows:
     def __len__(self) -> int:
         return len(self.names)
 
+    def labelled(self) -> list[bool]:
+        """Which images have a label map."""
+        return (self.label_places[:, 1] > 0).tolist()
+
 
 def scan_shard(path: str, label_key: str = "label") -> ShardRows:
     """Read a shard, every byte of it.

@@ -9,7 +9,13 @@ INTERPOLATIONS = ("", "bilinear", "bicubic")
 DATA = Group(
     "Data",
     (
-        flag("data_dir", default=None, nargs="?", metavar="DATA_DIR", help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE"),
+        flag(
+            "data_dir",
+            default=None,
+            nargs="?",
+            metavar="DATA_DIR",
+            help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards",
+        ),
         flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
         flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
         flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),
