@@ -11,7 +11,13 @@ WORKER_TYPES = ("process", "thread")
 DATA = Group(
     "Data",
     (
-        flag("data_dir", default=None, nargs="?", metavar="DATA_DIR", help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE"),
+        flag(
+            "data_dir",
+            default=None,
+            nargs="?",
+            metavar="DATA_DIR",
+            help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards",
+        ),
         flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
         flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
         flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),
@@ -76,6 +82,7 @@ DATA = Group(
             choices=(*FILE_BACKENDS, "synthetic"),
             help="who decodes and resizes",
         ),
+        switch("--full-decode", help="decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8"),
         flag(
             "--max-bad-images",
             default=None,
