@@ -6,6 +6,7 @@
     tlt check DATA LABELS               do labels and images belong together?
     tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
+    tlt index DATA                      the sizes of all images, read once; names those that can't be read
 
 Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
 `--debug` shows it); 130 interrupted from the keyboard.
@@ -34,6 +35,7 @@ def parser() -> ArgumentParser:
     _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
     _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
     _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
+    _index(commands.add_parser("index", help="the sizes of all images, read once", description=_INDEX))
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top
@@ -46,8 +48,8 @@ _PACK = (
 _UNPACK = "Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."
 _PACK_IMAGES = (
     "Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an "
-    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes "
-    "on where it was."
+    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command "
+    "goes on where it was."
 )
 _CHECK = (
     "Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's "
@@ -61,6 +63,12 @@ _PROBE = (
 _SHOW = (
     "Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with "
     "the target of every token. Needs matplotlib."
+)
+
+
+_INDEX = (
+    "Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then "
+    "on: they open no header a second time, and know unreadable images before they start."
 )
 
 
@@ -132,6 +140,21 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
 
 
+def _index(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
+    command.add_argument("-j", "--workers", type=_count, metavar="N", help="processes that read (one per CPU)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")
+    command.add_argument("-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index)")
+    command.add_argument("--decode", action="store_true", help="decode every image: finds truncated ones too")
+
+
+def _count(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def _positive(text: str) -> int:
     if int(text) < 1:
         raise ValueError(text)
@@ -182,6 +205,10 @@ def run(args: Namespace) -> int:
         from tlt.show import show
 
         lines = show(args)
+    elif args.command == "index":
+        from tlt.index import index
+
+        lines = index(args.data, args.split, args.workers, args.output, args.decode, args.dataset)
     else:
         from tlt.probe import probe
 

@@ -49,7 +49,7 @@ class IndexedFiles:
         indexed = source.index.shards.paths
         if list(map(os.path.abspath, indexed)) != list(map(os.path.abspath, self.paths)):
             raise UserError(
-                f"{printable(self.index)} is of {len(indexed)} files, not of the {len(self.paths)} that are there: make "
-                "it anew with `tlt index DATA --split SPLIT --dataset KIND`"
+                f"{printable(self.index)} is of {len(indexed)} files, not of the {len(self.paths)} that are there: "
+                "make it anew with `tlt index DATA --split SPLIT --dataset KIND`"
             )
         return source

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tlt.data.folder import find_split, scan_folder
+from tlt.data.hub import open_hub_dataset
+from tlt.data.indexed_files import IndexedFiles
 from tlt.data.shards import is_sharded, open_shards
+from tlt.data.size_index import with_sizes
 from tlt.data.source import ImageSource
+from tlt.data.tfds import find_tfds
+from tlt.data.tfrecords import find_records
+from tlt.data.torch_datasets import open_torch_dataset
+from tlt.data.webdatasets import find_shards
 from tlt.dataset_kinds import parse_kind
+from tlt.errors import UserError
 
 
 def open_images(
@@ -27,13 +35,28 @@ def open_images(
     """
     kind, name = parse_kind(dataset)
     if kind == "hfds":
-        from tlt.data.hub import open_hub_dataset
-
         return open_hub_dataset(name, data, split, class_names)
-    assert data is not None
+    if data is None:
+        raise UserError("DATA is missing: the folder that holds the images")
     if kind == "torch":
-        from tlt.data.torch_datasets import open_torch_dataset
-
         return open_torch_dataset(name, data, split, class_names)
+    if kind:
+        return find_files(data, split, dataset).open(class_names)
     folder = find_split(data, split, allow_root)
-    return open_shards(folder, class_names) if is_sharded(folder) else scan_folder(folder, class_names)
+    return open_shards(folder, class_names) if is_sharded(folder) else with_sizes(scan_folder(folder, class_names))
+
+
+def find_files(data: str, split: str, dataset: str) -> IndexedFiles:
+    """The files of a split of a kind that is read through an index.
+
+    Raises:
+        UserError: They are not there, or `dataset` is of a kind that needs no index.
+    """
+    kind, name = parse_kind(dataset)
+    if kind == "tfrecord":
+        return find_records(data, split)
+    if kind == "tfds":
+        return find_tfds(name, data, split)
+    if kind == "wds":
+        return find_shards(data, split)
+    raise UserError(f"--dataset {dataset}: its images are read without an index; nothing is to be made")

@@ -16,6 +16,8 @@ from tlt.archive_format import numpy_dtype, sync_folder
 from tlt.data.folder import printable
 from tlt.errors import UserError
 
+_KEY = "volo-tlt"
+
 
 def write_tensors(path: str, format_name: str, tensors: Mapping[str, np.ndarray], description: Any) -> None:
     """Write a file, replacing `path` in one step, and wait until it is on the disk.
@@ -24,7 +26,8 @@ def write_tensors(path: str, format_name: str, tensors: Mapping[str, np.ndarray]
         format_name: What kind of file it is; readers ask for it.
         description: Anything that JSON can hold; it becomes part of the metadata.
     """
-    metadata = {"format": format_name, "crc32": str(_crc(tensors)), "description": json.dumps(description)}
+    content = {"format": format_name, "crc32": _crc(tensors, description), "description": description}
+    metadata = {_KEY: json.dumps(content)}  # one entry: safetensors writes several in any order
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -58,30 +61,30 @@ class MappedTensors:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{shown} can't be read ({reason}): {remedy}") from error
         try:
-            metadata, self.tensors = self._parse()
-            self.description = json.loads(metadata["description"])
+            content, self.tensors = self._parse()
+            found, crc32, self.description = content["format"], content["crc32"], content["description"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{shown} is damaged or something else ({format_name} expected): {remedy}") from error
-        if metadata.get("format") != format_name:
+        if found != format_name:
             raise UserError(f"{shown} is not of the format {format_name}: {remedy}")
-        if metadata.get("crc32") != str(_crc(self.tensors)):
+        if crc32 != _crc(self.tensors, self.description):
             raise UserError(f"{shown} is damaged (crc32 is wrong): {remedy}")
 
-    def _parse(self) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-        """Metadata and arrays. Raises ValueError and others: no such file, or cut."""
+    def _parse(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What is said, and the arrays. Raises ValueError and others: no such file, or cut."""
         start = 8 + int.from_bytes(self._map[:8], "little")
         header: dict[str, Any] = json.loads(self._map[8:start])
-        metadata = header.pop("__metadata__")
+        content = json.loads(header.pop("__metadata__")[_KEY])
         tensors = {}
         for name, entry in header.items():
             dtype, shape = numpy_dtype(entry["dtype"]), entry["shape"]
             array = np.frombuffer(self._map, dtype, int(np.prod(shape)), start + entry["data_offsets"][0])
             tensors[name] = array.reshape(shape)
-        return metadata, tensors
+        return content, tensors
 
 
-def _crc(tensors: Mapping[str, np.ndarray]) -> int:
-    crc = 0
+def _crc(tensors: Mapping[str, np.ndarray], description: Any) -> int:
+    crc = zlib.crc32(json.dumps(description).encode())
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
         crc = zlib.crc32(f"{name} {array.dtype.str} {array.shape}".encode(), crc)

@@ -1,6 +1,6 @@
 """Images in TFRecord files, read in any order and without TensorFlow (`--dataset tfrecord`).
 
-    DATA/train/*.tfrecord*      DATA/train/train-00000-of-01024      DATA/train-00000-of-01024      DATA/train*.tfrecord*
+    DATA/train/*.tfrecord*    DATA/train/*-00000-of-01024    DATA/train*.tfrecord*    DATA/train-00000-of-01024
 
 An index like that of tar shards says where in which file each image lies. DALI's `.idx` files, which know records and
 neither images nor classes, are not read.
@@ -91,8 +91,8 @@ def _whole(folder: str, names: Sequence[str]) -> list[str]:
         missing = next((number for number in range(int(total)) if number not in there), None)
         if missing is not None:
             raise UserError(
-                f"{printable(folder)}: {int(total) - len(there)} of {int(total)} files {printable(stem)}-*-of-{total} are "
-                f"missing, the first is number {missing}: copy them"
+                f"{printable(folder)}: {int(total) - len(there)} of {int(total)} files {printable(stem)}-*-of-{total} "
+                f"are missing, the first is number {missing}: copy them"
             )
     return [os.path.join(folder, name) for name in names]
 
