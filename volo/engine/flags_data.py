@@ -8,6 +8,14 @@ INTERPOLATIONS = ("", "bilinear", "bicubic")
 FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 WORKER_TYPES = ("process", "thread")
 
+DATASET = flag(
+    "-d",
+    "--dataset",
+    default="",
+    metavar="KIND",
+    help="wds/NAME, tfrecord, tfds/NAME, hfds/NAME or torch/cifar10 (docs/data.md); folders and shards need none",
+)
+
 DATA = Group(
     "Data",
     (
@@ -19,7 +27,7 @@ DATA = Group(
             help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards",
         ),
         flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
-        flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
+        DATASET,
         flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),
         flag(
             "--val-split",
