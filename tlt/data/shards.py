@@ -241,7 +241,8 @@ def _source_of(
         names, classes, found = _imposed(index, list(class_names))
     warnings = [f"{printable(index.path)}: {text}" for text in said["warnings"]]
     folder = os.path.dirname(index.path) or "."
-    source = ShardedImages(folder, index.names, classes, names, found, warnings, index.sizes, index=index)
+    faults = dict(said["broken"])
+    source = ShardedImages(folder, index.names, classes, names, found, warnings, index.sizes, faults, index=index)
     return source if rows is None else source.select(rows)
 
 
