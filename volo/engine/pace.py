@@ -37,24 +37,23 @@ class Pace:
     """Warns once an epoch of each; the ranks exchange one number per interval.
 
     Args:
-        workers: `--workers`.
+        advice: Says what to do about waiting for data.
         gather: Returns every rank's value.
     """
 
     def __init__(
-        self, world: World, workers: int, told: Told, gather: Callable[[float], list[float]] = from_all
+        self, world: World, advice: Callable[[], str], told: Told, gather: Callable[[float], list[float]] = from_all
     ) -> None:
-        self.world, self.workers, self.told, self.gather = world, workers, told, gather
+        self.world, self.advice, self.told, self.gather = world, advice, told, gather
         self._warned: dict[str, int] = {}  # epoch of the newest warning
 
     def interval(self, epoch: int, own_seconds: float, wait_seconds: float, seconds: float) -> None:
         """Look at an interval of `seconds`, in which this rank waited `wait_seconds` for data."""
         share = wait_seconds / max(seconds, 1e-9)
         if share > WAIT_SHARE and self._first("data-wait", epoch):
-            self.told.event("data-wait", share=round(share, 3), workers=self.workers)
-            self.told.warning(
-                f"data wait {100 * share:.0f} % of the step: raise --workers ({self.workers}), or use faster storage"
-            )
+            advice = self.advice()
+            self.told.event("data-wait", share=round(share, 3), advice=advice)
+            self.told.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
         if self.world.size == 1:
             return
         ranks = self.gather(own_seconds)
