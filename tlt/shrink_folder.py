@@ -10,32 +10,25 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
 import re
-import signal
-import sys
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
 
 from tlt.archive_format import sync_folder
 from tlt.data.decode import BadImage
 from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, printable, scan_folder
 from tlt.data.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Picture, fitted_size, tile_starts
 from tlt.errors import UserError
-from tlt.progress import Progress
+from tlt.names import Names
+from tlt.processes import available_cpus, in_processes
 
 RECORD_NAME = "shrink.json"
 _JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _TILE = re.compile(r"(.*)_\d+_\d+")
 _BROKEN_SHOWN = 20
-_TASKS_AHEAD = 4  # of each worker
 
 
 @dataclass(frozen=True)
@@ -71,12 +64,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One image. `same`: where it goes if nothing is done to it, else it goes to `jpeg`, or to tiles named after it."""
+class Split:
+    """The images of a split and where they go: to `out`, under their own names if nothing is done to them, else under
+    those of `jpegs`, or as tiles named after these."""
 
-    source: str
-    same: str
-    jpeg: str
+    folder: ImageFolder
+    out: str
+    jpegs: Sequence[str]
     settings: Settings
     memory: int
 
@@ -86,7 +80,6 @@ class Outcome:
     """What was done with an image: "shrunk", "tiled", "copied", "there" or "broken"."""
 
     what: str
-    source: str
     reason: str = ""
     bytes_read: int = 0
     bytes_written: int = 0
@@ -116,13 +109,12 @@ def shrink_folder(
             be read.
     """
     folders = _source_folders(data, split)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with _claimed(out, folders, settings):
         lines: list[str] = []
         broken: dict[str, str] = {}
         for name, root in folders.items():
             folder, target = scan_folder(root), os.path.join(out, name)
-            made = _shrink_split(folder, target, settings, workers or cores, memory)
+            made = _shrink_split(folder, target, settings, workers or available_cpus(), memory)
             lines += [*folder.warnings, *made.lines(target)]
             broken |= made.broken
             if len(made.broken) == len(folder):
@@ -199,15 +191,10 @@ def _shrink_split(folder: ImageFolder, out: str, settings: Settings, workers: in
             os.makedirs(os.path.join(out, place), exist_ok=True)
     except OSError as error:
         raise _unwritable(out, error) from error
-    tasks = (
-        Task(folder.path(row), os.path.join(out, name), os.path.join(out, jpeg), settings, memory)
-        for row, (name, jpeg) in enumerate(zip(folder.paths, jpegs, strict=True))
-    )
-    tally, progress = Tally(), Progress("shrinking", len(folder))
-    for outcome in _outcomes(tasks, min(workers, len(folder))):
-        tally.add(outcome)
-        progress.step()
-    progress.close()
+    split, tally = Split(folder, out, Names(jpegs), settings, memory), Tally()
+    made = in_processes(make, split, range(len(folder)), workers, "shrinking", "image")
+    for row, outcome in enumerate(made):
+        tally.add(folder.path(row), outcome)
     for place in places:
         sync_folder(os.path.join(out, place))
     return tally
@@ -225,10 +212,6 @@ def _jpeg_name(name: str, shared: bool) -> str:
     return name if suffix.lower() in _JPEG_SUFFIXES else (name if shared else stem) + ".jpg"
 
 
-def _tile_name(jpeg: str, y: int, x: int) -> str:
-    return f"{os.path.splitext(jpeg)[0]}_{y}_{x}.jpg"
-
-
 def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: Settings) -> None:
     """Two images must not go to one file."""
     own = dict(zip(jpegs, folder.paths, strict=True))
@@ -244,75 +227,41 @@ def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: Setting
         raise UserError(f"{shown} has the name that another image would get as a JPEG or tile: rename it")
 
 
-def _outcomes(tasks: Iterable[Task], workers: int) -> Iterator[Outcome]:
-    """What was done with each, in any order."""
-    if workers == 1:
-        yield from map(make, tasks)
-        return
-    # Threads of libvips don't survive a fork.
-    method = "forkserver" if "pyvips" in sys.modules else "fork"
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(method), initializer=_end_with_parent)
-    pending: set[Future[Outcome]] = set()
-    try:
-        for task in tasks:
-            pending.add(pool.submit(make, task))
-            if len(pending) >= _TASKS_AHEAD * workers:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in done)
-        yield from (future.result() for future in as_completed(pending))
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a worker was killed, by want of memory say: lower --workers or --memory, and run the same command again: "
-            "it goes on"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """A worker ends with the command, also one that was killed; an interrupt is the command's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-
-
-def _exit_after(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
-
-
-def make(task: Task) -> Outcome:
+def make(split: Split, row: int) -> Outcome:
     """Do what is to be done with an image, unless it is done. Raises UserError: nothing can be written."""
+    source = split.folder.path(row)
     try:
-        with Picture(task.source, task.memory) as picture:
-            what, paths = _files(task, picture)
+        with Picture(source, split.memory) as picture:
+            what, names = _plan(split, row, picture)
+            paths = [os.path.join(split.out, name) for name in names]
             if all(os.path.exists(path) for path in paths):
-                return Outcome("there", task.source)
+                return Outcome("there")
             try:
-                written = [_write(path, data) for path, data in zip(paths, _contents(task, picture), strict=True)]
+                written = [
+                    _write(path, data) for path, data in zip(paths, _contents(picture, split.settings), strict=True)
+                ]
             except BadImage:  # it ends in the middle: tiles from above are there
                 for path in paths:
                     _remove(path)
                 raise
-            return Outcome(what, task.source, bytes_read=os.path.getsize(task.source), bytes_written=sum(written))
+            return Outcome(what, bytes_read=os.path.getsize(source), bytes_written=sum(written))
     except BadImage as error:
-        return Outcome("broken", task.source, str(error))
+        return Outcome("broken", str(error))
 
 
-def _files(task: Task, picture: Picture) -> tuple[str, list[str]]:
+def _plan(split: Split, row: int, picture: Picture) -> tuple[str, list[str]]:
     """What is done with an image, and the files that it becomes."""
-    settings = task.settings
+    settings, jpeg = split.settings, split.jpegs[row]
     if max(picture.size) <= settings.side:
-        return "copied", [task.same]
+        return "copied", [split.folder.paths[row]]
     if not settings.tile:
-        return "shrunk", [task.jpeg]
+        return "shrunk", [jpeg]
     across, down = (tile_starts(length, settings.tile, settings.overlap) for length in picture.size)
-    return "tiled", [_tile_name(task.jpeg, y, x) for y in down for x in across]
+    return "tiled", [f"{os.path.splitext(jpeg)[0]}_{y}_{x}.jpg" for y in down for x in across]
 
 
-def _contents(task: Task, picture: Picture) -> Iterator[bytes]:
-    settings = task.settings
+def _contents(picture: Picture, settings: Settings) -> Iterator[bytes]:
+    """What is in these files."""
     if max(picture.size) <= settings.side:
         yield picture.encoded()
     elif not settings.tile:
@@ -357,13 +306,13 @@ class Tally:
         self.broken: dict[str, str] = {}
         self.bytes_read = self.bytes_written = 0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, path: str, outcome: Outcome) -> None:
         """One more image."""
         self.counts[outcome.what] += 1
         self.bytes_read += outcome.bytes_read
         self.bytes_written += outcome.bytes_written
         if outcome.what == "broken":
-            self.broken[outcome.source] = outcome.reason
+            self.broken[path] = outcome.reason
 
     def lines(self, out: str) -> list[str]:
         """What to tell."""

@@ -174,10 +174,7 @@ def test_killed_workers_leave_nothing_half_done(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.02)
         process.kill()
-    deadline = time.monotonic() + 30
-    while running := members(process.pid):
-        assert time.monotonic() < deadline, f"workers outlive the command: {running}"
-        time.sleep(0.05)
+    wait_for_workers(out)
     assert len(list(out.glob("train/*/*.jpg"))) < 24
     shrink_folder(str(data), str(out), Settings(max_side=1200), workers=1)
     made = files(out)
@@ -185,17 +182,17 @@ def test_killed_workers_leave_nothing_half_done(tmp_path: Path) -> None:
     assert set(made.values()) == {shrink(first, 1200), made["shrink.json"]}
 
 
-def members(session: int) -> list[str]:
-    """Processes of a session that run."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
+def wait_for_workers(out: Path, patience: float = 30) -> None:
+    """Until the lock is free, which workers share with the command."""
+    deadline, descriptor = time.monotonic() + patience, os.open(out, os.O_RDONLY)
+    while True:
         try:
-            state, _, _, its_session = status.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(its_session) == session and state != "Z":
-            found.append(status.parent.name)
-    return found
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            assert time.monotonic() < deadline, "workers outlive the command"
+            time.sleep(0.05)
+        else:
+            return os.close(descriptor)
 
 
 def refused(data: Path, out: Path, settings: Settings | None = None) -> str:

@@ -325,6 +325,7 @@ def test_data_dir_as_a_flag() -> None:
         ("--sched step --min-lr 0", "--min-lr 0.0 has no effect without --sched cosine"),
         ("--lr-cycle-mul 2", "without --lr-cycle-limit above 1"),
         ("--reprob 0 --recount 2", "without --reprob"),
+        ("--full-decode --data-backend pil", "--full-decode has no effect without --data-backend torchvision"),
     ],
 )
 def test_refused_in_one_line(line: str, message: str) -> None:

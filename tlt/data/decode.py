@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 import stat
 import warnings
@@ -27,6 +28,7 @@ from tlt.errors import UserError
 
 DEFAULT_MAX_PIXELS = 50_000_000
 JPEG_MAGIC = b"\xff\xd8\xff"
+DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
 
 # Registered by Pillow, but stubs without a decoder, or run a program (EPS).
 _NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
@@ -139,14 +141,27 @@ class PilBackend(Backend):
 
 
 class TorchvisionBackend(PilBackend):
-    """JPEG by torchvision and bilinear or bicubic resizing by torch; all else as PilBackend."""
+    """JPEG by torchvision and bilinear or bicubic resizing by torch; all else as PilBackend.
+
+    Args:
+        dct_scaling: Decode JPEGs of more than `DCT_SCALING_PIXELS` at 1/2, 1/4 or 1/8 where twice the output's size is
+            left of the crop: half the time at 4000 x 3000. Grey levels differ by 1 in the mean, about half of what
+            bilinear and bicubic differ by.
+    """
 
     name = "torchvision"
 
+    def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS, dct_scaling: bool = False) -> None:
+        super().__init__(max_pixels)
+        self.dct_scaling = dct_scaling
+
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        is_jpeg = encoded.data[:3] == JPEG_MAGIC
-        pixels = _decode_jpeg(encoded) if is_jpeg else _to_tensor(self._rgb(encoded))
-        return resized_crop(pixels, crop, size, interpolation)
+        if encoded.data[:3] != JPEG_MAGIC:
+            return resized_crop(_to_tensor(self._rgb(encoded)), crop, size, interpolation)
+        if self.dct_scaling and interpolation in _TORCH_FILTERS and (divisor := dct_divisor(encoded, crop, size)) > 1:
+            with pillow_errors(self.max_pixels):
+                return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
+        return resized_crop(_decode_jpeg(encoded), crop, size, interpolation)
 
 
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
@@ -178,28 +193,43 @@ def image_extensions() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
 
 
+@contextmanager
+def _regular_file(path: str) -> Iterator[io.BufferedReader]:
+    """A file opened for reading. Raises BadImage, also for what the block meets: not readable, or no regular file."""
+    try:
+        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BadImage("not a regular file")
+            yield file
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from error
+
+
 def read_file(path: str) -> bytearray:
     """All bytes of a regular file.
 
     Raises:
         BadImage: Not there, not readable, empty, or no regular file. A pipe is refused and not waited for.
     """
-    try:
-        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb", buffering=0) as file:
-            info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode):
-                raise BadImage("not a regular file")
-            data = bytearray(info.st_size)
-            view, done = memoryview(data), 0
-            while done < len(data) and (count := file.readinto(view[done:])):
-                done += count
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from error
+    with _regular_file(path) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        view, done = memoryview(data), 0
+        while done < len(data) and (count := file.readinto(view[done:])):
+            done += count
     if done == 0 or done < len(data):
         raise BadImage(f"file ends after {done} of {len(data)} bytes" if data else "empty file")
     return data
+
+
+def read_file_size(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+    """Width and height of the image in a file, of which no more is read than its header. Raises as `read_file` and
+    `read_size` do."""
+    with _regular_file(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise BadImage("empty file")
+        return _header_size(file, max_pixels)
 
 
 def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
@@ -208,7 +238,11 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
     Raises:
         BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
     """
-    with pillow_errors(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
+    return _header_size(io.BytesIO(data), max_pixels)
+
+
+def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:
+    with pillow_errors(max_pixels), Image.open(file, formats=image_formats()) as image:
         width, height = image.size
     return check_size(width, height, max_pixels)
 
@@ -264,6 +298,27 @@ def _pil_resized_crop(image: Image.Image, crop: Crop | None, size: Size, interpo
         x, y, width, height = crop
         image = image.crop((x, y, x + width, y + height))
     return image.resize((size[1], size[0]), _PIL_FILTERS[interpolation])
+
+
+def dct_divisor(encoded: Encoded, crop: Crop | None, size: Size) -> int:
+    """By what a JPEG's sides may be divided in decoding: 8, 4, 2, or 1 for none."""
+    if encoded.width * encoded.height <= DCT_SCALING_PIXELS:
+        return 1
+    width, height = (encoded.width, encoded.height) if crop is None else crop[2:]
+    return next((n for n in (8, 4, 2) if width >= 2 * n * size[1] and height >= 2 * n * size[0]), 1)
+
+
+def _scaled_jpeg(encoded: Encoded, divisor: int, crop: Crop | None, size: Size, interpolation: str) -> Image.Image:
+    """Decode at 1/divisor, where the crop's window has fractions of pixels, and resize exactly that window."""
+    x, y, width, height = crop or (0, 0, encoded.width, encoded.height)
+    left, top, right, bottom = (edge / divisor for edge in (x, y, x + width, y + height))
+    # Cut first: what is outside of the crop takes no part in filtering, as in resizing a crop of the whole image.
+    whole = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
+    with Image.open(io.BytesIO(encoded.data), formats=("JPEG",)) as image:
+        _same_size(image, encoded).draft(None, (encoded.width // divisor, encoded.height // divisor))
+        cropped = image.crop(whole).convert("RGB")
+    box = left - whole[0], top - whole[1], right - whole[0], bottom - whole[1]
+    return cropped.resize((size[1], size[0]), _PIL_FILTERS[interpolation], box)
 
 
 def _to_tensor(image: Image.Image) -> Tensor:

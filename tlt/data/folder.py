@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tlt.data.decode import image_extensions, read_file
+from tlt.data.decode import DEFAULT_MAX_PIXELS, image_extensions, read_file, read_file_size
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.names import Names
@@ -29,6 +29,9 @@ class ImageFolder(ImageSource):
 
     def read(self, index: int) -> bytearray:
         return read_file(self.path(index))
+
+    def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+        return read_file_size(self.path(index), max_pixels)
 
 
 def natural_key(name: str) -> list[str | int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -57,12 +57,15 @@ class SkipCounter:
         images: Size of the data set.
         limit: How many of them may fail (`--max-bad-images`); None: 0.1 % of the images, but no fewer than 10 and no
             more than 100.
-        reasons: Path -> reason of those that did.
+        known: Path -> reason of those that are known to be unreadable (`ImageSource.unreadable`): they count from the
+            start, and are told there.
+        reasons: Path -> reason of those that were met.
         events: How often a place in a batch had to be filled otherwise or left out.
     """
 
     images: int
     limit: int | None = None
+    known: Mapping[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     events: int = 0
     _new: list[Skipped] = field(default_factory=list, repr=False)
@@ -75,22 +78,35 @@ class SkipCounter:
 
     @property
     def total(self) -> int:
-        """Images that failed so far."""
+        """Images that were met and failed."""
         return len(self.reasons)
 
     def record(self, skipped: Iterable[Skipped]) -> None:
         """Count. Raises UserError when more than `allowed` images failed."""
+        met = self.total
         for image in skipped:
             self.events += 1
             if image.path not in self.reasons:
                 self.reasons[image.path] = image.reason
-                self._new.append(image)
-        if self.total > self.allowed:
-            path, reason = next(reversed(self.reasons.items()))
+                if image.path not in self.known:
+                    self._new.append(image)
+        if self.total > met:
+            self.check()
+
+    def check(self) -> None:
+        """Raise UserError when more than `allowed` images are known or were found to be unreadable."""
+        failed = {**self.known, **self.reasons}
+        if len(failed) > self.allowed:
+            path, reason = next(reversed(failed.items()))
+            again = ", then run tlt index again" if self.known else ""
             raise UserError(
-                f"{self.total} of {self.images} images can't be read, more than --max-bad-images {self.allowed}; "
-                f"the last one is {printable(path)} ({reason}): mend them or raise the limit"
+                f"{len(failed)} of {self.images} images can't be read, more than --max-bad-images {self.allowed}; "
+                f"the last one is {printable(path)} ({reason}): mend them{again}, or raise the limit"
             )
+
+    def known_images(self) -> list[Skipped]:
+        """Those of `known`."""
+        return [Skipped(*each) for each in self.known.items()]
 
     def take_new(self) -> list[Skipped]:
         """The images that failed for the first time since the last call."""

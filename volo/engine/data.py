@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
-from tlt.data.decode import Backend, create_backend
+from tlt.data.decode import Backend, TorchvisionBackend, create_backend
 from tlt.data.device_stage import DeviceStage, EvalStage
 from tlt.data.folder import compare_classes
 from tlt.data.index_stream import IndexStream
@@ -110,7 +110,7 @@ def train_loader(
     """The training batches of this rank.
 
     Raises:
-        UserError: Fewer images than one global batch.
+        UserError: Fewer images than one global batch, or too many that are known to be unreadable.
     """
     config = augment_config(args, settings)
     stream = IndexStream(
@@ -123,7 +123,7 @@ def train_loader(
         args.drop_last,
     )
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _backend(args), args.compat or ()),
+        TrainDataset(folder, config, args.seed, labels, _training_backend(args), args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
@@ -134,7 +134,7 @@ def train_loader(
 def validation_loader(
     args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
-    """The validation batches of this rank."""
+    """The validation batches of this rank. Raises UserError: too many images are known to be unreadable."""
     dataset = EvalDataset(
         folder,
         settings["input_size"][1:],
@@ -161,12 +161,21 @@ def _backend(args: Namespace) -> Backend:
     )
 
 
+def _training_backend(args: Namespace) -> Backend:
+    """Validation keeps to the filters of other backends; training may decode huge images scaled down."""
+    if args.data_backend == TorchvisionBackend.name:
+        return TorchvisionBackend(args.max_pixels, dct_scaling=not args.full_decode)
+    return _backend(args)
+
+
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
+    skips = SkipCounter(len(folder), args.max_bad_images, folder.unreadable(args.max_pixels))
+    skips.check()
     return {
         "device": world.device,
         "workers": args.workers,
         "pin_memory": args.pin_mem,
         "prefetch": not args.no_prefetcher,
         "timeout": float(args.loader_timeout),
-        "skips": SkipCounter(len(folder), args.max_bad_images),
+        "skips": skips,
     }

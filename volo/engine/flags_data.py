@@ -61,6 +61,7 @@ DATA = Group(
             choices=("torchvision", "pil", "synthetic"),
             help="who decodes and resizes",
         ),
+        switch("--full-decode", help="decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8"),
         flag(
             "--max-bad-images",
             default=None,

@@ -112,6 +112,9 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
     loader = train_loader(args, folders.train, labels, settings, world)
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     validation = validation_loader(args, folders.validation, batch_size, settings, world)
+    if world.is_primary:
+        for skips in (loader.skips, validation.skips):
+            logger.skipped("skipped-image", skips.known_images())
 
     amp_dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
     precision = Precision(world.device, amp_dtype, args.clip_grad, args.clip_mode, args.max_nonfinite)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt.data.dataset import EvalDataset
-from tlt.data.folder import check_num_classes, natural_key, read_class_map
+from tlt.data.folder import check_num_classes, natural_key, printable, read_class_map
 from tlt.data.loader import Batch, EvalLoader
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
@@ -100,6 +100,9 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
     called = compile_model(place_model(called, args, world), args)
     loader = validation_loader(args, folder, args.batch_size, settings, world)
+    if world.is_primary:
+        for image in loader.skips.known_images():
+            print(f"warning: left out {printable(image.path)}: {image.reason}", flush=True)
     precision = Precision(world.device, resolve_amp_dtype(args.amp, args.amp_dtype, world.device))
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = _Progress(args.log_freq, loader, world, real)

@@ -1,0 +1,409 @@
+"""Shards hold what the folder and its labels hold: same order, same bytes, same maps, same batches; killed or not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tlt import shard_writer
+from tlt.archive_writer import ArchiveWriter, make_header
+from tlt.check import check
+from tlt.cli import main
+from tlt.data.dataset import BatchKey, EvalDataset, TrainDataset
+from tlt.data.decode import BadImage
+from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.open_images import open_images
+from tlt.data.plan import AugmentConfig
+from tlt.data.shard_index import index_shards
+from tlt.data.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
+from tlt.errors import UserError
+from tlt.label_files import label_names
+from tlt.label_map import LabelMap
+from tlt.labels import open_labels
+from tlt.pack_images import pack_images
+from tlt.shard_labels import ShardLabels
+from tlt.shard_writer import member_names
+from tlt.store import TreeMetadata, write_map
+from volo.engine.fingerprint import fingerprint
+
+SHAPE = (2, 3, 4)
+# natural order, dots, a percent sign, one stem twice, not ASCII, not even UTF-8, nested, a dotted class
+NAMES = ["a.1/10.JPEG", "a.1/9.jpg", "b/1%2E.v2.png", "b/1.v2.png", "b/x.jpg", "b/x.png", "c/deep/ü.webp"]
+NAMES += ["c/deep/\udcff.jpg", "c/deep/" + "long " * 30 + ".jpg"]
+
+
+def save_image(path: Path, mark: int, side: int = 24) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(mark).integers(0, 256, (side, side + mark, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def label_map(mark: int) -> LabelMap:
+    generator = np.random.default_rng(mark)
+    return LabelMap(generator.normal(size=SHAPE).astype(np.float16), generator.integers(0, 5, SHAPE, np.int32))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for mark, name in enumerate(NAMES):
+        save_image(tmp_path / "data" / "train" / name, mark)
+    (tmp_path / "data" / "train" / "empty").mkdir()
+    for number, name in enumerate(("a.1", "b", "deep")):
+        save_image(tmp_path / "data" / "val" / name / "v.png", number)
+    return tmp_path / "data"
+
+
+def make_tree(root: Path, images: ImageFolder, metadata: TreeMetadata | None = None) -> Path:
+    for row, name in enumerate(label_names(images.paths)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_map(root / name, label_map(row), 5)
+    if metadata is not None:
+        metadata.write(root / "labels.json")
+    return root
+
+
+def make_archive(root: Path, images: ImageFolder, area: str = "full", transposed: bool = False) -> Path:
+    metadata = TreeMetadata(SHAPE[0], SHAPE[1:], 5, area, {"model": "x"})
+    names = list(images.paths), label_names(images.paths)
+    header = make_header(SHAPE, 5, *names, area, metadata, log_sum_exp=True, transposed=transposed)
+    writer = ArchiveWriter(root, header, *names)
+    for row in range(len(images)):
+        sums = np.log(np.exp(label_map(row).values.astype(np.float32)).sum(0) + 0.5 + row)
+        bounds = (-1.0,) * 4 if area == "center" and row % 2 else (0.0, 0.25, 1.0, 0.75)
+        writer.write(row, label_map(row), images.size(row), 0, sums, bounds)
+    writer.finish(metadata.text())
+    return root
+
+
+STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
+    "tree": make_tree,
+    "tree, centre": lambda root, images: make_tree(root, images, TreeMetadata(2, (3, 4), 5, "center")),
+    "tree, part": lambda root, images: make_tree(root, images, TreeMetadata(2, (3, 4), 5, (0.1, 0.2, 0.9, 1.0))),
+    "archive": make_archive,
+    "archive, centre": lambda root, images: make_archive(root, images, "center"),
+    "archive, transposed": lambda root, images: make_archive(root, images, transposed=True),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_shards_hold_what_folder_and_labels_hold(data: Path, tmp_path: Path, kind: str) -> None:
+    folder = scan_folder(data / "train")
+    root = STORES[kind](tmp_path / "labels", folder)
+    pack_images(str(data), str(tmp_path / "out"), labels=str(root), workers=2)
+    shards = open_images(str(tmp_path / "out"), "train")
+    assert isinstance(shards, ShardedImages) and list(shards.paths) == list(folder.paths)
+    assert shards.classes.tolist() == folder.classes.tolist() and shards.class_names == folder.class_names
+    assert set(shards.folder_names) == set(folder.folder_names) and "empty" in shards.folder_names
+    assert [shards.read(i) for i in range(len(shards))] == [folder.read(i) for i in range(len(folder))]
+    assert [shards.size(i) for i in range(len(shards))] == [folder.size(i) for i in range(len(folder))]
+    theirs = open_labels(root, folder.paths, num_classes=5)
+    for path in ("out", "out/train"):
+        ours = open_labels(tmp_path / path, shards.paths, num_classes=5)
+        assert isinstance(ours, ShardLabels) and fingerprint(shards, ours) == fingerprint(folder, theirs)
+        for row in range(len(folder)):
+            one, other = (store.read(row, *folder.size(row)) for store in (ours, theirs))
+            np.testing.assert_array_equal(one.values, other.values)
+            np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_allclose(one.area, other.area, atol=1e-7)
+    if "archive" in kind:
+        exact = [open_labels(path, folder.paths, None, 5, label_tail="exact") for path in (tmp_path / "out", root)]
+        for row in range(len(folder)):
+            one, other = (store.read(row, *folder.size(row)).values for store in exact)
+            np.testing.assert_array_equal(one, other)
+
+
+def test_validation_has_the_training_sets_classes(data: Path, tmp_path: Path) -> None:
+    pack_images(str(data), str(tmp_path / "out"))
+    shards = open_images(str(tmp_path / "out"), "val")
+    assert shards.class_names == ["a.1", "b", "deep", "empty"] and list(shards.folder_names) == ["a.1", "b", "deep"]
+
+
+def test_members_are_samples_of_their_own_to_webdataset(data: Path, tmp_path: Path) -> None:
+    wds = pytest.importorskip("webdataset")
+    pack_images(str(data), str(tmp_path / "out"))
+    folder = scan_folder(data / "train")
+    found = list(wds.WebDataset(str(tmp_path / "out" / "train" / "00000.tar"), shardshuffle=False))
+    assert [
+        (int(each["cls"]), each[extension])
+        for each in found
+        for extension in each
+        if extension in ("jpg", "png", "webp")
+    ] == [(int(folder.classes[i]), bytes(folder.read(i))) for i in range(len(folder))]
+    assert found[0]["__key__"] == "a.1/9"
+
+
+def test_no_two_images_share_a_key() -> None:
+    names = ["a/x.jpg", "a/x.png", "a/x.jpg.png", "a/x%_jpg.jpg", "a/x%2Ejpg.png", "a/.x.jpg", "a/y", "a/y.gif"]
+    keys = [name.rpartition(".")[0] for name in member_names(names)]
+    assert len(set(keys)) == len(names) and not any("." in os.path.basename(key) for key in keys)
+    assert member_names(["a.b/IMG_1.JPEG", "a/1.tif"]) == ["a.b/IMG_1.jpg", "a/1.tif"]
+
+
+def test_batches_are_the_folders(data: Path, tmp_path: Path) -> None:
+    """Pixels, plan and labels, replacements of broken images included."""
+    (data / "train" / "b" / "1.v2.png").write_bytes(b"")
+    (data / "train" / "b" / "x.jpg").write_bytes(b"no image")
+    whole = (data / "train" / "a.1" / "9.jpg").read_bytes()
+    (data / "train" / "a.1" / "9.jpg").write_bytes(whole[:-40])  # only its header can be read
+    root = make_tree(tmp_path / "labels", scan_folder(data / "train"))
+    lines = pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+    assert "b/1.v2.png: empty file" in lines and any(
+        "9 images of 4 classes in 1 shards, 2 can't" in line for line in lines
+    )
+    config = AugmentConfig(size=(16, 16), auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
+    batches, shown = [], []
+    for root_of_images, labels in ((data, root), (tmp_path / "out", tmp_path / "out")):
+        images = open_images(str(root_of_images), "train")
+        dataset = TrainDataset(images, config, 3, open_labels(labels, images.paths, num_classes=5))
+        batches.append(dataset.load(BatchKey(1, tuple(range(len(images))))))
+        shown.append(EvalDataset(images, (16, 16)).load(BatchKey(0, tuple(range(len(images))))))
+    one, other = batches
+    assert one.plan is not None and other.plan is not None and len(one.skipped) == len(other.skipped) >= 3
+    for name in ("images", "classes", "indices", "sizes", "affine", "visible"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert torch.equal(getattr(shown[0], name), getattr(shown[1], name)), name
+    assert all(
+        torch.equal(getattr(one.labels, name), getattr(other.labels, name)) for name in ("values", "ids", "area")
+    )
+    assert len(shown[1].indices) == len(NAMES) - 3
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    for number in range(60):
+        save_image(tmp_path / "data" / "train" / f"c{number % 3}" / f"{number}.png", number, side=140)
+    command = [
+        sys.executable,
+        "-m",
+        "tlt",
+        "pack-images",
+        str(tmp_path / "data"),
+        "--shard-size",
+        "1",
+        "--workers",
+        "2",
+    ]
+    out = tmp_path / "out" / "train"
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (out / "00000.tar").exists():
+        time.sleep(0.001)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()  # of its workers none goes on writing
+    process.wait()
+    assert len(workers) == 2
+    while any(running(pid) for pid in workers):
+        time.sleep(0.001)
+    made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert made and not (out / INDEX_NAME).exists() and (out / PARTIAL_NAME).exists()
+    with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):
+        open_images(str(tmp_path / "out"), "train")
+    (out / ".00003.tar.tmp").write_bytes(b"half")  # what a killed writer may leave
+    for folder in ("out", "undisturbed"):
+        assert main([*command[3:], str(tmp_path / folder)]) == 0
+    assert digests(out) == digests(tmp_path / "undisturbed" / "train") and len(list(out.glob("*.tar"))) > 3
+    assert made.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
+
+
+def test_what_reads_other_than_it_was_written_is_told(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = shard_writer._write
+
+    def damaging(split: shard_writer.Split, shard: int, path: str) -> bytes:
+        digest = write(split, shard, path)
+        content = bytearray(Path(path).read_bytes())
+        content[700] ^= 1  # in the first image
+        Path(path).write_bytes(content)
+        return digest
+
+    monkeypatch.setattr(shard_writer, "_write", damaging)
+    with pytest.raises(UserError, match="00000.tar reads other than it was written"):
+        pack_images(str(data), str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out" / "train").iterdir()] == [PARTIAL_NAME]
+
+
+def test_an_image_that_another_time_may_be_read_stops(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: ImageFolder, index: int) -> bytearray:
+        raise BadImage("Input/output error")
+
+    monkeypatch.setattr(ImageFolder, "read", failing)
+    with pytest.raises(UserError, match=r"9.jpg can't be read .Input/output error.: mend or remove it"):
+        pack_images(str(data), str(tmp_path / "out"))
+
+
+def test_a_full_disk_is_one_line(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shard_writer.os, "fsync", full)
+    with pytest.raises(UserError, match="can't be written .No space left on device.: mend that and run"):
+        pack_images(str(data), str(tmp_path / "out"))
+
+
+def other_images(data: Path, out: Path) -> None:
+    save_image(data / "train" / "b" / "new.png", 99)
+
+
+def shard_of_another_data_set(data: Path, out: Path) -> None:
+    (out / "train" / INDEX_NAME).unlink()
+    (out / "train" / PARTIAL_NAME).write_text(json.dumps({"state": PACKED["state"], "per_shard": 1000}))
+    (out / "train" / "00000.tar").write_bytes((out / "validation" / "00000.tar").read_bytes())
+
+
+PACKED: dict[str, object] = {}
+STALE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "images": (other_images, "holds shards of other images or labels"),
+    "other files": (lambda data, out: (out / "train" / "notes.txt").write_text(""), r"holds other things .notes.txt"),
+    "unknown tar": (lambda data, out: (out / "train" / INDEX_NAME).unlink(), "tar files of unknown origin"),
+    "damaged": (
+        lambda data, out: ((out / "train" / INDEX_NAME).unlink(), (out / "train" / PARTIAL_NAME).write_text("{")),
+        "packing.json is damaged",
+    ),
+    "shard": (shard_of_another_data_set, "00000.tar holds other images: remove it"),
+}
+
+
+@pytest.mark.parametrize("case", STALE)
+def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: Path, case: str) -> None:
+    out, (change, message) = tmp_path / "out", STALE[case]
+    assert "already" not in "".join(pack_images(str(data), str(out)))
+    assert "12 images" not in "".join(lines := pack_images(str(data), str(out))) and "already" in lines[-1]
+    PACKED["state"] = open_images(str(out), "train").index.description["packed"]  # type: ignore[attr-defined]
+    change(data, out)
+    with pytest.raises(UserError, match=message):
+        pack_images(str(data), str(out))
+    if case != "other files":
+        pack_images(str(data), str(out), overwrite=True)
+        assert len(open_images(str(out), "train")) == len(scan_folder(data / "train"))
+
+
+def test_other_settings_do_not_go_on(data: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    pack_images(str(data), out)
+    with pytest.raises(UserError, match="packed in another way"):
+        pack_images(str(data), out, shard_mb=1)
+    (tmp_path / "out" / "train" / INDEX_NAME).unlink()
+    (tmp_path / "out" / "train" / PARTIAL_NAME).write_text('{"state": {}, "per_shard": 4}')
+    with pytest.raises(UserError, match="beginning of other shards"):
+        pack_images(str(data), out)
+
+
+def test_images_without_label(data: Path, tmp_path: Path) -> None:
+    folder = scan_folder(data / "train")
+    root = make_tree(tmp_path / "labels", folder)
+    (root / label_names(folder.paths)[2]).unlink()
+    pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+    with pytest.raises(UserError, match=r"1 of 9 images have no label .* first is b/1%2E.v2.png"):
+        open_labels(tmp_path / "out", folder.paths)
+    store = open_labels(tmp_path / "out", folder.paths, bad_label="skip")
+    assert store.missing() == [2] and store.read(2).area == (0, 0, 0, 0)
+    # in another order, and of some of the images
+    some = open_labels(tmp_path / "out", [folder.paths[row] for row in (5, 0)])
+    np.testing.assert_array_equal(some.read(0).ids, label_map(5).ids)
+    np.testing.assert_array_equal(some.read(1).ids, label_map(0).ids)
+
+
+BAD_LABELS: dict[str, tuple[dict[str, object], str]] = {
+    "classes": ({"num_classes": 4}, "has class ids up to 4, which are not in 0..3"),
+    "tail": ({"label_tail": "exact"}, "has no log-sum-exp"),
+    "published names": ({"published_names": True}, "--compat label-names: .* leave it out"),
+    "other images": ({"names": ["z/z.jpg"]}, "labels are of another data set"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LABELS)
+def test_labels_that_do_not_fit(data: Path, tmp_path: Path, case: str) -> None:
+    folder = scan_folder(data / "train")
+    pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
+    asked, message = BAD_LABELS[case]
+    with pytest.raises(UserError, match=message):
+        open_labels(tmp_path / "out", **{"names": folder.paths, **asked})  # type: ignore[arg-type]
+
+
+def test_shards_without_labels_say_so(data: Path, tmp_path: Path) -> None:
+    pack_images(str(data), str(tmp_path / "out"))
+    with pytest.raises(UserError, match="shards without labels: pack them with `tlt pack-images --labels"):
+        open_labels(tmp_path / "out", scan_folder(data / "train").paths)
+
+
+def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "labels", folder := scan_folder(data / "train"))
+    path = root / label_names(folder.paths)[3]
+    torch.save(torch.full((2, *SHAPE), float("nan")).half(), path)
+    with pytest.raises(UserError, match="1.v2.pt"):
+        pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+    torch.save(torch.zeros(2, 2, 5, 4).half(), path)
+    with pytest.raises(UserError, match="shape .k, h, w. = .2, 5, 4., but the others' is .2, 3, 4."):
+        pack_images(str(data), str(tmp_path / "out"), labels=str(root))
+
+
+def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = scan_folder(data / "train")
+    pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
+    store = open_labels(tmp_path / "out", folder.paths)
+    assert isinstance(store, ShardLabels) and check(str(tmp_path / "out"), str(tmp_path / "out")).usable
+    path = tmp_path / "out" / "train" / "00000.tar"
+    content = bytearray(path.read_bytes())
+    content[int(store.index.tensors["label_offset"][4]) + 200] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="label of b/x.jpg in .*crc32 is wrong"):
+        open_labels(tmp_path / "out", folder.paths).read(4)
+    assert main(["check", str(tmp_path / "out"), str(tmp_path / "out")]) == 2
+    assert f"files with a wrong sha256: 1\n  {path}" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_can_not_do(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack-images", str(data), str(tmp_path / "out"), "--quality", "80"]) == 2
+    assert "--quality 80: only images that --max-side makes smaller" in capsys.readouterr().err
+    assert main(["pack-images", str(data), str(tmp_path / "out"), "--split", "test"]) == 2
+    assert "no 'test' folder" in capsys.readouterr().err
+
+
+def test_the_index_of_packed_shards_is_not_replaced(data: Path, tmp_path: Path) -> None:
+    pack_images(str(data), str(tmp_path / "out"))
+    before = (tmp_path / "out" / "train" / INDEX_NAME).read_bytes()
+    with pytest.raises(UserError, match="was made by `tlt pack-images`"):
+        index_shards(str(tmp_path / "out" / "train"))
+    assert (tmp_path / "out" / "train" / INDEX_NAME).read_bytes() == before
+
+
+def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyvips")
+    pixels = np.linspace(0, 255, 300 * 160 * 3).reshape(160, 300, 3).astype(np.uint8)
+    Image.fromarray(pixels).save(data / "train" / "b" / "x.jpg", quality=95)
+    folder = scan_folder(data / "train")
+    root = make_archive(tmp_path / "labels", folder)
+    arguments = ["pack-images", str(data), str(tmp_path / "out"), "--labels", str(root), "--max-side", "100"]
+    assert main(arguments) == 0
+    shards = open_images(str(tmp_path / "out"), "train")
+    row = list(folder.paths).index("b/x.jpg")
+    assert shards.size(row) == (100, 53) and folder.size(row) == (300, 160)
+    assert [i for i in range(len(folder)) if shards.read(i) != folder.read(i)] == [row]
+    ours, theirs = open_labels(tmp_path / "out", shards.paths), open_labels(root, folder.paths)
+    assert isinstance(ours, ShardLabels) and ours.record(row)["size"].tolist() == [100, 53]
+    one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
+    np.testing.assert_array_equal(one.values, other.values)
+    assert one.area == other.area

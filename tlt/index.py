@@ -1,0 +1,192 @@
+"""Reading the sizes of all images once (`tlt index`): the file that `tlt.data.size_index` describes, or, of tar shards,
+the index of `tlt.data.shard_index`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import torch
+
+from tlt.data.decode import DEFAULT_MAX_PIXELS, BadImage, TorchvisionBackend
+from tlt.data.folder import find_split, printable, scan_folder
+from tlt.data.shard_index import index_shards
+from tlt.data.shards import is_sharded
+from tlt.data.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
+from tlt.data.source import ImageSource
+from tlt.errors import UserError
+from tlt.progress import Progress
+
+SPLITS = ("train", "validation")
+_ROWS_PER_TASK = 64
+_NO_LIMIT = 2**62  # whether an image is too large is for the programs to say
+
+
+def index(
+    data: str,
+    split: str | None = None,
+    workers: int | None = None,
+    out: str | None = None,
+    decode: bool = False,
+) -> list[str]:
+    """Write the index of a split, or of all that are there.
+
+    Args:
+        data: Folder of the data set, or of a split.
+        split: None: training and validation.
+        workers: Processes that read; None: one per CPU, 0: none but this one.
+        out: File instead of `DATA/SPLIT.index` or the shards' own; a split must be named.
+        decode: Decode every image, which finds the truncated ones too.
+
+    Returns:
+        Lines that say what was done.
+
+    Raises:
+        UserError: No images, or the index can't be written.
+    """
+    roots = _roots(data, split)
+    if out is not None and len(roots) > 1:
+        raise UserError(f"-o {printable(out)}: one file holds the sizes of one split; name it with --split")
+    return list(chain.from_iterable(_index_split(root, workers, out, decode) for root in roots))
+
+
+def _roots(data: str, split: str | None) -> list[str]:
+    """The folders of the splits."""
+    if split is not None:
+        return [find_split(data, split, allow_root=True)]
+    found = []
+    for name in SPLITS:
+        try:
+            found.append(find_split(data, name))
+        except UserError:
+            continue
+    return found or [find_split(data, SPLITS[0], allow_root=True)]
+
+
+def _index_split(root: str, workers: int | None, out: str | None, decode: bool) -> list[str]:
+    if not is_sharded(root):
+        return _index_folder(root, workers, out or index_file(root), decode)
+    if decode:
+        raise UserError(f"--decode: {printable(root)} holds tar shards, whose headers alone are read; leave it out")
+    return index_shards(root, out, _usable_cpus() if workers is None else workers)
+
+
+def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> list[str]:
+    source = scan_folder(root)
+    found = read_sizes(source, workers, decode)
+    write_index(out, source.paths, SizeIndex(found.sizes, found.faults, decode))
+    lines = [f"warning: {warning}" for warning in source.warnings]
+    lines += [f"{printable(source.path(row))}: {reason}" for row, reason in sorted(found.faults.items())]
+    lines.append(
+        f"{printable(out)}: {len(source)} images, {len(found.faults)} can't be {'decoded' if decode else 'read'}, "
+        f"largest {_largest(found.sizes)}, {os.path.getsize(out)} bytes"
+    )
+    if found.not_decoded:
+        lines.append(f"{found.not_decoded} images of more than {DEFAULT_MAX_PIXELS} pixels were not decoded")
+    return lines
+
+
+def _largest(sizes: np.ndarray) -> str:
+    width, height = sizes[sizes.astype(np.int64).prod(axis=1).argmax()].tolist()
+    return f"{width} x {height}"
+
+
+@dataclass
+class Found:
+    """What was read of some images in a row: sizes (n, 2) uint16, and why some can't be read, by index."""
+
+    sizes: np.ndarray
+    faults: dict[int, str] = field(default_factory=dict)
+    not_decoded: int = 0
+
+
+def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = False) -> Found:
+    """Read the size of every image.
+
+    Raises:
+        UserError: A worker process was killed.
+    """
+    count = len(source)
+    tasks = [range(start, min(start + _ROWS_PER_TASK, count)) for start in range(0, count, _ROWS_PER_TASK)]
+    whole = Found(np.zeros((count, 2), np.uint16))
+    progress = Progress(f"reading {printable(source.root)}", count)
+    for rows, part in zip(tasks, _parts(_Reader(source, decode), tasks, workers), strict=True):
+        whole.sizes[rows.start : rows.stop] = part.sizes
+        whole.faults |= part.faults
+        whole.not_decoded += part.not_decoded
+        progress.step(len(rows))
+    progress.close()
+    return whole
+
+
+def _parts(reader: _Reader, tasks: list[range], workers: int | None) -> Iterator[Found]:
+    """The parts in order, read by `workers` processes."""
+    workers = _usable_cpus() if workers is None else workers
+    if workers == 0 or len(tasks) == 1:
+        yield from map(reader.read, tasks)
+        return
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (reader,))
+    try:
+        yield from pool.map(_read_in_worker, tasks)
+    except BrokenProcessPool as error:
+        raise UserError("a process of tlt index was killed, most likely for want of memory: lower --workers") from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads sizes; decodes the images too if `decode`."""
+
+    source: ImageSource
+    decode: bool
+
+    def read(self, rows: range) -> Found:
+        found = Found(np.zeros((len(rows), 2), np.uint16))
+        for place, row in enumerate(rows):
+            try:
+                width, height = self.source.read_size(row, _NO_LIMIT)
+                if max(width, height) > LARGEST_SIDE:
+                    raise BadImage(f"{width} x {height} pixels: no side may have more than {LARGEST_SIDE}")
+                if self.decode:
+                    found.not_decoded += not self._decodes(row, width, height)
+                found.sizes[place] = width, height
+            except BadImage as error:
+                found.faults[row] = str(error)
+        return found
+
+    def _decodes(self, row: int, width: int, height: int) -> bool:
+        """Whether the image is small enough to be decoded. Raises BadImage: it can't be."""
+        if width * height > DEFAULT_MAX_PIXELS:
+            return False
+        backend = TorchvisionBackend()
+        encoded = backend.open(self.source.path(row), self.source.read(row), (width, height))
+        backend.decode(encoded, None, (height, width), "bilinear")
+        return True
+
+
+_reader: _Reader | None = None  # of a worker process
+
+
+def _start_worker(reader: _Reader) -> None:
+    global _reader
+    _reader = reader
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+
+
+def _read_in_worker(rows: range) -> Found:
+    assert _reader is not None
+    return _reader.read(rows)
