@@ -272,7 +272,9 @@ def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple
 def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
     if width * height > max_pixels:
-        raise BadImage(f"{width} x {height} pixels are more than --max-pixels {max_pixels}")
+        raise BadImage(
+            f"{width} x {height} pixels are more than --max-pixels {max_pixels} (make it smaller: tlt shrink)"
+        )
     if not width * height:
         raise BadImage("could not be read when the index was made (tlt index)")
     return width, height
@@ -376,7 +378,7 @@ def pillow_errors(max_pixels: int | None) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         # Pillow speaks of twice the limit, from where on it refuses by itself.
         size = _first_line(error).partition(" exceeds ")[0]
-        raise BadImage(f"more than --max-pixels {max_pixels} pixels: {size}") from error
+        raise BadImage(f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt shrink): {size}") from error
     except Exception as error:
         # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
         raise BadImage(f"{_first_line(error) or type(error).__name__}") from error
