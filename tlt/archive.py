@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tlt.archive_format import (
     MANIFEST_NAME,
@@ -31,13 +30,7 @@ from tlt.archive_format import (
 from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_files import find_labels, find_published
-from tlt.label_map import LabelMap
-from tlt.label_store import LabelStore
-from tlt.store import TreeMetadata
-from tlt.tail import relative_to_tail
-
-_HALF_EXPONENT = np.uint16(0x7C00)  # all ones: infinite or not a number
-_ASPECT_TOLERANCE = 0.02  # between the image a label was made of and the image now, which may have been made smaller
+from tlt.recorded_labels import GRID_FIELDS, RECORD_FIELDS, MapForm, RecordedLabels
 
 
 def is_archive(root: str | Path) -> bool:
@@ -143,14 +136,13 @@ class Rows:
         return self._shards[shard], place
 
 
-class LabelArchive(LabelStore):
+class LabelArchive(RecordedLabels):
     """The label maps of a list of images, out of an archive.
 
     Images are matched by name, in whatever order the archive has them: by the image's own name where the archive knows
     it, else by label file, with the rule of `PublishedTree`.
 
-    Args and attributes: those of `LabelStore`, and `label_tail`: the logit of classes that a cell doesn't list.
-    `"zero"`: 0, as published. `"exact"`: such that they have the share that the annotator gave them (`tlt.tail`).
+    Args and attributes: those of `LabelStore`, and `label_tail` (see `tlt.recorded_labels`).
 
     Raises:
         UserError: No archive, not complete, damaged, made for other classes or images, without the log-sum-exp that
@@ -174,15 +166,9 @@ class LabelArchive(LabelStore):
         self.rows = Rows(self.root, header)
         if sha256_of(os.path.join(self.root, NAMES_NAME)) != header.names_sha256:
             raise UserError(f"label archive {printable(self.root)}: {NAMES_NAME} is damaged; copy the archive again")
-        text = header.labels_json
-        self.metadata = None if text is None else TreeMetadata.parse(text, f"{self.root}/{MANIFEST_NAME}")
-        self._compare(class_names)
-        self._check_ids()
-        self._tail_classes = self._classes_of_tail(label_tail)
-        self._area_asked = area is not None
-        self._resolve_area(area, header.area)
         grid = header.grid[::-1] if header.transposed else header.grid
-        self.shape = (header.k, *grid)
+        form = MapForm((header.k, *grid), self.manifest.max_id, header.area, header.log_sum_exp, header.labels_json)
+        self._describe(form, f"{self.root}/{MANIFEST_NAME}", area, class_names, label_tail)
         self._row_of = self._match(names)  # (images,) int64 row, -1: none
         self._missing = set(np.flatnonzero(self._row_of < 0).tolist())
         self._refuse_missing(names)
@@ -190,49 +176,12 @@ class LabelArchive(LabelStore):
     def source(self, index: int) -> str:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"
 
-    def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+    def record(self, index: int) -> dict[str, np.ndarray]:
         tensors, place = self.rows.tensors(int(self._row_of[index]))
-        values, ids = tensors["values"][place], tensors["ids"][place]
-        # Class ids were compared with the manifest's largest one when it was made, and haven't changed since. Values
-        # were looked at too, but not by whatever other program may have written the archive.
-        if np.maximum.reduce(values.view(np.uint16) & _HALF_EXPONENT, axis=None) == _HALF_EXPONENT:
-            raise UserError(f"{self.source(index)}: a label value is NaN or infinite; make this label again")
-        if self._tail_classes:
-            values = self._relative_to_tail(index, values, tensors["log_sum_exp"][place])
-        x0, y0, x1, y1 = tensors["area"][place].tolist()
-        if width and height:
-            self._compare_size(index, tensors["size"][place].tolist(), width, height)
+        record = {name: tensors[name][place] for name in RECORD_FIELDS if name in tensors}
         if self.manifest.header.transposed:
-            values, ids = values.swapaxes(1, 2), ids.swapaxes(1, 2)
-        area = self._area_of(width, height) if self._area_asked or x0 < 0 else (x0, y0, x1, y1)
-        return LabelMap(values.copy(), ids.astype(np.int32), area)
-
-    def log_sum_exp(self, index: int) -> np.ndarray | None:
-        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None: the archive has none."""
-        tensors, place = self.rows.tensors(int(self._row_of[index]))
-        if "log_sum_exp" not in tensors:
-            return None
-        values = tensors["log_sum_exp"][place]
-        return (values.T if self.manifest.header.transposed else values).copy()
-
-    def _classes_of_tail(self, label_tail: str) -> int:
-        """C for `"exact"`, 0 for `"zero"`."""
-        if label_tail == "zero":
-            return 0
-        shown = f"--label-tail {label_tail}: label archive {printable(self.root)}"
-        classes = self.num_classes or (self.metadata.num_classes if self.metadata else 0)
-        if not self.manifest.header.log_sum_exp:
-            raise UserError(f"{shown} has no log-sum-exp: make it with `generate_label.py --format archive`")
-        if not classes:
-            raise UserError(f"{shown} does not say how many classes there are: give --num-classes")
-        return classes
-
-    def _relative_to_tail(self, index: int, values: np.ndarray, log_sum_exp: np.ndarray) -> np.ndarray:
-        if not np.isfinite(log_sum_exp).all():
-            raise UserError(f"{self.source(index)}: a log-sum-exp is NaN or infinite; make this label again")
-        # Tensors want memory that they may write to.
-        both = torch.from_numpy(values.copy()), torch.from_numpy(log_sum_exp.copy())
-        return relative_to_tail(*both, self._tail_classes).numpy()
+            record |= {name: record[name].swapaxes(-1, -2) for name in GRID_FIELDS if name in record}
+        return record
 
     def extra(self) -> list[str]:
         """Label files that belong to none of the images."""
@@ -245,22 +194,6 @@ class LabelArchive(LabelStore):
         """Files of the archive whose sha256 is not the manifest's."""
         files = self.manifest.files.items()
         return [name for name, (_, sha256) in files if sha256_of(os.path.join(self.root, name)) != sha256]
-
-    def _check_ids(self) -> None:
-        if self.num_classes is not None and self.manifest.max_id >= self.num_classes:
-            raise UserError(
-                f"--token-label-data {printable(self.root)} has class ids up to {self.manifest.max_id}, which are not "
-                f"in 0..{self.num_classes - 1} (--num-classes {self.num_classes}); were these labels made for other "
-                "classes?"
-            )
-
-    def _compare_size(self, index: int, recorded: list[int], width: int, height: int) -> None:
-        was_width, was_height = recorded
-        if abs(was_width * height - was_height * width) > _ASPECT_TOLERANCE * max(was_width * height, 1):
-            raise UserError(
-                f"{self.source(index)} was made of an image of {was_width} x {was_height} pixels, which now has "
-                f"{width} x {height}: make this label again"
-            )
 
     def _match(self, names: Sequence[str]) -> np.ndarray:
         forms = self.rows.column("form")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tlt.agreement import Agreement
-from tlt.archive import LabelArchive
 from tlt.data.decode import BadImage
 from tlt.data.folder import natural_key, printable
 from tlt.data.open_images import open_images
+from tlt.data.shards import ShardedImages
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import label_files_below
@@ -18,6 +18,7 @@ from tlt.label_map import LabelMap
 from tlt.label_store import LabelStore
 from tlt.labels import open_labels
 from tlt.progress import Progress
+from tlt.recorded_labels import RecordedLabels
 from tlt.store import PublishedTree
 
 _SHOWN = 3  # examples of each fault
@@ -51,7 +52,7 @@ class Report:
             ("labels without image", [(name, "") for name in self.extra]),
             ("labels of another shape", self.wrong_shape),
             ("labels that can't be used", self.unusable),
-            ("files of the archive with a wrong sha256", [(name, "") for name in self.damaged_files]),
+            ("files with a wrong sha256", [(name, "") for name in self.damaged_files]),
         ]
         lines = [*self.notes, f"{self.images} images, {self.labels} labels read, {shape}"]
         for what, faults in counts:
@@ -90,8 +91,10 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     progress.close()
     _compare_shapes(report, store, shapes, folder.paths)
     report.extra = _extra(store)
-    if isinstance(store, LabelArchive):
+    if isinstance(store, RecordedLabels):
         report.damaged_files = store.damaged_files()
+    if isinstance(folder, ShardedImages):
+        report.damaged_files = sorted({*report.damaged_files, *folder.index.damaged_files()})
     return report
 
 
@@ -118,7 +121,7 @@ def _compare_shapes(
 
 
 def _extra(store: LabelStore) -> list[str]:
-    if isinstance(store, LabelArchive):
+    if isinstance(store, RecordedLabels):
         return store.extra()
     assert isinstance(store, PublishedTree)
     missing = set(store.missing())

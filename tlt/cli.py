@@ -2,6 +2,7 @@
 
     tlt pack TREE OUT --images DATA     one archive out of a tree of label files
     tlt unpack ARCHIVE OUT              and back, bit for bit
+    tlt pack-images DATA OUT            images, with their label maps, into tar shards
     tlt check DATA LABELS               do labels and images belong together?
     tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
@@ -29,6 +30,7 @@ def parser() -> ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _pack(commands.add_parser("pack", help="a tree of label files into one archive", description=_PACK))
     _unpack(commands.add_parser("unpack", help="an archive into the tree it was packed from", description=_UNPACK))
+    _pack_images(commands.add_parser("pack-images", help="images and labels into tar shards", description=_PACK_IMAGES))
     _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
     _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
     _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
@@ -42,6 +44,11 @@ _PACK = (
     "packed. A killed command goes on where it was."
 )
 _UNPACK = "Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."
+_PACK_IMAGES = (
+    "Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an "
+    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes "
+    "on where it was."
+)
 _CHECK = (
     "Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's "
     "folder. LABELS is a tree or an archive."
@@ -71,6 +78,22 @@ def _unpack(command: ArgumentParser) -> None:
     command.add_argument("archive", metavar="ARCHIVE")
     command.add_argument("out", metavar="OUT", help="folder of the tree")
     command.add_argument("--overwrite", action="store_true", help="write into OUT although it is not empty")
+
+
+def _pack_images(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="images")
+    command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
+    command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
+    command.add_argument(
+        "--labels", metavar="LABELS", help="label tree or archive of the first split, packed beside it"
+    )
+    command.add_argument("--shard-size", type=_positive, default=512, metavar="MB", help="about so large (512)")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per CPU)")
+    command.add_argument(
+        "--max-side", type=_positive, metavar="N", help="make larger images smaller, as tlt shrink does"
+    )
+    command.add_argument("--quality", type=_percent, metavar="Q", help="of the JPEGs that --max-side makes (90)")
+    command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT")
 
 
 def _check(command: ArgumentParser) -> None:
@@ -115,6 +138,28 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _percent(text: str) -> int:
+    if not 1 <= int(text) <= 100:
+        raise ValueError(text)
+    return int(text)
+
+
+def _run_pack_images(args: Namespace) -> list[str]:
+    from tlt.pack_images import pack_images
+    from tlt.processes import available_cpus
+    from tlt.shard_writer import Shrinking
+
+    if args.quality and not args.max_side:
+        raise UserError(
+            f"--quality {args.quality}: only images that --max-side makes smaller are encoded; leave it out"
+        )
+    shrinking = Shrinking(args.max_side, args.quality or 90) if args.max_side else None
+    workers = args.workers or available_cpus()
+    return pack_images(
+        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking
+    )
+
+
 def run(args: Namespace) -> int:
     """Run a parsed command and print what it says. Returns the exit code; raises UserError."""
     if args.command == "pack":
@@ -125,6 +170,8 @@ def run(args: Namespace) -> int:
         from tlt.pack import unpack
 
         lines = unpack(args.archive, args.out, args.overwrite)
+    elif args.command == "pack-images":
+        lines = _run_pack_images(args)
     elif args.command == "check":
         from tlt.check import check
 

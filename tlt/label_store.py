@@ -72,6 +72,12 @@ class LabelStore:
         """Where the map of image `index` is, for messages."""
         raise NotImplementedError
 
+    def identity(self) -> bytes:
+        """What a checkpoint knows these labels by, besides shape and area: the text that describes them. An archive's
+        holds checksums of its files; a published tree may have none."""
+        files = (Path(self.root) / name for name in ("manifest.json", "labels.json"))
+        return b"".join(file.read_bytes() for file in files if file.is_file())
+
     def missing(self) -> list[int]:
         """Images without a map."""
         return sorted(self._missing)

@@ -9,6 +9,7 @@ from tlt.archive import LabelArchive, is_archive
 from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_store import LabelStore
+from tlt.shard_labels import ShardLabels, shard_folder
 from tlt.store import PublishedTree
 
 
@@ -22,15 +23,18 @@ def open_labels(
     published_names: bool = False,
     label_tail: str = "zero",
 ) -> LabelStore:
-    """The labels of a list of images: out of an archive (`tlt pack`), or of a tree of published files.
+    """The labels of a list of images: out of an archive (`tlt pack`), of shards (`tlt pack-images`), or of a tree of
+    published files.
 
-    Args: see `tlt.label_store.LabelStore` and, for `label_tail`, `tlt.archive.LabelArchive`.
+    Args: see `tlt.label_store.LabelStore` and, for `label_tail`, `tlt.recorded_labels`.
 
     Raises:
         UserError: Whatever can be known now about why the labels can't be used.
     """
     if is_archive(path):
         return LabelArchive(path, names, area, num_classes, bad_label, class_names, published_names, label_tail)
+    if (shards := shard_folder(path)) is not None:
+        return ShardLabels(shards, names, area, num_classes, bad_label, class_names, published_names, label_tail)
     if label_tail != "zero":
         raise UserError(
             f"--label-tail {label_tail}: {printable(str(path))} is no archive with log-sum-exp, as "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -27,6 +27,9 @@ class Names(Sequence[str]):
         names = cls()
         names._bytes, names._ends = block, ends
         return names
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes, np.ndarray]]:
+        return Names.packed, (self.block, self._ends)  # mapped memory can't be sent
 
     @property
     def block(self) -> bytes:
@@ -55,6 +58,8 @@ class Names(Sequence[str]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
+        if isinstance(other, Names):
+            return np.array_equal(self._ends, other._ends) and memoryview(self._bytes) == memoryview(other._bytes)
         return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tlt.data.folder import find_split, scan_folder
+from tlt.data.shards import is_sharded, open_shards
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 
@@ -28,4 +29,5 @@ def open_images(
     """
     if dataset.lower() not in FOLDERS:
         raise UserError(f"--dataset {dataset}: image folders alone are read; leave it out")
-    return scan_folder(find_split(data, split, allow_root), class_names)
+    folder = find_split(data, split, allow_root)
+    return open_shards(folder, class_names) if is_sharded(folder) else scan_folder(folder, class_names)

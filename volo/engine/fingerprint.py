@@ -6,13 +6,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from tlt.archive_format import MANIFEST_NAME
 from tlt.data.dataset import LabelReader
 from tlt.data.source import ImageSource
 from tlt.data.synthetic import ROOT as SYNTHETIC
 from tlt.errors import UserError
 from tlt.label_store import LabelStore
-from tlt.store import METADATA_NAME
 
 KEY = "data"
 _WHAT = {"images": "the training images (names and classes)", "labels": "the token labels"}
@@ -32,13 +30,10 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None) -> dict[str, st
 
 
 def _labels(labels: LabelReader | None) -> str | None:
-    """An archive's manifest holds checksums of its files; of a published tree only the shape of its maps is known."""
     if not isinstance(labels, LabelStore):
         return None
     digest = hashlib.sha256(repr((labels.shape, labels.area)).encode())
-    for name in (MANIFEST_NAME, METADATA_NAME):
-        if (file := Path(labels.root) / name).is_file():
-            digest.update(file.read_bytes())
+    digest.update(labels.identity())
     return digest.hexdigest()
 
 

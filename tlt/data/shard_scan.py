@@ -1,0 +1,147 @@
+"""What is in one tar shard of WebDataset's layout: its images with their classes, sizes and checksums."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlt.archive_format import sha256_of
+from tlt.data.decode import BadImage, image_extensions, read_size
+from tlt.data.folder import printable
+from tlt.data.shards import HEAD_BYTES
+from tlt.data.tar_members import Listing, Place, list_members
+from tlt.errors import UserError
+
+LABEL_EXTENSION = "labels.safetensors"
+_ANY_SIZE = 2**62  # pixels: what is too large is decided when the image is read
+_MAX_SIDE = 2**16 - 1
+_NOTHING = Place(0, 0)
+
+
+@dataclass
+class ShardRows:
+    """What one shard holds, n images in its order.
+
+    Attributes:
+        path, length, head, sha256: The shard, its bytes, crc32 of the first of them, checksum of all.
+        names: (n,) Names of the images' members.
+        places, label_places: (n, 2) int64 offset and length; length 0: there is none.
+        crc32, label_crc32: (n,) uint32.
+        sizes: (n, 2) uint16 width, height.
+        classes: (n,) int64.
+        broken: Image -> why it can't be read.
+        listing: What was left out.
+    """
+
+    path: str
+    length: int
+    head: int
+    sha256: bytes
+    names: list[str]
+    places: np.ndarray
+    label_places: np.ndarray
+    crc32: np.ndarray
+    label_crc32: np.ndarray
+    sizes: np.ndarray
+    classes: np.ndarray
+    broken: dict[int, str]
+    listing: Listing
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def scan_shard(path: str, label_key: str = "label") -> ShardRows:
+    """Read a shard, every byte of it.
+
+    Raises:
+        UserError: It is cut or damaged, or a sample has no class or several images.
+    """
+    listing = list_members(path)
+    samples = {key: image for key, files in listing.samples.items() if (image := _image_of(path, key, files))}
+    for key in listing.samples.keys() - samples.keys():
+        listing.leave_out("samples without an image", key)
+    with open(path, "rb") as file:
+        descriptor, length, head = file.fileno(), os.fstat(file.fileno()).st_size, zlib.crc32(file.read(HEAD_BYTES))
+        names, places, labels, crcs, label_crcs, sizes, classes, broken = [], [], [], [], [], [], [], {}
+        for row, (key, extension) in enumerate(samples.items()):
+            files = listing.samples[key]
+            data = _member(descriptor, files[extension])
+            label = files.get(LABEL_EXTENSION, _NOTHING)
+            names.append(f"{key}.{extension}")
+            places.append(files[extension])
+            labels.append(label)
+            crcs.append(zlib.crc32(data))
+            label_crcs.append(zlib.crc32(_member(descriptor, label)))
+            try:
+                sizes.append(_size(data))
+            except BadImage as error:
+                broken[row] = str(error)
+                sizes.append((0, 0))
+            classes.append(_class_of(path, key, extension, files, descriptor, label_key))
+    listing.samples = {}
+    return ShardRows(
+        path,
+        length,
+        head,
+        bytes.fromhex(sha256_of(path)),
+        names,
+        np.array(places, np.int64).reshape(-1, 2),
+        np.array(labels, np.int64).reshape(-1, 2),
+        np.array(crcs, np.uint32),
+        np.array(label_crcs, np.uint32),
+        np.array(sizes, np.uint16).reshape(-1, 2),
+        np.array(classes, np.int64),
+        broken,
+        listing,
+    )
+
+
+def _member(descriptor: int, place: Place) -> bytes:
+    return os.pread(descriptor, place.length, place.offset)
+
+
+def _size(data: bytes) -> tuple[int, int]:
+    if not data:
+        raise BadImage("empty file")
+    width, height = read_size(data, _ANY_SIZE)
+    if max(width, height) > _MAX_SIDE:
+        raise BadImage(f"{width} x {height} pixels: sides above {_MAX_SIDE} are not read from shards")
+    return width, height
+
+
+def _image_of(path: str, key: str, files: dict[str, Place]) -> str:
+    """Extension of a sample's image; "": it has none. `jpg` goes before `mask.png`."""
+    images = [each for each in files if f".{each.rpartition('.')[2]}" in image_extensions()]
+    plain = [each for each in images if "." not in each]
+    found = plain or images
+    if len(found) > 1:
+        raise UserError(
+            f"tar {printable(path)}: sample {printable(key)} has several images ({', '.join(map(printable, found))}); "
+            "its name up to the first dot must be its own, as `tlt pack-images` makes it"
+        )
+    return found[0] if found else ""
+
+
+def _class_of(path: str, key: str, extension: str, files: dict[str, Place], descriptor: int, label_key: str) -> int:
+    prefix = extension.rpartition(".")[0]
+    shown = f"tar {printable(path)}: sample {printable(key)}"
+    for name in [f"{prefix}.cls" if prefix else "cls", "cls"]:
+        if name in files:
+            text = _member(descriptor, files[name]).strip()
+            if not text.isdigit() or not text.isascii():
+                raise UserError(f"{shown}: .{name} is not a class number")
+            return int(text)
+    if "json" not in files:
+        raise UserError(f"{shown} has no class: neither .cls nor .json is there")
+    try:
+        number = json.loads(_member(descriptor, files["json"]))[label_key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{shown}: .json has no {label_key!r}") from error
+    if type(number) is not int or number < 0:
+        raise UserError(f"{shown}: {label_key!r} in .json is not a class number")
+    return number

@@ -1,0 +1,72 @@
+"""A long job in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from tlt.errors import UserError
+from tlt.progress import Progress
+
+Job = TypeVar("Job")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_JOB: list[Any] = []  # of this process
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_processes(
+    function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str
+) -> Iterator[Result]:
+    """`function(job, item)` of every item, in order, with a progress bar that says `what`.
+
+    Args:
+        job: Given to each process once, on Linux without being copied.
+        workers: Processes; 1: this one.
+
+    Raises:
+        UserError: What `function` raises; or a process was killed.
+    """
+    progress = Progress(what, len(items), unit)
+    for result in _alone(function, job, items) if workers <= 1 else _parallel(function, job, items, workers, what):
+        progress.step()
+        yield result
+    progress.close()
+
+
+def _alone(function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item]) -> Iterator[Result]:
+    return (function(job, item) for item in items)
+
+
+def _parallel(
+    function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str
+) -> Iterator[Result]:
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(min(workers, len(items)) or 1, context, _take, (job,))
+    try:
+        for future in [pool.submit(_run, function, item) for item in items]:
+            yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"{what}: a process was killed, for want of memory perhaps; lower --workers and run the same command again"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _take(job: Any) -> None:
+    _JOB[:] = [job]
+
+
+def _run(function: Callable[[Any, Item], Result], item: Item) -> Result:
+    return function(_JOB[0], item)
