@@ -74,8 +74,6 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("tlt.data.threads")
-    pytest.importorskip("tlt.data.shards")
     data, packed = make_dataset(train=21), tmp_path / "packed"
     labels = make_labels(data)
     assert tlt_cli.main(["pack-images", str(data), str(packed), "--labels", str(labels), "--workers", "1"]) == 0

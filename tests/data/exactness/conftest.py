@@ -39,22 +39,24 @@ class Way(NamedTuple):
     micro_batches: int = 1  # of a rank in an update
 
 
-def require(backend: str, way: Way) -> None:
-    """Skip, by its name, what is not there."""
+def ways_of(backend: str, ways: list[Way]) -> list[Way]:
+    """Those that a backend knows: DALI's works in threads, computed images are in no shards."""
     if backend == "dali-cpu":
-        pytest.importorskip("tlt.data.dali")
+        ways = list(dict.fromkeys(way._replace(worker_type="thread") for way in ways))
+    return [way for way in ways if backend != "synthetic" or way.source == "folder"]
+
+
+def require(backend: str) -> None:
+    """Skip a backend whose package is not there."""
+    if backend == "dali-cpu":
         pytest.importorskip("nvidia.dali")
-    if way.worker_type == "thread":
-        pytest.importorskip("tlt.data.threads")
-    if way.source == "shards":
-        pytest.importorskip("tlt.data.shards")
 
 
 def parsed(data: Path, backend: str, way: Way) -> Namespace:
     """The arguments of train.py for a way to the batches."""
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
-    flags += " --worker-type thread" if way.worker_type == "thread" else ""
+    flags += f" --worker-type {way.worker_type}" if way.workers else ""
     labels = data / "labels" if way.source == "folder" else data
     return parse_train([str(data), *flags.split(), "--token-label-data", str(labels)])
 
