@@ -176,9 +176,9 @@ def write_digits(folder: Path) -> None:
         # Scans are 8 x 8 pixels of 0 (paper) to 16 (ink); enlarged so that an augmentation has pixels to work on.
         image = Image.fromarray((255 - scan * 255 / 16).astype("uint8")).resize((64, 64), Image.Resampling.BICUBIC)
         split = "train" if number % HELD_OUT_EVERY else "validation"
-        file = staged / split / str(digit) / f"{number:04d}.png"
+        file = staged / split / str(digit) / f"{number:04d}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
-        image.save(file)
+        image.save(file, quality=95)
     staged.rename(folder)
     print(f"wrote {len(digits.images)} scans to {folder.relative_to(ROOT)}")
 
