@@ -23,7 +23,8 @@ IMAGES, GLOBAL_BATCH, SEED = 28, 8, 11  # the last global batch of an epoch hold
 SETTINGS = {"input_size": (3, 32, 32), "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 BROKEN = ("c1/05.jpg", "c2/10.jpg")  # one is cut in its middle, one is empty
 FILE_BACKENDS = ["torchvision", "pil", "dali-cpu"]
-# Share of values that may be more than one grey level from Pillow's: who resizes otherwise rounds and clips otherwise.
+PIXELS_OF = {"dali-cpu": "torchvision"}  # who has another's pixels, bit for bit
+# Share of values that may be more than one grey level from Pillow's, and by how much: both round between the two axes.
 FILTERS = {"pil": 0.0, "torchvision": 1e-3, "dali-cpu": 1e-3}
 LARGEST = {"pil": 0, "torchvision": 5, "dali-cpu": 5}
 

@@ -3,7 +3,7 @@
 Every backend that runs on a CPU, 1 to 4 ranks, 0 to 4 workers, processes and threads, folder and shards, an epoch from
 its beginning and from its middle, all through the programs' own flags. Order, plan and labels are compared with what
 is found without a loader: Pillow's sizes, the label files of the images' names. Pixels are compared bit for bit with
-those of one rank without workers, and with Pillow's crop and resize.
+those of one rank without workers, DALI's with torchvision's, and all with Pillow's crop and resize.
 
     python -m pytest tests/data/exactness -s      prints the table
 """
@@ -30,6 +30,7 @@ from tests.data.exactness.conftest import (
     GLOBAL_BATCH,
     IMAGES,
     LARGEST,
+    PIXELS_OF,
     SEED,
     SETTINGS,
     Way,
@@ -78,7 +79,7 @@ class Line:
     order: bool  # each is the image that its place in the permutation says
     plan: bool  # crop, filter, flip, warp, colour operations, erased boxes
     labels: bool
-    pixels: bool  # uint8, those of one rank without workers, bit for bit
+    pixels: bool  # uint8, those of one rank without workers (of torchvision, where DALI decodes), bit for bit
     finished: bool  # float32 after the device stage, likewise
     off: float | None  # share of the uint8 values that are more than a grey level from Pillow's; None: computed images
     largest: int | None  # grey levels
@@ -244,7 +245,8 @@ def test_global_batches_are_the_same(
 ) -> None:
     require(backend)
     source = data if way.source == "folder" else request.getfixturevalue("shards")
-    line = compared(epoch_of(source, backend, way), expected(data, backend == "synthetic"), alone(data, backend))
+    by_itself = alone(data, PIXELS_OF.get(backend, backend))
+    line = compared(epoch_of(source, backend, way), expected(data, backend == "synthetic"), by_itself)
     table.append((backend, *way, *astuple(line)))
     assert line.images == IMAGES - way.start * GLOBAL_BATCH
     assert line.order and line.plan and line.labels and line.pixels and line.finished, line
