@@ -6,8 +6,9 @@ them, lets it label every image place by place, trains VOLO-D0 with these token 
 fine-tunes it at a higher resolution, and validates both. Every command is printed, so that it can be copied. What is
 done already is not repeated, what was interrupted goes on; `--fresh` starts again.
 
-`--data-backend NAME` decodes with another backend. `--shards` packs images and label maps into tar shards once the maps
-are made, trains VOLO-D0 from these alone, and ends in the same weights, bit for bit. Each has its own output folder.
+`--data-backend NAME` decodes with another backend. `--shards` packs images and label maps into tar shards once the
+maps are made, and trains VOLO-D0 from these alone. Both have their own output folders; `--shards` and `dali-cpu` end in
+the weights of the plain demo, bit for bit.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ OUTPUT = "demo_output"
 SIZE, FINE_SIZE = 32, 48  # px
 GRID = SIZE // 8  # tokens of VOLO-D0 in a row
 HELD_OUT_EVERY = 5  # each fifth scan is held out
+BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
 # Digits keep their meaning under small shifts, shears and rotations, not under flips or large crops.
 AUGMENTATION = "--hflip 0 --scale 0.7 1.0 --reprob 0 --aa rand-m5-n2-mstd0.5-inc1-tweights"
@@ -60,7 +62,7 @@ def main() -> None:
     """Run the demo from start to end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fresh", action="store_true", help="remove its output and start again")
-    parser.add_argument("--data-backend", default="", metavar="NAME", help="who decodes and resizes (the default one)")
+    parser.add_argument("--data-backend", default="", choices=BACKENDS, help="who decodes and resizes (torchvision)")
     parser.add_argument("--shards", action="store_true", help="train VOLO-D0 from tar shards with images and labels")
     args = parser.parse_args()
     demo = Demo(args.data_backend, args.shards)
