@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
+DEMO_ARGS ?=
 
 .PHONY: demo test test-faults test-slurm test-docker lint clean
 
@@ -18,7 +19,7 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.installed-demo
-	PYTHON=$(BIN)/python $(BIN)/python demo/digits.py
+	PYTHON=$(BIN)/python $(BIN)/python demo/digits.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(TEST_ARGS)

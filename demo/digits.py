@@ -5,6 +5,10 @@ Writes scikit-learn's scans of handwritten digits (UCI, 1,797 images) as an imag
 them, lets it label every image place by place, trains VOLO-D0 with these token labels and MixToken on two processes,
 fine-tunes it at a higher resolution, and validates both. Every command is printed, so that it can be copied. What is
 done already is not repeated, what was interrupted goes on; `--fresh` starts again.
+
+`--data-backend NAME` decodes with another backend. `--shards` packs images and label maps into tar shards once the
+maps are made, and trains VOLO-D0 from these alone. Both have their own output folders; `--shards` and `dali-cpu` end in
+the weights of the plain demo, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,15 +30,15 @@ OUTPUT = "demo_output"
 SIZE, FINE_SIZE = 32, 48  # px
 GRID = SIZE // 8  # tokens of VOLO-D0 in a row
 HELD_OUT_EVERY = 5  # each fifth scan is held out
+BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
 # Digits keep their meaning under small shifts, shears and rotations, not under flips or large crops.
 AUGMENTATION = "--hflip 0 --scale 0.7 1.0 --reprob 0 --aa rand-m5-n2-mstd0.5-inc1-tweights"
 COMMON = (
-    f"{OUTPUT}/digits --num-classes 10 --crop-pct 1.0 {AUGMENTATION} --ratio 0.85 1.18 --cooldown-epochs 0 "
-    f"-j 0 -vb 8 --log-interval 15 --output {OUTPUT} --resume auto"
+    f"--num-classes 10 --crop-pct 1.0 {AUGMENTATION} --ratio 0.85 1.18 --cooldown-epochs 0 "
+    "-vb 8 --log-interval 15 --resume auto"
 )
-LABELS = f"{OUTPUT}/labels.tlt"
-TOKEN_LABELS = f"--token-label --token-label-data {LABELS}"
+TWO_PROCESSES = "./distributed_train.sh 2"
 TRAINING = {  # experiment: (launcher, flags, epochs)
     "annotator": (
         "python train.py",
@@ -41,14 +46,13 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
         12,
     ),
     "volo_d0": (
-        "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05 {TOKEN_LABELS}",
+        TWO_PROCESSES,
+        f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05",
         24,
     ),
     "volo_d0_fine": (
-        "./distributed_train.sh 2",
-        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 2e-4 --warmup-epochs 0 --drop-path 0.05 {TOKEN_LABELS} "
-        f"--finetune {OUTPUT}/volo_d0/model_best.pth.tar",
+        TWO_PROCESSES,
+        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 2e-4 --warmup-epochs 0 --drop-path 0.05",
         6,
     ),
 }
@@ -57,18 +61,107 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
 def main() -> None:
     """Run the demo from start to end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help=f"remove {OUTPUT}/ and start again")
-    if parser.parse_args().fresh:
-        shutil.rmtree(ROOT / OUTPUT, ignore_errors=True)
+    parser.add_argument("--fresh", action="store_true", help="remove its output and start again")
+    parser.add_argument("--data-backend", default="", choices=BACKENDS, help="who decodes and resizes (torchvision)")
+    parser.add_argument("--shards", action="store_true", help="train VOLO-D0 from tar shards with images and labels")
+    args = parser.parse_args()
+    demo = Demo(args.data_backend, args.shards)
+    if args.fresh:
+        shutil.rmtree(ROOT / demo.output, ignore_errors=True)
     print(f"python is {sys.executable}: to copy the commands below, activate its environment first")
     began = time.perf_counter()
-    write_digits(ROOT / OUTPUT / "digits")
-    train("annotator")
-    annotate()
-    train("volo_d0")
-    train("volo_d0_fine")
-    results = [validate(name) for name in ("volo_d0", "volo_d0_fine")]
-    print_table(results, time.perf_counter() - began)
+    write_digits(ROOT / demo.digits)
+    demo.train("annotator")
+    demo.annotate()
+    if demo.shards:
+        demo.pack()
+    demo.train("volo_d0")
+    demo.train("volo_d0_fine")
+    results = [demo.validate(name) for name in ("volo_d0", "volo_d0_fine")]
+    print_table(results)
+    seconds = time.perf_counter() - began
+    print(f"\n{seconds:.0f} s; images in {demo.digits}, a picture of the token labels in {demo.output}/labels.png")
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The commands, with paths from the repository's root."""
+
+    backend: str  # "": the programs' default
+    shards: bool
+
+    @property
+    def output(self) -> str:
+        variant = "_".join(filter(None, [self.backend, "shards" * self.shards]))
+        return f"{OUTPUT}/{variant}" if variant else OUTPUT
+
+    @property
+    def digits(self) -> str:
+        return f"{self.output}/digits"
+
+    @property
+    def labels(self) -> str:
+        return f"{self.output}/labels.tlt"
+
+    @property
+    def packed(self) -> str:
+        return f"{self.output}/packed"
+
+    @property
+    def decoding(self) -> str:
+        """Flags of every program that decodes images."""
+        return "-j 0" + (f" --data-backend {self.backend}" if self.backend else "")
+
+    def train(self, name: str) -> None:
+        """Train an experiment, unless it is finished."""
+        launcher, flags, epochs = TRAINING[name]
+        images = self.digits
+        if name != "annotator":
+            images, labels = (self.packed, self.packed) if self.shards else (self.digits, self.labels)
+            flags += f" --token-label --token-label-data {labels}"
+        if name == "volo_d0_fine":
+            flags += f" --finetune {self.output}/volo_d0/model_best.pth.tar"
+        flags += f" {COMMON} {self.decoding} --epochs {epochs}"
+        command = f"{launcher} {images} --output {self.output} --experiment {name} {flags}"
+        run(command, done=len(self.summary(name)) == epochs)
+
+    def annotate(self) -> None:
+        """Make the token labels, look whether they belong to the images, and draw some."""
+        weights = f"{self.output}/annotator/model_best.pth.tar"
+        done = (ROOT / self.labels / "manifest.json").is_file()
+        flags = f"--checkpoint {weights} --format archive {self.decoding}"
+        run(f"python generate_label.py {self.digits} {self.labels} {flags}", done)
+        run(f"python -m tlt check {self.digits} {self.labels}")
+        picture = f"{self.output}/labels.png"
+        sizes = f"--size {SIZE} {SIZE} --grid {GRID} {GRID}"
+        done = (ROOT / picture).is_file()
+        run(f"python -m tlt show {self.digits} {self.labels} -o {picture} {sizes} {AUGMENTATION}", done)
+
+    def pack(self) -> None:
+        """Write images and label maps as tar shards."""
+        run(f"python -m tlt pack-images {self.digits} {self.packed} --labels {self.labels}")
+
+    def validate(self, name: str) -> dict[str, str]:
+        """Validate an experiment's best checkpoint; return its line of the table."""
+        run_folder = f"{self.output}/{name}"
+        file = f"{run_folder}/validation.json"
+        images = self.packed if self.shards else self.digits
+        flags = f"--checkpoint {run_folder}/model_best.pth.tar -b 128 {self.decoding}"
+        run(f"python validate.py {images} {flags} --results-file {file} --results-format json")
+        row = json.loads((ROOT / file).read_text())[0]
+        speed = float(self.summary(name)[-1]["images_per_second"])
+        return {
+            "experiment": name,
+            "image": row["img_size"],
+            "top-1": f"{row['top1']:.2f} % of {row['images']}",
+            "training": f"{speed:.0f} images/s",
+            "curves": f"{run_folder}/curve.png",
+        }
+
+    def summary(self, name: str) -> list[dict[str, str]]:
+        """The rows of an experiment's summary.csv."""
+        file = ROOT / self.output / name / "summary.csv"
+        return list(csv.DictReader(file.open())) if file.is_file() else []
 
 
 def write_digits(folder: Path) -> None:
@@ -85,46 +178,11 @@ def write_digits(folder: Path) -> None:
         # Scans are 8 x 8 pixels of 0 (paper) to 16 (ink); enlarged so that an augmentation has pixels to work on.
         image = Image.fromarray((255 - scan * 255 / 16).astype("uint8")).resize((64, 64), Image.Resampling.BICUBIC)
         split = "train" if number % HELD_OUT_EVERY else "validation"
-        file = staged / split / str(digit) / f"{number:04d}.png"
+        file = staged / split / str(digit) / f"{number:04d}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
-        image.save(file)
+        image.save(file, quality=95)
     staged.rename(folder)
     print(f"wrote {len(digits.images)} scans to {folder.relative_to(ROOT)}")
-
-
-def train(name: str) -> None:
-    """Train an experiment, unless it is finished."""
-    launcher, flags, epochs = TRAINING[name]
-    run(f"{launcher} {COMMON} --experiment {name} {flags} --epochs {epochs}", done=len(summary(name)) == epochs)
-
-
-def annotate() -> None:
-    """Make the token labels, look whether they belong to the images, and draw some."""
-    weights = f"{OUTPUT}/annotator/model_best.pth.tar"
-    done = (ROOT / LABELS / "manifest.json").is_file()
-    run(f"python generate_label.py {OUTPUT}/digits {LABELS} --checkpoint {weights} --format archive -j 0", done)
-    run(f"python -m tlt check {OUTPUT}/digits {LABELS}")
-    done = (ROOT / OUTPUT / "labels.png").is_file()
-    sizes = f"--size {SIZE} {SIZE} --grid {GRID} {GRID}"
-    run(f"python -m tlt show {OUTPUT}/digits {LABELS} -o {OUTPUT}/labels.png {sizes} {AUGMENTATION}", done)
-
-
-def validate(name: str) -> dict[str, str]:
-    """Validate an experiment's best checkpoint; return its line of the table."""
-    file = f"{OUTPUT}/{name}/validation.json"
-    run(
-        f"python validate.py {OUTPUT}/digits --checkpoint {OUTPUT}/{name}/model_best.pth.tar -b 128 -j 0 "
-        f"--results-file {file} --results-format json"
-    )
-    row = json.loads((ROOT / file).read_text())[0]
-    speed = float(summary(name)[-1]["images_per_second"])
-    return {
-        "experiment": name,
-        "image": row["img_size"],
-        "top-1": f"{row['top1']:.2f} % of {row['images']}",
-        "training": f"{speed:.0f} images/s",
-        "curves": f"{OUTPUT}/{name}/curve.png",
-    }
 
 
 def run(command: str, done: bool = False) -> None:
@@ -138,20 +196,13 @@ def run(command: str, done: bool = False) -> None:
         sys.exit(f"the command above failed with exit code {code}")
 
 
-def summary(name: str) -> list[dict[str, str]]:
-    """The rows of an experiment's summary.csv."""
-    file = ROOT / OUTPUT / name / "summary.csv"
-    return list(csv.DictReader(file.open())) if file.is_file() else []
-
-
-def print_table(rows: list[dict[str, str]], seconds: float) -> None:
-    """Print the results, and where to look."""
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Print the results."""
     columns = list(rows[0])
     widths = [max(len(column), *(len(row[column]) for row in rows)) for column in columns]
     print()
     for cells in (columns, *([row[column] for column in columns] for row in rows)):
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-    print(f"\n{seconds:.0f} s; images in {OUTPUT}/digits, a picture of the token labels in {OUTPUT}/labels.png")
 
 
 if __name__ == "__main__":

@@ -79,3 +79,11 @@ def test_faults_name_the_numbers():
         IndexStream(100, 6, 0, world_size=4)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         IndexStream(100, 8, 0, world_size=2, rank=2)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ranks_shorten_the_last_batch_and_change_no_other(world):
+    alone, shared = (global_batches(27, 8, 3, ranks) for ranks in (1, world))
+    assert shared[:3] == alone[:3]
+    assert len(shared) == (3 if world > 3 else 4)
+    assert all(set(batch) < set(alone[3]) for batch in shared[3:])

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.programs import interrupted_train
 from tests.programs.conftest import QUICK, ROOT, Ended, launch
 from tests.programs.test_train import without_times
+from tlt import cli as tlt_cli
 from volo.engine import run_start
 from volo.engine.saver import Saver
 from volo.programs import train as program
@@ -63,6 +64,29 @@ def test_fault_11_interrupted_at_several_updates(
         assert ended.code == 130, ended.err
     ended = call("train", flags, "cut")
     assert ended.code == 0 and "1 epochs, 6 updates done" in ended.out, ended.err
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_goes_on_with_other_workers_and_from_shards(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, packed = make_dataset(train=21), tmp_path / "packed"
+    labels = make_labels(data)
+    assert tlt_cli.main(["pack-images", str(data), str(packed), "--labels", str(labels), "--workers", "1"]) == 0
+    flags = f"{FLAGS} -b 3 --grad-accum-steps 2 --output {tmp_path} --resume auto --experiment"
+    folder, shards = f"{data} --token-label-data {labels}", f"{packed} --token-label-data {packed}"
+    assert call("train", f"{flags} whole {folder}").code == 0
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
+    interrupted_train.stop_at({1, 3, 6})
+    lives = [f"{folder} -j 2", f"{shards} -j 2", f"{folder} -j 1 --worker-type thread", f"{shards} -j 0"]
+    ends = [call("train", f"{flags} cut {life}") for life in lives]
+    assert [end.code for end in ends] == [130, 130, 130, 0], ends
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 

@@ -204,6 +204,9 @@ class EvalLoader:
         stage: Normalises (images uint8 on the device) to float32.
         world_size, rank: The images are dealt to the ranks in turn.
         may_be_empty: Not one of the images needs to be readable. The others: as `TrainLoader`.
+
+    Attributes:
+        left_out: Images of this rank that the newest pass has left out so far.
     """
 
     def __init__(
@@ -228,6 +231,7 @@ class EvalLoader:
         self.batch_size = batch_size
         self.may_be_empty = may_be_empty
         self.skips = skips or SkipCounter(len(dataset))
+        self.left_out = 0
         self._indices = eval_indices(len(dataset), world_size, rank).tolist()
         self._workers = _workers(dataset, workers, worker_type, pin_memory, persistent_workers, timeout, device)
         self._feed = _Feed(lambda images, host: stage(images), torch.device(device), prefetch)
@@ -238,9 +242,12 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches. Raises UserError as `TrainLoader.epoch`, and where not one image can be read."""
-        shown = 0
-        for _, batch in self._feed.run(self._workers.run(self._keys), self.skips):
+        shown = self.left_out = 0
+        keys = self._keys()
+        for host, batch in self._feed.run(self._workers.run(self._keys), self.skips):
+            _check_complete(host, next(keys, host.key))
             shown += batch.size
+            self.left_out += len(host.skipped)
             if batch.size:
                 yield batch
         if self._indices and not shown and not self.may_be_empty:
@@ -253,6 +260,17 @@ class EvalLoader:
     def _keys(self) -> Iterator[BatchKey]:
         for start in range(0, len(self._indices), self.batch_size):
             yield BatchKey(0, tuple(self._indices[start : start + self.batch_size]))
+
+
+def _check_complete(host: HostBatch, key: BatchKey) -> None:
+    """Raises UserError: the batch doesn't hold each image of the key once, but for those that it names as skipped."""
+    shown = host.indices.tolist()
+    readable = set(shown).intersection(key.indices)
+    if host.key != key or len(readable) != len(shown) or len(shown) + len(host.skipped) != len(key.indices):
+        raise UserError(
+            f"images {key.indices[0]} to {key.indices[-1]} were to be seen once, {len(key.indices)} in all; there came "
+            f"{len(shown)}, and {len(host.skipped)} unreadable ones: start again, this is a defect"
+        )
 
 
 def _workers(

@@ -158,6 +158,7 @@ def validation_loader(
         persistent_workers=getattr(args, "use_multi_epochs_loader", False),
         world_size=world.size,
         rank=world.rank,
+        may_be_empty=world.size > 1,  # whether anything is left is known over all ranks: `evaluate` sees to it
     )
 
 

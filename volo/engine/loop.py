@@ -303,11 +303,12 @@ class Evaluation:
     seconds: float
 
     def __str__(self) -> str:
+        of = f" of {self.images + self.unreadable}" if self.unreadable else ""
         broken = f", {self.unreadable} unreadable images left out" if self.unreadable else ""
         rate = self.images / max(self.seconds, 1e-9)
         return (
             f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} "
-            f"over {self.images} images{broken} ({rate:.0f} images/s)"
+            f"over {self.images}{of} images{broken} ({rate:.0f} images/s)"
         )
 
 
@@ -327,8 +328,7 @@ def evaluate(
         guard: The batches go through it (`volo.engine.stopping`).
 
     Raises:
-        RuntimeError: Not every image was seen exactly once.
-        UserError: No image could be read.
+        UserError: Not every image was seen exactly once, or none could be read.
     """
     model.eval()
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world.device)
@@ -340,7 +340,7 @@ def evaluate(
             on_outputs(logits, batch)
         loss = F.cross_entropy(logits, batch.classes, reduction="sum")
         sums.add(batch.size, *correct_in_top(logits, batch.classes), loss, 0)
-    sums.add(0, 0, 0, 0, loader.skips.total)
+    sums.add(0, 0, 0, 0, loader.left_out)
     totals = sums.totals()
     images, unreadable = int(totals["images"]), int(totals["unreadable"])
     if images + unreadable != len(loader.dataset):

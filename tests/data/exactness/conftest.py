@@ -1,0 +1,121 @@
+"""A data set with everything in it, opened through the programs' own flags."""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tlt import cli as tlt_cli
+from tlt.data.dataset import LabelReader
+from tlt.data.source import ImageSource
+from volo.engine import data as engine_data
+from volo.engine.args import parse_train
+
+IMAGES, GLOBAL_BATCH, SEED = 28, 8, 11  # the last global batch of an epoch holds four images
+SETTINGS = {"input_size": (3, 32, 32), "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+BROKEN = ("c1/05.jpg", "c2/10.jpg")  # one is cut in its middle, one is empty
+FILE_BACKENDS = ["torchvision", "pil", "dali-cpu"]
+PIXELS_OF = {"dali-cpu": "torchvision"}  # who has another's pixels, bit for bit
+# Share of values that may be more than one grey level from Pillow's, and by how much: both round between the two axes.
+FILTERS = {"pil": 0.0, "torchvision": 1e-3, "dali-cpu": 1e-3}
+LARGEST = {"pil": 0, "torchvision": 5, "dali-cpu": 5}
+
+
+class Way(NamedTuple):
+    """How batches are made."""
+
+    ranks: int = 1
+    workers: int = 0
+    worker_type: str = "process"
+    source: str = "folder"
+    start: int = 0  # update of the epoch
+    micro_batches: int = 1  # of a rank in an update
+
+
+def ways_of(backend: str, ways: list[Way]) -> list[Way]:
+    """Those that a backend knows: DALI's works in threads, computed images are in no shards."""
+    if backend == "dali-cpu":
+        ways = list(dict.fromkeys(way._replace(worker_type="thread") for way in ways))
+    return [way for way in ways if backend != "synthetic" or way.source == "folder"]
+
+
+def require(backend: str) -> None:
+    """Skip a backend whose package is not there."""
+    if backend == "dali-cpu":
+        pytest.importorskip("nvidia.dali")
+
+
+def parsed(data: Path, backend: str, way: Way) -> Namespace:
+    """The arguments of train.py for a way to the batches."""
+    flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
+    flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
+    flags += f" --worker-type {way.worker_type}" if way.workers else ""
+    labels = data / "labels" if way.source == "folder" else data
+    return parse_train([str(data), *flags.split(), "--token-label-data", str(labels)])
+
+
+def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:
+    """Training images and their labels."""
+    if args.data_backend == "synthetic":
+        images: ImageSource = engine_data.synthetic_folder(IMAGES, 4)
+    else:
+        images = engine_data.open_images(args.data_dir, "train", args.dataset)
+    return images, engine_data.open_labels(args, images, 4)[0]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`train/` with four classes of images in several modes, two of them broken, and `labels/` with their maps."""
+    root = tmp_path_factory.mktemp("exact")
+    rng = np.random.default_rng(0)
+    for number in range(IMAGES):
+        name = f"c{number % 4}/{number:02d}"
+        for folder in ("train", "labels"):
+            (root / folder / name).parent.mkdir(parents=True, exist_ok=True)
+        width, height = (int(side) for side in rng.integers(36, 120, 2))
+        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((width, height), 3)
+        suffix, encode = ENCODERS[number % len(ENCODERS)]
+        (root / "train" / f"{name}{suffix}").write_bytes(encode(coarse))
+        entry = np.stack([rng.normal(5, 2, (3, 6, 6)), rng.permuted(np.indices((4, 6, 6))[0], axis=0)[:3]])
+        torch.save(torch.from_numpy(entry).half(), root / "labels" / f"{name}.pt")
+    whole = (root / "train" / BROKEN[0]).read_bytes()
+    (root / "train" / BROKEN[0]).write_bytes(whole[: len(whole) // 2])
+    (root / "train" / BROKEN[1]).write_bytes(b"")
+    return root
+
+
+def encoder(kind: str, mode: str = "RGB", **options: Any) -> Callable[[Image.Image], bytes]:
+    def encode(image: Image.Image) -> bytes:
+        buffer = io.BytesIO()
+        image.convert(mode).save(buffer, kind, **options)
+        return buffer.getvalue()
+
+    return encode
+
+
+ENCODERS = [
+    (".jpg", encoder("JPEG", quality=90)),
+    (".jpg", encoder("JPEG", quality=95, subsampling=0)),
+    (".jpg", encoder("JPEG", quality=90, subsampling=1, progressive=True)),
+    (".jpg", encoder("JPEG", "L")),
+    (".png", encoder("PNG", "RGBA")),
+    (".jpg", encoder("JPEG", quality=80)),
+    (".webp", encoder("WEBP", quality=90)),
+]
+
+
+@pytest.fixture(scope="session")
+def shards(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same images and labels as shards."""
+    packed = tmp_path_factory.mktemp("packed")
+    flags = ["--split", "train", "--labels", str(data / "labels"), "--workers", "1"]
+    assert tlt_cli.main(["pack-images", str(data), str(packed), *flags]) == 0
+    return packed

@@ -1,0 +1,201 @@
+"""Validation sees every image once, with timm's pixels, for any backend, ranks, workers and batch size; or says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from timm.data import create_transform
+from torch import nn
+from torch.multiprocessing import start_processes
+
+from tests.data.exactness.conftest import (
+    BROKEN,
+    FILE_BACKENDS,
+    FILTERS,
+    IMAGES,
+    LARGEST,
+    SETTINGS,
+    Way,
+    parsed,
+    require,
+    ways_of,
+)
+from tlt.data.loader import EvalLoader
+from tlt.data.source import ImageSource
+from tlt.errors import UserError
+from volo.engine import data as engine_data
+from volo.engine.data import validation_loader
+from volo.engine.distributed import World
+from volo.engine.loop import Evaluation, evaluate
+from volo.engine.precision import Precision
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than CPUs
+
+CPU = torch.device("cpu")
+READABLE = IMAGES - len(BROKEN)
+# Batches of one image and of more than a rank has; ranks that have not equally many; ratios that cut and that pad.
+WAYS = [
+    (Way(), 64, 0.96),
+    (Way(workers=1), 1, 1.15),
+    (Way(ranks=3, workers=2), 5, 0.96),
+    (Way(ranks=4, workers=4, worker_type="thread"), 3, 1.15),
+    (Way(ranks=4, source="shards"), 5, 1.15),
+    (Way(workers=3, source="shards"), 3, 0.96),
+]
+
+
+def settings(crop_pct: float) -> dict[str, Any]:
+    return {**SETTINGS, "crop_pct": crop_pct, "crop_mode": "center", "interpolation": "bicubic"}
+
+
+def loaders(
+    root: Path, backend: str, way: Way, batch_size: int, crop_pct: float
+) -> Iterator[tuple[EvalLoader, ImageSource]]:
+    """The loader of each rank, with the images."""
+    args = parsed(root, backend, way)
+    images = engine_data.open_images(args.data_dir, "train", args.dataset)
+    for rank in range(way.ranks):
+        world = World(rank, rank, way.ranks, CPU)
+        yield validation_loader(args, images, batch_size, settings(crop_pct), world), images
+
+
+@functools.cache
+def expected(root: Path, crop_pct: float) -> dict[str, np.ndarray]:
+    """Name -> float32 pixels, of timm's transform."""
+    transform = create_transform(
+        SETTINGS["input_size"], interpolation="bicubic", crop_pct=crop_pct, mean=SETTINGS["mean"], std=SETTINGS["std"]
+    )
+    paths = {str(path.relative_to(root / "train")): path for path in (root / "train").glob("*/*")}
+    return {
+        name: transform(Image.open(path).convert("RGB")).numpy() for name, path in paths.items() if name not in BROKEN
+    }
+
+
+@pytest.mark.parametrize(
+    ("way", "batch_size", "crop_pct"),
+    WAYS,
+    ids=lambda part: "-".join(map(str, part)) if isinstance(part, Way) else str(part),
+)
+@pytest.mark.parametrize("backend", FILE_BACKENDS)
+def test_every_image_is_seen_once(
+    backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, request: pytest.FixtureRequest
+) -> None:
+    require(backend)
+    (way,) = ways_of(backend, [way])
+    source = data if way.source == "folder" else request.getfixturevalue("shards")
+    seen: list[str] = []
+    off: list[np.ndarray] = []
+    left_out = 0
+    for loader, images in loaders(source, backend, way, batch_size, crop_pct):
+        for batch in loader:
+            names = [images.paths[index] for index in batch.indices.tolist()]
+            seen += names
+            assert [f"c{number}" for number in batch.classes.tolist()] == [name.partition("/")[0] for name in names]
+            theirs = np.stack([expected(data, crop_pct)[name] for name in names])
+            off.append(abs(batch.images.numpy() - theirs) * np.float32(SETTINGS["std"])[:, None, None] * 255)
+        left_out += loader.left_out
+    assert sorted(seen) == sorted(expected(data, crop_pct)) and left_out == len(BROKEN)
+    levels = np.concatenate(off)
+    assert (levels > 1.01).mean() <= FILTERS[backend] and levels.max() <= LARGEST[backend] + 0.01
+
+
+# The evaluation of all ranks
+
+
+CASES = [("pil", 0, 64), ("pil", 2, 3), ("torchvision", 1, 1)]
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 4))
+
+
+def evaluations(rank: int, ranks: int, root: Path, out: Path) -> None:
+    """What a rank finds in every case."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), ranks), rank=rank, world_size=ranks)
+    world = World(rank, rank, ranks, CPU)
+    found = []
+    for backend, workers, batch_size in CASES:
+        args = parsed(root, backend, Way(workers=workers))
+        images = engine_data.open_images(args.data_dir, "train")
+        loader = validation_loader(args, images, batch_size, settings(0.96), world)
+        found.append(evaluate(classifier(), loader, Precision(CPU, None), world))
+    torch.save([vars(each) for each in found], out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_accuracy_is_over_every_readable_image(data: Path, tmp_path: Path, ranks: int) -> None:
+    start_processes(evaluations, (ranks, data, tmp_path), ranks, start_method="fork")
+    with torch.inference_mode():
+        images = expected(data, 0.96)
+        logits = classifier().eval()(torch.from_numpy(np.stack([*images.values()])))
+    classes = torch.tensor([int(name[1]) for name in images])
+    top1 = 100 * (logits.argmax(1) == classes).float().mean()
+    loss = nn.functional.cross_entropy(logits, classes)
+    for rank in range(ranks):
+        for found in torch.load(tmp_path / f"{rank}.pt"):
+            assert (found["images"], found["unreadable"]) == (READABLE, len(BROKEN))
+            assert found["top1"] == pytest.approx(float(top1)) and found["loss"] == pytest.approx(float(loss), abs=2e-4)
+            assert "over 26 of 28 images, 2 unreadable images left out" in str(Evaluation(**found))
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    """Eight images, of which the second and the sixth can't be read."""
+    for number in range(8):
+        path = tmp_path / "few" / "train" / "c0" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (number, 0, 0)).save(path)
+        if number % 4 == 1:
+            path.write_bytes(b"")
+    return tmp_path / "few"
+
+
+def test_an_image_that_can_be_read_the_second_time_is_counted_then(few: Path) -> None:
+    """As when storage fails for a moment: no epoch counts more images than there are."""
+    loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
+    first = evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
+    Image.new("RGB", (40, 40)).save(few / "train" / "c0" / "1.png")
+    second = evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
+    assert [(each.images, each.unreadable) for each in (first, second)] == [(6, 2), (7, 1)]
+
+
+def test_a_rank_without_a_readable_image_leaves_the_others_theirs(few: Path) -> None:
+    seen = [[batch.size for batch in loader] for loader, _ in loaders(few, "pil", Way(ranks=4), 2, 1.0)]
+    assert seen == [[2], [], [2], [2]]
+
+
+@pytest.mark.parametrize("fault", ["twice", "one short", "another"])
+def test_a_loader_that_loses_or_doubles_an_image_is_found_out(
+    few: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
+    batches = list(loader._workers.run(loader._keys))
+    if fault == "twice":
+        batches.insert(1, batches[0])
+    elif fault == "one short":
+        batches[2] = dataclasses.replace(batches[2], indices=batches[2].indices[:1])
+    else:
+        batches[2] = dataclasses.replace(batches[2], indices=torch.tensor([7, 7]))
+    monkeypatch.setattr(loader._workers, "run", lambda keys: iter(batches))
+    with pytest.raises(UserError, match="this is a defect"):
+        evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
+
+
+def test_a_pass_that_ends_early_gives_no_accuracy(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
+    batches = list(loader._workers.run(loader._keys))[:-1]
+    monkeypatch.setattr(loader._workers, "run", lambda keys: iter(batches))
+    with pytest.raises(UserError, match="validation saw 6 images of 8"):
+        evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
