@@ -41,7 +41,7 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
     """
     height, width = images.shape[2:]
     x, y = _mapped_centres(maps, (height, width), along)
-    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    inside = ((x >= 0) & (x < width)) & ((y >= 0) & (y < height))
     x, y = x - 0.5, y - 0.5
     left, top = x.floor(), y.floor()
     # Sums of two pixels are often whole numbers, where a float32 just below would lose a level: keep the doubles.
@@ -94,12 +94,13 @@ def _unpacked(pixels: Tensor) -> tuple[Tensor, ...]:
     return ((pixels >> torch.arange(0, 24, 8, dtype=torch.int32, device=pixels.device).view(3, 1, 1)) & 255,)
 
 
+# Both work in place, on as little memory as they can.
 def _linear(values: Sequence[Tensor], t: Tensor) -> Tensor:
     """Between two neighbours; of a single value, that."""
     if len(values) == 1:
         return values[0]
     first, second = values
-    return first + t * (second - first)
+    return (second - first).mul_(t).add_(first)
 
 
 def _cubic(values: Sequence[Tensor], t: Tensor) -> Tensor:
@@ -107,4 +108,5 @@ def _cubic(values: Sequence[Tensor], t: Tensor) -> Tensor:
     if len(values) == 1:
         return values[0]
     p, q, r, s = values
-    return q + t * (r - p + t * (2 * (p - q) + r - s + t * (q - p - r + s)))
+    square, cube = (p - q).mul_(2).add_(r).sub_(s), (q - p).sub_(r).add_(s)
+    return cube.mul_(t).add_(square).mul_(t).add_(r - p).mul_(t).add_(q)
