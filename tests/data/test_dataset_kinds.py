@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,11 @@ def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
         open_images(cache, "train", f"hfds/{plain}")
     with pytest.raises(BadImage, match="no image format"):
         pixels(open_images(cache, "train", f"hfds/{hub}"), 2)
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'volo-tlt\[hf\]'"):
+        open_images(None, "train", "hfds/x")
+    with pytest.raises(UserError, match="DATA is missing"):
+        open_images(None, "train", "tfrecord")

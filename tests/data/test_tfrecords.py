@@ -278,6 +278,13 @@ def test_damaged_examples_raise_value_errors_only() -> None:
     assert refused == 300  # every one of them is cut
 
 
+def test_missing_package_is_named_with_its_extra(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    assert len(open_images(str(data), "train", "tfrecord")) == 9  # reading needs none
+    with pytest.raises(UserError, match=r"pip install 'volo-tlt\[tfrecord\]'"):
+        make_index(data)
+
+
 # --- tfds/
 
 
