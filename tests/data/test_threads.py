@@ -99,6 +99,15 @@ def test_only_what_is_needed_next_is_loaded_ahead() -> None:
     assert len(asked) <= 1 + 1 + threads.PREFETCH_FACTOR
 
 
+def test_what_an_epoch_left_early_has_asked_for_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, asked = loader(1, **THREAD), []
+    load = training.dataset.load
+    monkeypatch.setattr(training.dataset, "load", lambda key: time.sleep(0.05) or asked.append(key.epoch) or load(key))
+    next(training.epoch(0))
+    next(training.epoch(1))
+    assert asked.count(0) <= 2  # the one that was seen, and one that was being made
+
+
 def test_fault_23_hung_storage_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_END_PATIENCE", 0.0)
     told = refusal(loader(2, Hostile("hang"), timeout=1.0, **THREAD).epoch(0))
