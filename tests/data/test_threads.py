@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from tests.data.test_loader import CONFIG, Hostile, as_floats, loader, refusal, same
-from tlt.data import threads
+from tlt.data import decode, threads
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.decode import PilBackend, TorchvisionBackend
 from tlt.data.folder import ImageFolder, scan_folder
@@ -211,3 +211,17 @@ def test_decoding_in_threads_leaves_the_process_as_it_was(pictures: ImageFolder,
             assert sum(theirs.size for theirs, _ in pairs) == 22 and all(same(*pair) for pair in pairs)
         assert warnings.filters == inside
     assert not told and before == (Image.MAX_IMAGE_PIXELS, list(warnings.filters))
+
+
+def test_other_code_may_warn_and_open_images_while_threads_decode() -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    assert limit is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with decode._PROCESS.settings(10), decode._PROCESS.settings(limit + 1):
+            for module in ("PIL.Image", "torchvision.io.image", "program"):
+                warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+            assert limit + 1 == Image.MAX_IMAGE_PIXELS
+        assert [str(one.message) for one in told] == ["of program"] and limit == Image.MAX_IMAGE_PIXELS
+        with decode._PROCESS.settings(10):
+            assert limit == Image.MAX_IMAGE_PIXELS

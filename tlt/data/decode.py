@@ -41,6 +41,7 @@ _PIL_FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _TORCH_FILTERS = ("bilinear", "bicubic")
+_DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 INTERPOLATIONS = tuple(_PIL_FILTERS)
 
 Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
@@ -308,7 +309,7 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 @contextmanager
 def _pillow(max_pixels: int) -> Iterator[None]:
-    """Run Pillow with our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
+    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
     try:
         with _PROCESS.settings(max_pixels):
             yield
@@ -327,7 +328,7 @@ def _pillow(max_pixels: int) -> Iterator[None]:
 
 class _Process:
     """Pillow's pixel limit and the filters of warnings belong to the process: of all threads that decode, the first one
-    in sets them, and the last one out sets them back."""
+    in changes them, and the last one out sets them back. Other code may run meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -336,15 +337,15 @@ class _Process:
 
     @contextmanager
     def settings(self, max_pixels: int = 0) -> Iterator[None]:
-        """No warnings, and Pillow's limit at `max_pixels` at least (`check_size` knows a thread's own)."""
+        """No warnings of decoders, and room for `max_pixels` with Pillow; `check_size` knows lower limits."""
         with self._lock:
             if not self._inside:
                 self._before.enter_context(warnings.catch_warnings())
                 self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                warnings.simplefilter("ignore")
-                Image.MAX_IMAGE_PIXELS = 0
+                warnings.filterwarnings("ignore", module=_DECODERS)
             self._inside += 1
-            Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
+            if Image.MAX_IMAGE_PIXELS is not None:
+                Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
         try:
             yield
         finally:
