@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,13 @@ def test_what_an_epoch_left_early_has_asked_for_is_not_loaded(monkeypatch: pytes
     next(training.epoch(0))
     next(training.epoch(1))
     assert asked.count(0) <= 2  # the one that was seen, and one that was being made
+
+
+def test_threads_keep_no_batch() -> None:
+    training = loader(2, **THREAD)
+    made = [weakref.ref(host) for host in training._workers.run(lambda: training._keys(0, 0))]
+    time.sleep(0.2)
+    assert len(made) == 7 and not any(batch() for batch in made)
 
 
 def test_fault_23_hung_storage_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
