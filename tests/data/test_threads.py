@@ -231,5 +231,7 @@ def test_other_code_may_warn_and_open_images_while_threads_decode() -> None:
                 warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
             assert limit + 1 == Image.MAX_IMAGE_PIXELS
         assert [str(one.message) for one in told] == ["of program"] and limit == Image.MAX_IMAGE_PIXELS
+        with decode._PROCESS.settings(None), decode._PROCESS.settings(10):
+            assert Image.MAX_IMAGE_PIXELS is None
         with decode._PROCESS.settings(10):
             assert limit == Image.MAX_IMAGE_PIXELS

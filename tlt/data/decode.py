@@ -336,16 +336,17 @@ class _Process:
         self._before = ExitStack()
 
     @contextmanager
-    def settings(self, max_pixels: int = 0) -> Iterator[None]:
-        """No warnings of decoders, and room for `max_pixels` with Pillow; `check_size` knows lower limits."""
+    def settings(self, max_pixels: int | None = 0) -> Iterator[None]:
+        """No warnings of decoders, and room for `max_pixels` with Pillow (None: no limit); `check_size` knows lower
+        ones."""
         with self._lock:
             if not self._inside:
                 self._before.enter_context(warnings.catch_warnings())
                 self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
                 warnings.filterwarnings("ignore", module=_DECODERS)
             self._inside += 1
-            if Image.MAX_IMAGE_PIXELS is not None:
-                Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
+            limit = Image.MAX_IMAGE_PIXELS
+            Image.MAX_IMAGE_PIXELS = None if limit is None or max_pixels is None else max(limit, max_pixels)
         try:
             yield
         finally:
