@@ -144,15 +144,6 @@ def test_a_batch_of_everything_in_its_order(make: Callable[[], DaliBackend]) -> 
         assert torch.equal(shown(make(), [request], (40, 36), (9, 80, 200))[0], ours[row])
 
 
-@MAKERS
-def test_batches_grow_and_shrink(make: Callable[[], DaliBackend]) -> None:
-    backend = make()
-    request = Request(encoded(picture()), (3, 4, 60, 50), (20, 24), "bilinear")
-    one = shown(backend, [request], (20, 24))
-    for count in (3, 1, 9, 0, 2):
-        assert torch.equal(shown(backend, [request] * count, (20, 24)), one.expand(count, -1, -1, -1))
-
-
 def damaged() -> dict[str, bytearray]:
     """Images that are bad, and some that only look so, by what was done to them."""
     whole = encoded(picture(), quality=90).data
@@ -269,6 +260,16 @@ def test_an_image_that_only_the_host_decodes_costs_no_other(fails_at: Callable[[
     assert torch.equal(ours[5], shown(TorchvisionBackend(), requests[5:6], (20, 24))[0])
     others = [row for row in range(8) if row != 5]
     assert torch.equal(ours[others], whole[others])
+
+
+@MAKERS
+def test_batches_grow_and_shrink(make: Callable[[], DaliBackend], fails_at: Callable[[set[str]], list[int]]) -> None:
+    backend, runs = make(), fails_at(set())
+    requests = named(9)
+    alone = torch.cat([shown(backend, [request], (20, 24)) for request in requests])
+    for count in (3, 1, 9, 0, 2):
+        assert torch.equal(shown(backend, requests[:count], (20, 24)), alone[:count])
+    assert runs == [1] * 9 + [3, 1, 9, 2]
 
 
 def test_a_pipeline_that_can_do_nothing_is_told(fails_at: Callable[[set[str]], list[int]]) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 
 from tests.data.test_loader import CONFIG, Hostile, as_floats, loader, refusal, same
-from tlt.data import threads
+from tlt.data import decode, threads
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.decode import PilBackend, TorchvisionBackend
 from tlt.data.folder import ImageFolder, scan_folder
@@ -97,6 +98,22 @@ def test_only_what_is_needed_next_is_loaded_ahead() -> None:
     next(batches)
     time.sleep(0.2)
     assert len(asked) <= 1 + 1 + threads.PREFETCH_FACTOR
+
+
+def test_what_an_epoch_left_early_has_asked_for_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, asked = loader(1, **THREAD), []
+    load = training.dataset.load
+    monkeypatch.setattr(training.dataset, "load", lambda key: time.sleep(0.05) or asked.append(key.epoch) or load(key))
+    next(training.epoch(0))
+    next(training.epoch(1))
+    assert asked.count(0) <= 2  # the one that was seen, and one that was being made
+
+
+def test_threads_keep_no_batch() -> None:
+    training = loader(2, **THREAD)
+    made = [weakref.ref(host) for host in training._workers.run(lambda: training._keys(0, 0))]
+    time.sleep(0.2)
+    assert len(made) == 7 and not any(batch() for batch in made)
 
 
 def test_fault_23_hung_storage_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +219,19 @@ def test_decoding_in_threads_leaves_the_process_as_it_was(pictures: ImageFolder,
             assert sum(theirs.size for theirs, _ in pairs) == 22 and all(same(*pair) for pair in pairs)
         assert warnings.filters == inside
     assert not told and before == (Image.MAX_IMAGE_PIXELS, list(warnings.filters))
+
+
+def test_other_code_may_warn_and_open_images_while_threads_decode() -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    assert limit is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with decode._PROCESS.settings(10), decode._PROCESS.settings(limit + 1):
+            for module in ("PIL.Image", "torchvision.io.image", "program"):
+                warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+            assert limit + 1 == Image.MAX_IMAGE_PIXELS
+        assert [str(one.message) for one in told] == ["of program"] and limit == Image.MAX_IMAGE_PIXELS
+        with decode._PROCESS.settings(None), decode._PROCESS.settings(10):
+            assert Image.MAX_IMAGE_PIXELS is None
+        with decode._PROCESS.settings(10):
+            assert limit == Image.MAX_IMAGE_PIXELS

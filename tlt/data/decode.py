@@ -12,7 +12,6 @@ import io
 import math
 import os
 import stat
-import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -45,6 +44,7 @@ _PIL_FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _TORCH_FILTERS = ("bilinear", "bicubic")
+_DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 INTERPOLATIONS = tuple(_PIL_FILTERS)
 
 Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
@@ -367,9 +367,9 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 @contextmanager
 def pillow_errors(max_pixels: int | None) -> Iterator[None]:
-    """Run Pillow with our pixel limit (None: none) and turn whatever a damaged file makes it raise into BadImage."""
+    """Run Pillow with room for our pixel limit (None: none) and turn whatever a damaged file makes it raise into BadImage."""
     try:
-        with _PROCESS.settings(sys.maxsize if max_pixels is None else max_pixels):
+        with _PROCESS.settings(max_pixels):
             yield
     except (BadImage, MemoryError):
         raise
@@ -386,7 +386,7 @@ def pillow_errors(max_pixels: int | None) -> Iterator[None]:
 
 class _Process:
     """Pillow's pixel limit and the filters of warnings belong to the process: of all threads that decode, the first one
-    in sets them, and the last one out sets them back."""
+    in changes them, and the last one out sets them back. Other code may run meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -394,16 +394,17 @@ class _Process:
         self._before = ExitStack()
 
     @contextmanager
-    def settings(self, max_pixels: int = 0) -> Iterator[None]:
-        """No warnings, and Pillow's limit at `max_pixels` at least (`check_size` knows a thread's own)."""
+    def settings(self, max_pixels: int | None = 0) -> Iterator[None]:
+        """No warnings of decoders, and room for `max_pixels` with Pillow (None: no limit); `check_size` knows lower
+        ones."""
         with self._lock:
             if not self._inside:
                 self._before.enter_context(warnings.catch_warnings())
                 self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                warnings.simplefilter("ignore")
-                Image.MAX_IMAGE_PIXELS = 0
+                warnings.filterwarnings("ignore", module=_DECODERS)
             self._inside += 1
-            Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
+            limit = Image.MAX_IMAGE_PIXELS
+            Image.MAX_IMAGE_PIXELS = None if limit is None or max_pixels is None else max(limit, max_pixels)
         try:
             yield
         finally:

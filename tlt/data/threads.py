@@ -124,6 +124,7 @@ def _serve(load: _Load, tasks: Tasks, slot: int, begun: threading.Barrier) -> No
             made.set_result(load(key))
         except BaseException as error:
             made.set_exception(error)
+        del task, made  # or its batch would stay until the next one comes
 
 
 def _end(tasks: Tasks, threads: list[threading.Thread]) -> None:
