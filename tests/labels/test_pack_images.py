@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -298,6 +299,17 @@ def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: 
     if case != "other files":
         pack_images(str(data), str(out), overwrite=True)
         assert len(open_images(str(out), "train")) == len(scan_folder(data / "train"))
+
+
+def test_a_second_command_waits_for_the_first(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "train"
+    out.mkdir(parents=True)
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another command is packing into it"):
+        pack_images(str(data), str(tmp_path / "out"))
+    os.close(descriptor)
+    pack_images(str(data), str(tmp_path / "out"))
 
 
 def test_other_settings_do_not_go_on(data: Path, tmp_path: Path) -> None:
