@@ -70,7 +70,8 @@ def pack_images(
     class_names: list[str] | None = None
     for split in splits or _splits_of(data):
         source = open_images(data, split, dataset, class_names)
-        store = _open_labels(labels, source) if labels and class_names is None else None
+        first = class_names is None
+        store = open_labels(labels, source.paths, None, None, "skip", source.class_names) if labels and first else None
         class_names = source.class_names
         packing = Packing(os.path.join(out, split), source, store, shard_mb, shrinking)
         lines += [*(f"warning: {warning}" for warning in source.warnings), *packing.run(workers, overwrite)]
@@ -81,13 +82,6 @@ def _splits_of(data: str) -> list[str]:
     both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
     there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
     return there or ["train"]  # which is then missing
-
-
-def _open_labels(labels: str, source: ImageSource) -> LabelStore:
-    store = open_labels(labels, source.paths, bad_label="skip", class_names=source.class_names)
-    if store.metadata is None:
-        return store
-    return open_labels(labels, source.paths, None, store.metadata.num_classes, "skip", source.class_names)
 
 
 class Packing:

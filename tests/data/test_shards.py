@@ -184,6 +184,8 @@ BAD_MEMBERS = {
     "case": ({"a/x.jpg": jpeg(0), "a/x.JPG": jpeg(0)}, "holds two files named a/x.JPG"),
     "no class": ({"a/x.jpg": jpeg(0)}, "sample a/x has no class"),
     "word": ({"a/x.jpg": jpeg(0), "a/x.cls": b"cat"}, r"sample a/x: \.cls is not a class number"),
+    "too large": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1000000"}, r"\.cls is not a class number"),
+    "digits": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1" * 5000}, r"\.cls is not a class number"),
     "negative": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"label": -1}'}, "'label' in .json is not a class number"),
     "other key": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"class": 1}'}, ".json has no 'label'"),
     "no image": ({"a/x.cls": b"0"}, "no image in 1 tar files"),
