@@ -119,6 +119,7 @@ def test_other_processes_get_the_path_and_not_the_index(data: Path) -> None:
     there = pickle.loads(sent)
     assert [there.read(i) for i in range(2)] == [source.read(1), source.read(5)]
     assert list(there.paths) == [source.paths[1], source.paths[5]] and there.classes.tolist() == [0, 1]
+    assert pickle.loads(pickle.dumps(source.paths)) == source.paths == list(source.paths)
     assert b"image7" not in sent and there.known_size(1) == source.known_size(5)
 
 
