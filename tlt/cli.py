@@ -143,6 +143,7 @@ def _show(command: ArgumentParser) -> None:
 def _index(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="image folder or shards")
     command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")
     command.add_argument("-j", "--workers", type=_positive, metavar="N", help="processes that read (one per CPU)")
     command.add_argument(
         "-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index; for shards one in their folder)"
@@ -203,7 +204,7 @@ def run(args: Namespace) -> int:
     elif args.command == "index":
         from tlt.index import index
 
-        lines = index(args.data, args.split, args.workers, args.output, args.decode)
+        lines = index(args.data, args.split, args.workers, args.output, args.decode, args.dataset)
     else:
         from tlt.probe import probe
 

@@ -11,10 +11,12 @@ import numpy as np
 
 from tlt.data.decode import DEFAULT_MAX_PIXELS, UNLIMITED, BadImage, TorchvisionBackend
 from tlt.data.folder import find_split, printable, scan_folder
+from tlt.data.open_images import find_files
 from tlt.data.shard_index import index_shards
 from tlt.data.shards import is_sharded
 from tlt.data.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
 from tlt.data.source import ImageSource
+from tlt.dataset_kinds import parse_kind
 from tlt.errors import UserError
 from tlt.processes import available_cpus, in_processes
 
@@ -28,6 +30,7 @@ def index(
     workers: int | None = None,
     out: str | None = None,
     decode: bool = False,
+    dataset: str = "",
 ) -> list[str]:
     """Write the index of a split, or of all that are there.
 
@@ -37,13 +40,16 @@ def index(
         workers: Processes that read; None: one per CPU, 1: none but this one.
         out: File instead of `DATA/SPLIT.index` or the shards' own; a split must be named.
         decode: Decode every image of a folder, which finds the truncated ones too.
+        dataset: Kind of data set (`--dataset`); "": image folders or shards.
 
     Returns:
         Lines that say what was done.
 
     Raises:
-        UserError: No images, or the index can't be written.
+        UserError: No images, or the index can't be written; a flag that a kind of data set has no use for.
     """
+    if parse_kind(dataset)[0]:
+        return _index_files(data, split, workers, out, decode, dataset)
     roots = _roots(data, split)
     if out is not None and len(roots) > 1:
         raise UserError(f"-o {printable(out)}: one file holds the sizes of one split; name it with --split")
@@ -67,8 +73,22 @@ def _index_split(root: str, workers: int | None, out: str | None, decode: bool) 
     if not is_sharded(root):
         return _index_folder(root, workers, out or index_file(root), decode)
     if decode:
-        raise UserError(f"--decode: {printable(root)} holds shards, whose images have checksums; leave it out")
+        raise UserError(
+            f"--decode: {printable(root)} holds shards, of whose images the headers are read; leave it out"
+        )
     return index_shards(root, out, available_cpus() if workers is None else workers)
+
+
+def _index_files(
+    data: str, split: str | None, workers: int | None, out: str | None, decode: bool, dataset: str
+) -> list[str]:
+    if split is None:
+        raise UserError(f"--dataset {dataset}: name the split with --split")
+    if decode or out is not None:
+        raise UserError(
+            f"--dataset {dataset}: the index lies beside the files, made of headers; leave out --decode, -o"
+        )
+    return find_files(data, split, dataset).make_index(available_cpus() if workers is None else workers)
 
 
 def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+from tlt.data.workers import end_with_main_process
 from tlt.errors import UserError
 from tlt.progress import Progress
 
@@ -66,6 +68,9 @@ def _parallel(
 
 def _take(job: Any) -> None:
     _JOB[:] = [job]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
+    if sys.platform == "linux":
+        end_with_main_process()
 
 
 def _run(function: Callable[[Any, Item], Result], item: Item) -> Result:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tlt.cli import main
 from tlt.data.decode import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.shard_index import index_shards
@@ -79,6 +80,15 @@ def test_images_are_those_that_webdataset_reads(tmp_path: Path) -> None:
     found = {ours.paths[i]: (bytes(ours.read(i)), int(ours.classes[i])) for i in range(len(ours))}
     assert found == expected and len(found) == 10
     assert ours.class_names == ["c0", "c1"] and ours.known_size(3) == (30, 20)
+
+
+def test_tlt_index_indexes_shards(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for split in ("train", "val"):
+        (data / split / INDEX_NAME).unlink()
+    assert main(["index", str(data), "-j", "2"]) == 0
+    assert capsys.readouterr().out.count("12 images of 3 classes in 2 shards, 0 can't be read") == 2
+    assert len(open_images(str(data), "train")) == 12
+    assert main(["index", str(data), "--decode"]) == 2
 
 
 def test_rows_are_in_the_natural_order_of_names_as_in_a_folder(data: Path) -> None:
@@ -146,10 +156,12 @@ def test_broken_images_keep_their_place(tmp_path: Path) -> None:
     files = {**samples(0, 3), "c1/image1.jpg": b"no image", "c2/image2.jpg": b""}
     tar(tmp_path / "x.tar", files)
     lines = index_shards(str(tmp_path))
-    assert lines[0] == "warning: 2 images can't be read, such as c1/image1.jpg (no image format that Pillow can decode)"
+    assert lines[:2] == ["c1/image1.jpg: no image format that Pillow can decode", "c2/image2.jpg: empty file"]
+    assert lines[2].endswith("shards.safetensors: 3 images of 3 classes in 1 shards, 2 can't be read")
     source = open_shards(str(tmp_path))
     assert source.sizes is not None and source.sizes.tolist() == [[20, 30], [0, 0], [0, 0]]
     assert source.read(1) == b"no image"
+    assert [*source.unreadable().values()] == [f"{line.split(': ')[1]} (tlt index)" for line in lines[:2]]
     with pytest.raises(BadImage, match="empty"):
         source.read(2)
 
@@ -311,7 +323,14 @@ def test_index_is_in_no_process_memory(tmp_path: Path) -> None:
     tensors |= {name: np.zeros(count, np.uint32) for name in ("shard", "crc32")}
     tensors |= {"size": np.zeros((count, 2), np.uint16), "names": np.frombuffer(names.block, np.uint8)}
     tensors |= {"name_ends": names.ends, "shard_length": np.zeros(0, np.int64), "shard_head": np.zeros(0, np.uint32)}
-    said = {"shards": [], "class_names": ["x"], "folder_names": ["x"], "warnings": [], "whole_folder": False}
+    said = {
+        "shards": [],
+        "class_names": ["x"],
+        "folder_names": ["x"],
+        "warnings": [],
+        "whole_folder": False,
+        "broken": [],
+    }
     write_tensors(str(tmp_path / INDEX_NAME), FORMAT, tensors, said)
     program = (
         "import sys; from tlt.data.shards import open_shards; from tlt.data import folder\n"

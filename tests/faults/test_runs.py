@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 import signal
 import sys
 import tarfile
@@ -17,6 +18,8 @@ import torch
 
 from tests.faults.kill_chain import digest
 from tests.programs.conftest import Ended, metrics, start
+from tlt import cli as tlt_cli
+from tlt.pack_images import pack_images
 from volo import cli
 
 FLAGS = (
@@ -115,20 +118,28 @@ def test_fault_19_a_second_job_in_the_same_directory(
     fault |= {"injected": "a second start", "survived": "the first goes on", "lost": "0", "message": second.err.strip()}
 
 
-@pytest.mark.parametrize("source", ["42 43 tar", "43 shards", "44 pipe"])
-def test_fault_42_43_44_tars_and_shards_are_no_image_folder(
-    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], source: str
+@pytest.mark.parametrize("source", ["42 names", "43 cut", "43 missing", "44 pipe"])
+def test_fault_42_43_44_tars_and_shards(
+    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There is no reader of tars and shards: nothing of them is unpacked, followed or run."""
+    """Nothing of a tar is unpacked, followed or run, and no image is missed silently."""
     where = tmp_path / "source"
-    if source == "42 43 tar":
-        with tarfile.open(where, "w") as tar:
-            tar.add(digits, "../../escaped")
+    pack_images(str(digits), str(where), shard_mb=1)
+    shard = where / "train" / "00000.tar"
+    if source == "42 names":
+        for file in (where / "train").iterdir():
+            file.unlink()
+        with tarfile.open(shard, "w") as tar:
+            tar.add(digits / "train", "../../escaped")
+        assert tlt_cli.main(["index", str(where), "--split", "train"]) == 2
+        assert "which is absolute or leads out of it" in capsys.readouterr().err
+    elif source == "43 cut":
+        shard.write_bytes(shard.read_bytes()[:-2048])
+    elif source == "43 missing":
+        shard.unlink()
     else:
-        where.mkdir()
-        with tarfile.open(where / "train-0000.tar", "w") as tar:
-            tar.add(digits, "../../escaped")
-        url = f"pipe:touch {tmp_path}/ran" if source == "44 pipe" else "../../train-{0000..0001}.tar"
+        shutil.rmtree(where / "train")
+        url = f"pipe:touch {tmp_path}/ran"
         (where / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": [url]}}}))
     ended = call(f"{FLAGS} --epochs 1 --output {tmp_path} --experiment run", where)
     assert (ended.code, ended.err.count("\n")) == (2, 1) and str(where) in ended.err

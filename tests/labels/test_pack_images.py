@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from tlt.data.decode import BadImage
 from tlt.data.folder import ImageFolder, scan_folder
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
+from tlt.data.shard_index import index_shards
 from tlt.data.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
 from tlt.errors import UserError
 from tlt.label_files import label_names
@@ -158,7 +158,9 @@ def test_batches_are_the_folders(data: Path, tmp_path: Path) -> None:
     (data / "train" / "a.1" / "9.jpg").write_bytes(whole[:-40])  # only its header can be read
     root = make_tree(tmp_path / "labels", scan_folder(data / "train"))
     lines = pack_images(str(data), str(tmp_path / "out"), labels=str(root))
-    assert any("2 images can't be read, such as b/1.v2.png (empty file)" in line for line in lines)
+    assert "b/1.v2.png: empty file" in lines and any(
+        "9 images of 4 classes in 1 shards, 2 can't" in line for line in lines
+    )
     config = AugmentConfig(size=(16, 16), auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
     batches, shown = [], []
     for root_of_images, labels in ((data, root), (tmp_path / "out", tmp_path / "out")):
@@ -181,6 +183,13 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     for number in range(60):
         save_image(tmp_path / "data" / "train" / f"c{number % 3}" / f"{number}.png", number, side=140)
@@ -196,11 +205,15 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         "2",
     ]
     out = tmp_path / "out" / "train"
-    process = subprocess.Popen([*command, str(tmp_path / "out")], start_new_session=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL)
     while process.poll() is None and not (out / "00000.tar").exists():
         time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()  # of its workers none goes on writing
     process.wait()
+    assert len(workers) == 2
+    while any(running(pid) for pid in workers):
+        time.sleep(0.001)
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert made and not (out / INDEX_NAME).exists() and (out / PARTIAL_NAME).exists()
     with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):
@@ -367,3 +380,30 @@ def test_the_command_says_what_it_can_not_do(data: Path, tmp_path: Path, capsys:
     assert "--quality 80: only images that --max-side makes smaller" in capsys.readouterr().err
     assert main(["pack-images", str(data), str(tmp_path / "out"), "--split", "test"]) == 2
     assert "no 'test' folder" in capsys.readouterr().err
+
+
+def test_the_index_of_packed_shards_is_not_replaced(data: Path, tmp_path: Path) -> None:
+    pack_images(str(data), str(tmp_path / "out"))
+    before = (tmp_path / "out" / "train" / INDEX_NAME).read_bytes()
+    with pytest.raises(UserError, match="was made by `tlt pack-images`"):
+        index_shards(str(tmp_path / "out" / "train"))
+    assert (tmp_path / "out" / "train" / INDEX_NAME).read_bytes() == before
+
+
+def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyvips")
+    pixels = np.linspace(0, 255, 300 * 160 * 3).reshape(160, 300, 3).astype(np.uint8)
+    Image.fromarray(pixels).save(data / "train" / "b" / "x.jpg", quality=95)
+    folder = scan_folder(data / "train")
+    root = make_archive(tmp_path / "labels", folder)
+    arguments = ["pack-images", str(data), str(tmp_path / "out"), "--labels", str(root), "--max-side", "100"]
+    assert main(arguments) == 0
+    shards = open_images(str(tmp_path / "out"), "train")
+    row = list(folder.paths).index("b/x.jpg")
+    assert shards.size(row) == (100, 53) and folder.size(row) == (300, 160)
+    assert [i for i in range(len(folder)) if shards.read(i) != folder.read(i)] == [row]
+    ours, theirs = open_labels(tmp_path / "out", shards.paths), open_labels(root, folder.paths)
+    assert isinstance(ours, ShardLabels) and ours.record(row)["size"].tolist() == [100, 53]
+    one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
+    np.testing.assert_array_equal(one.values, other.values)
+    assert one.area == other.area

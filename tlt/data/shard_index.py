@@ -32,7 +32,7 @@ import numpy as np
 
 from tlt.data.folder import natural_key, printable
 from tlt.data.shard_scan import ShardRows, scan_shard
-from tlt.data.shards import FORMAT, INDEX_NAME, tar_files
+from tlt.data.shards import FORMAT, INDEX_NAME, ShardIndex, tar_files
 from tlt.data.tensor_file import write_tensors
 from tlt.errors import UserError
 from tlt.names import Names
@@ -77,7 +77,8 @@ def index_shards(
         Lines that say what was found.
 
     Raises:
-        UserError: No tar files, one is cut or damaged, a sample without image or class, two images of one name.
+        UserError: No tar files, one is cut or damaged, a sample without class, two images of one name, or shards that
+            `tlt pack-images` made.
     """
     paths = [os.path.join(source, name) for name in _tars(source)] if isinstance(source, str) else list(source)
     for path in paths:
@@ -87,6 +88,7 @@ def index_shards(
         source if isinstance(source, str) else os.path.commonpath([os.path.dirname(path) for path in paths] or [""])
     )
     out = out or os.path.join(folder, INDEX_NAME)
+    _keep_packed(out)
     shards = list(in_processes(_scan, label_key, paths, workers, "indexing", "shard"))
     contents = _contents(shards)
     order = sorted(range(len(contents.names)), key=lambda row: (natural_key(contents.names[row]), contents.names[row]))
@@ -102,6 +104,21 @@ def _tars(folder: str) -> list[str]:
     if not names:
         raise UserError(f"{printable(folder)} holds no tar files (*.tar)")
     return names
+
+
+def _keep_packed(path: str) -> None:
+    """Raise UserError if the index there is that of `tlt pack-images`, which knows names and labels of the images."""
+    if not os.path.isfile(path):
+        return
+    try:
+        packed = ShardIndex(path).description["packed"]
+    except UserError:  # it is damaged
+        return
+    if packed is not None:
+        raise UserError(
+            f"{printable(path)} was made by `tlt pack-images`, and knows names and labels that are not in the shards: "
+            "run that again with --overwrite, or remove the index"
+        )
 
 
 def _scan(label_key: str, path: str) -> ShardRows:
@@ -161,9 +178,6 @@ def write_index(
     )
     names = [contents.names[row] for row in order]
     warnings = _left_out(shards)
-    if broken:
-        row, reason = broken[0]
-        warnings.append(f"{len(broken)} images can't be read, such as {printable(names[row])} ({reason})")
     description = {
         "shards": paths,
         "class_names": contents.class_names,
@@ -180,7 +194,9 @@ def write_index(
     except OSError as error:
         raise UserError(f"{printable(out)} can't be written ({error.strerror}): mend that and run it again") from error
     counts = f"{len(names)} images of {len(contents.folder_names)} classes in {len(shards)} shards"
-    return [*(f"warning: {text}" for text in warnings), f"{counts}: {printable(out)}"]
+    lines = [f"warning: {text}" for text in warnings]
+    lines += [f"{printable(names[row])}: {reason}" for row, reason in broken]
+    return [*lines, f"{printable(out)}: {counts}, {len(broken)} can't be read"]
 
 
 def _tensors(shards: Sequence[ShardRows], names: Names, contents: Contents, order: np.ndarray) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from tlt.data.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
 
 LABEL_EXTENSION = "labels.safetensors"
+LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
 _ANY_SIZE = 2**62  # pixels: what is too large is decided when the image is read
 _MAX_SIDE = 2**16 - 1
 _NOTHING = Place(0, 0)
@@ -55,8 +56,8 @@ class ShardRows:
         return len(self.names)
 
 
-def scan_shard(path: str, label_key: str = "label") -> ShardRows:
-    """Read a shard, every byte of it.
+def scan_shard(path: str, label_key: str = LABEL_KEY) -> ShardRows:
+    """Read a shard, every byte of it. Another `label_key` than the usual one goes before KEY.cls.
 
     Raises:
         UserError: It is cut or damaged, or a sample has no class or several images.
@@ -78,7 +79,7 @@ def scan_shard(path: str, label_key: str = "label") -> ShardRows:
             crcs.append(zlib.crc32(data))
             label_crcs.append(zlib.crc32(_member(descriptor, label)))
             try:
-                sizes.append(_size(data))
+                sizes.append(image_size(data))
             except BadImage as error:
                 broken[row] = str(error)
                 sizes.append((0, 0))
@@ -105,7 +106,8 @@ def _member(descriptor: int, place: Place) -> bytes:
     return os.pread(descriptor, place.length, place.offset)
 
 
-def _size(data: bytes) -> tuple[int, int]:
+def image_size(data: bytes) -> tuple[int, int]:
+    """Width and height as an index holds them. Raises BadImage: no image, or a side is too long for an index."""
     if not data:
         raise BadImage("empty file")
     width, height = read_size(data, _ANY_SIZE)
@@ -130,14 +132,14 @@ def _image_of(path: str, key: str, files: dict[str, Place]) -> str:
 def _class_of(path: str, key: str, extension: str, files: dict[str, Place], descriptor: int, label_key: str) -> int:
     prefix = extension.rpartition(".")[0]
     shown = f"tar {printable(path)}: sample {printable(key)}"
-    for name in [f"{prefix}.cls" if prefix else "cls", "cls"]:
+    for name in [f"{prefix}.cls" if prefix else "cls", "cls"] if label_key == LABEL_KEY else []:
         if name in files:
             text = _member(descriptor, files[name]).strip()
             if not text.isdigit() or not text.isascii():
                 raise UserError(f"{shown}: .{name} is not a class number")
             return int(text)
     if "json" not in files:
-        raise UserError(f"{shown} has no class: neither .cls nor .json is there")
+        raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
     try:
         number = json.loads(_member(descriptor, files["json"]))[label_key]
     except (ValueError, KeyError, TypeError) as error:

@@ -241,7 +241,7 @@ def _source_of(
         names, classes, found = _imposed(index, list(class_names))
     warnings = [f"{printable(index.path)}: {text}" for text in said["warnings"]]
     folder = os.path.dirname(index.path) or "."
-    faults = dict(said["broken"])
+    faults = {int(row): str(reason) for row, reason in said["broken"]}
     source = ShardedImages(folder, index.names, classes, names, found, warnings, index.sizes, faults, index=index)
     return source if rows is None else source.select(rows)
 

@@ -259,6 +259,11 @@ def _obey_main_process(worker: int) -> None:
     # A thread also gets the signal while a file that hangs is being read.
     threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
     # torch's own check for a lost parent comes between two batches only.
+    end_with_main_process()
+
+
+def end_with_main_process() -> None:
+    """Let the kernel end this process when the one that started it is no more (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
