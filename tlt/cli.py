@@ -142,17 +142,14 @@ def _show(command: ArgumentParser) -> None:
 
 
 def _index(command: ArgumentParser) -> None:
-    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("data", metavar="DATA", help="image folder or shards")
     command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
-    command.add_argument("-j", "--workers", type=_count, metavar="N", help="processes that read (one per CPU)")
-    command.add_argument("-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")
+    command.add_argument("-j", "--workers", type=_positive, metavar="N", help="processes that read (one per CPU)")
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index; for shards one in their folder)"
+    )
     command.add_argument("--decode", action="store_true", help="decode every image: finds truncated ones too")
-
-
-def _count(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError(text)
-    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -208,7 +205,7 @@ def run(args: Namespace) -> int:
     elif args.command == "index":
         from tlt.index import index
 
-        lines = index(args.data, args.split, args.workers, args.output, args.decode)
+        lines = index(args.data, args.split, args.workers, args.output, args.decode, args.dataset)
     else:
         from tlt.probe import probe
 

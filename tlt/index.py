@@ -1,32 +1,27 @@
-"""Reading the sizes of all images once (`tlt index`): the file that `tlt.data.size_index` describes, or, of tar shards,
-the index of `tlt.data.shard_index`."""
+"""Reading all images once (`tlt index`): sizes of those in folders (`tlt.data.size_index`), places and checksums too of
+those in shards (`tlt.data.shard_index`)."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-import torch
 
-from tlt.data.decode import DEFAULT_MAX_PIXELS, BadImage, TorchvisionBackend
+from tlt.data.decode import DEFAULT_MAX_PIXELS, UNLIMITED, BadImage, TorchvisionBackend
 from tlt.data.folder import find_split, printable, scan_folder
+from tlt.data.open_images import find_files
 from tlt.data.shard_index import index_shards
 from tlt.data.shards import is_sharded
 from tlt.data.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
 from tlt.data.source import ImageSource
+from tlt.dataset_kinds import parse_kind
 from tlt.errors import UserError
-from tlt.progress import Progress
+from tlt.processes import available_cpus, in_processes
 
 SPLITS = ("train", "validation")
-_ROWS_PER_TASK = 64
-_NO_LIMIT = 2**62  # whether an image is too large is for the programs to say
+_BLOCK = 64  # images
 
 
 def index(
@@ -35,22 +30,26 @@ def index(
     workers: int | None = None,
     out: str | None = None,
     decode: bool = False,
+    dataset: str = "",
 ) -> list[str]:
     """Write the index of a split, or of all that are there.
 
     Args:
         data: Folder of the data set, or of a split.
         split: None: training and validation.
-        workers: Processes that read; None: one per CPU, 0: none but this one.
+        workers: Processes that read; None: one per CPU, 1: none but this one.
         out: File instead of `DATA/SPLIT.index` or the shards' own; a split must be named.
-        decode: Decode every image, which finds the truncated ones too.
+        decode: Decode every image of a folder, which finds the truncated ones too.
+        dataset: Kind of data set (`--dataset`); "": image folders or shards.
 
     Returns:
         Lines that say what was done.
 
     Raises:
-        UserError: No images, or the index can't be written.
+        UserError: No images, or the index can't be written; a flag that a kind of data set has no use for.
     """
+    if parse_kind(dataset)[0]:
+        return _index_files(data, split, workers, out, decode, dataset)
     roots = _roots(data, split)
     if out is not None and len(roots) > 1:
         raise UserError(f"-o {printable(out)}: one file holds the sizes of one split; name it with --split")
@@ -74,14 +73,26 @@ def _index_split(root: str, workers: int | None, out: str | None, decode: bool) 
     if not is_sharded(root):
         return _index_folder(root, workers, out or index_file(root), decode)
     if decode:
-        raise UserError(f"--decode: {printable(root)} holds tar shards, whose headers alone are read; leave it out")
-    return index_shards(root, out, _usable_cpus() if workers is None else workers)
+        raise UserError(f"--decode: {printable(root)} holds shards, of whose images the headers are read; leave it out")
+    return index_shards(root, out, available_cpus() if workers is None else workers)
+
+
+def _index_files(
+    data: str, split: str | None, workers: int | None, out: str | None, decode: bool, dataset: str
+) -> list[str]:
+    if split is None:
+        raise UserError(f"--dataset {dataset}: name the split with --split")
+    if decode or out is not None:
+        raise UserError(
+            f"--dataset {dataset}: the index lies beside the files, made of headers; leave out --decode, -o"
+        )
+    return find_files(data, split, dataset).make_index(available_cpus() if workers is None else workers)
 
 
 def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> list[str]:
     source = scan_folder(root)
     found = read_sizes(source, workers, decode)
-    write_index(out, source.paths, SizeIndex(found.sizes, found.faults, decode))
+    write_index(out, source.paths, SizeIndex(found.sizes, found.faults))
     lines = [f"warning: {warning}" for warning in source.warnings]
     lines += [f"{printable(source.path(row))}: {reason}" for row, reason in sorted(found.faults.items())]
     lines.append(
@@ -114,36 +125,16 @@ def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = F
         UserError: A worker process was killed.
     """
     count = len(source)
-    tasks = [range(start, min(start + _ROWS_PER_TASK, count)) for start in range(0, count, _ROWS_PER_TASK)]
+    blocks = [range(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
     whole = Found(np.zeros((count, 2), np.uint16))
-    progress = Progress(f"reading {printable(source.root)}", count)
-    for rows, part in zip(tasks, _parts(_Reader(source, decode), tasks, workers), strict=True):
+    workers = available_cpus() if workers is None else workers
+    what = f"{printable(source.root)}, {_BLOCK} images each"
+    parts = in_processes(_Reader.read, _Reader(source, decode), blocks, workers, what, "block")
+    for rows, part in zip(blocks, parts, strict=True):
         whole.sizes[rows.start : rows.stop] = part.sizes
         whole.faults |= part.faults
         whole.not_decoded += part.not_decoded
-        progress.step(len(rows))
-    progress.close()
     return whole
-
-
-def _parts(reader: _Reader, tasks: list[range], workers: int | None) -> Iterator[Found]:
-    """The parts in order, read by `workers` processes."""
-    workers = _usable_cpus() if workers is None else workers
-    if workers == 0 or len(tasks) == 1:
-        yield from map(reader.read, tasks)
-        return
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (reader,))
-    try:
-        yield from pool.map(_read_in_worker, tasks)
-    except BrokenProcessPool as error:
-        raise UserError("a process of tlt index was killed, most likely for want of memory: lower --workers") from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -157,7 +148,7 @@ class _Reader:
         found = Found(np.zeros((len(rows), 2), np.uint16))
         for place, row in enumerate(rows):
             try:
-                width, height = self.source.read_size(row, _NO_LIMIT)
+                width, height = self.source.read_size(row, UNLIMITED)  # what is too large the programs say
                 if max(width, height) > LARGEST_SIDE:
                     raise BadImage(f"{width} x {height} pixels: no side may have more than {LARGEST_SIDE}")
                 if self.decode:
@@ -175,18 +166,3 @@ class _Reader:
         encoded = backend.open(self.source.path(row), self.source.read(row), (width, height))
         backend.decode(encoded, None, (height, width), "bilinear")
         return True
-
-
-_reader: _Reader | None = None  # of a worker process
-
-
-def _start_worker(reader: _Reader) -> None:
-    global _reader
-    _reader = reader
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
-
-
-def _read_in_worker(rows: range) -> Found:
-    assert _reader is not None
-    return _reader.read(rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
 from tlt.data.size_index import SizeIndex, index_file, write_index
+from tlt.data.tensor_file import write_tensors
 from tlt.errors import UserError
 
 CONFIG = AugmentConfig(size=(16, 16))
@@ -46,10 +49,10 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_sizes_are_pillows_whatever_the_workers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "_ROWS_PER_TASK", 3)
+    monkeypatch.setattr(index, "_BLOCK", 3)
     index.index(str(data), workers=2)
     written = (data / "train.index").read_bytes()
-    index.index(str(data), "train", workers=0)
+    index.index(str(data), "train", workers=1)
     assert (data / "train.index").read_bytes() == written
     for split, images in (("train", 14), ("validation", 1)):
         folder = open_images(str(data), split)
@@ -63,7 +66,7 @@ def test_sizes_are_pillows_whatever_the_workers(data: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("decoded", [False, True])
 def test_unreadable_images_are_listed(data: Path, decoded: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["index", str(data), "--split", "train", "-j", "0", *(["--decode"] if decoded else [])]) == 0
+    assert cli.main(["index", str(data), "--split", "train", "-j", "1", *(["--decode"] if decoded else [])]) == 0
     out = capsys.readouterr().out
     broken = open_images(str(data), "train").unreadable()
     empty, cut = (str(data / "train" / name) for name in ("c0/empty.jpg", "c1/cut.jpg"))
@@ -75,7 +78,7 @@ def test_unreadable_images_are_listed(data: Path, decoded: bool, capsys: pytest.
 @pytest.mark.parametrize("decoded", [False, True])
 def test_batches_are_the_same_with_an_index(data: Path, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = open_images(str(data), "train")
-    index.index(str(data), "train", 0, decode=decoded)
+    index.index(str(data), "train", 1, decode=decoded)
     indexed = open_images(str(data), "train")
     before, after = (TrainDataset(folder, CONFIG, 3).load(ALL) for folder in (plain, indexed))
     evaluated = [EvalDataset(folder, (16, 16)).load(ALL) for folder in (plain, indexed)]
@@ -92,7 +95,7 @@ def test_batches_are_the_same_with_an_index(data: Path, decoded: bool, monkeypat
 
 
 def test_selected_images_keep_their_sizes_and_faults(data: Path) -> None:
-    index.index(str(data), "train", 0)
+    index.index(str(data), "train", 1)
     folder = open_images(str(data), "train")
     rows = [9, folder.paths.index("c0/empty.jpg"), 2]
     part = folder.select(rows)
@@ -128,19 +131,17 @@ def resize(data: Path) -> None:
 
 
 def other_format(data: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({"sizes": np.ones((14, 2), np.uint16)}, str(data / "train.index"))
+    write_tensors(str(data / "train.index"), "another format", {"size": np.ones((14, 2), np.uint16)}, {})
 
 
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (add, "made of other files (14 images then, 15 now)"),
     (rename, "made of other files (14 images then, 14 now)"),
     (flip_a_bit, "damaged"),
-    (write_text, "can't be read"),
-    (cut, "can't be read"),
-    (resize, "has 10 x 10 pixels now and had 40 x 70"),
-    (other_format, "no file of 'volo-tlt image sizes"),
+    (write_text, "damaged or something else"),
+    (cut, "damaged or something else"),
+    (resize, "has 40 x 70 pixels, and it has 10 x 10"),
+    (other_format, "is not of the format volo-tlt image sizes"),
 ]
 
 
@@ -148,11 +149,17 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
 def test_an_index_that_does_not_fit_is_told_and_not_used(
     data: Path, change: Callable[[Path], None], reason: str
 ) -> None:
-    index.index(str(data), "train", 0)
+    index.index(str(data), "train", 1)
     change(data)
     folder = open_images(str(data), "train")
     (warning,) = folder.warnings
-    assert folder.sizes is None and reason in warning and "run tlt index" in warning and "\n" not in warning
+    assert folder.sizes is None and reason in warning and "run `tlt index` again" in warning and "\n" not in warning
+
+
+def test_names_are_told_apart_by_where_they_end(tmp_path: Path) -> None:
+    write_index(str(tmp_path / "x"), ["ab", "c"], SizeIndex(np.ones((2, 2), np.uint16), {}))
+    with pytest.raises(UserError, match="other files"):
+        size_index.read_index(str(tmp_path / "x"), ["a", "bc"])
 
 
 def test_one_that_is_not_there_is_no_fault(data: Path) -> None:
@@ -165,7 +172,7 @@ def test_huge_images_are_indexed_and_refused_by_their_size(tmp_path: Path) -> No
     folder.mkdir(parents=True)
     for name, size in (("huge", (30_000, 10_000)), ("long", (65_536, 1)), ("small", (3, 2))):
         Image.new("1", size).save(folder / f"{name}.png")
-    lines = index.index(str(tmp_path), "train", 0, decode=True)
+    lines = index.index(str(tmp_path), "train", 1, decode=True)
     assert any("65536 x 1 pixels: no side may" in line for line in lines)
     assert lines[-1] == "1 images of more than 50000000 pixels were not decoded"
     images = open_images(str(tmp_path), "train")
@@ -177,13 +184,13 @@ def test_huge_images_are_indexed_and_refused_by_their_size(tmp_path: Path) -> No
 
 def test_an_index_that_can_not_be_written_or_named_is_one_line(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (data / "train.index").mkdir()
-    assert cli.main(["index", str(data), "--split", "train", "-j", "0"]) == 2
+    assert cli.main(["index", str(data), "--split", "train", "-j", "1"]) == 2
     assert "train.index can't be written" in capsys.readouterr().err
     assert not list(data.glob(".*"))
     assert cli.main(["index", str(data), "-o", str(data / "x")]) == 2
     assert "--split" in capsys.readouterr().err
     assert cli.main(["index", str(data / "none")]) == 2
-    assert cli.main(["index", str(data / "train"), "-j", "0", "-o", str(data / "x")]) == 0
+    assert cli.main(["index", str(data / "train"), "-j", "1", "-o", str(data / "x")]) == 0
     assert (data / "x").is_file()
 
 
@@ -208,7 +215,7 @@ def test_known_images_count_against_the_limit_once() -> None:
 
 
 def test_ranks_count_each_known_image_once(data: Path) -> None:
-    index.index(str(data), "train", 0, decode=True)
+    index.index(str(data), "train", 1, decode=True)
     folder = open_images(str(data), "train")
     seen = failed = 0
     for rank in (0, 1):
@@ -219,8 +226,26 @@ def test_ranks_count_each_known_image_once(data: Path) -> None:
     assert (seen, failed) == (12, 2)
 
 
+def test_tar_files_get_the_index_of_shards(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "tars" / "train"
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for name in ("0.jpg", "3.webp", "empty.jpg"):
+            key = name.partition(".")[0]
+            tar.add(data / "train" / "c0" / name, name)
+            (tmp_path / "cls").write_text("7")
+            tar.add(tmp_path / "cls", f"{key}.cls")
+    for flags in ([], ["--decode"]):
+        assert cli.main(["index", str(tmp_path / "tars"), "-j", "1", *flags]) == 2 * bool(flags)
+    assert "--decode" in capsys.readouterr().err
+    images = open_images(str(tmp_path / "tars"), "train")
+    with Image.open(io.BytesIO(images.read(1))) as image:
+        assert len(images) == 3 and images.known_size(1) == image.size
+    assert list(images.unreadable().values()) == ["empty file (tlt index)"]
+
+
 def test_a_killed_process_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "_ROWS_PER_TASK", 3)
-    monkeypatch.setattr(index._Reader, "read", lambda self, rows: os._exit(9))
+    monkeypatch.setattr(index, "_BLOCK", 3)
+    monkeypatch.setattr(index._Reader, "_decodes", lambda *_: os._exit(9))
     with pytest.raises(UserError, match="lower --workers"):
-        index.read_sizes(scan_folder(data / "train"), workers=2)
+        index.read_sizes(scan_folder(data / "train"), workers=2, decode=True)

@@ -259,7 +259,8 @@ def test_data_dir_as_a_flag() -> None:
         ("--tta 2", "--tta 2"),
         ("--gp gem", "--gp: invalid choice"),
         ("--patience-epochs 3", "plateau"),
-        ("--dataset hfds/imagenet", "image folders"),
+        ("--dataset hfds", "hfds/NAME"),
+        ("--dataset torch/cifar10 --data-backend synthetic", "no effect with --data-backend synthetic"),
         ("--input-size 1 28 28", "RGB"),
         # contradictions
         ("--finetune a --resume b", "--finetune has no effect with --resume b"),
@@ -567,7 +568,7 @@ def test_validate_without_checkpoint_takes_the_published_weights() -> None:
         ("/d --checkpoint c --pretrained", "keep one"),
         ("/d --model m --use-ema", "--use-ema has no effect without --checkpoint"),
         ("/d --checkpoint c --results-format json", "without --results-file"),
-        ("/d --checkpoint c --dataset tfds/x", "image folders"),
+        ("/d --checkpoint c --dataset hfids/x", "hfds/x reads the same"),
         ("/d --checkpoint c --input-size 4 8 8", "RGB"),
         ("/d --checkpoint c --img-sise 8", "did you mean --img-size"),
     ],

@@ -21,7 +21,7 @@ def data(make_dataset: Callable[..., Path]) -> Path:
     (data / "validation" / "red" / "red3.jpg").write_bytes(b"")
     cut = data / "train" / "blue" / "blue0.jpg"
     cut.write_bytes(cut.read_bytes()[:-300])
-    assert cli.main(["index", str(data), "--decode", "-j", "0"]) == 0
+    assert cli.main(["index", str(data), "--decode", "-j", "1"]) == 0
     return data
 
 

@@ -27,6 +27,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from tlt.errors import UserError
 
 DEFAULT_MAX_PIXELS = 50_000_000
+UNLIMITED = 2**62  # as `max_pixels`
 JPEG_MAGIC = b"\xff\xd8\xff"
 DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
 

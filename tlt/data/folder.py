@@ -73,6 +73,12 @@ def scan_folder(root: str | os.PathLike[str], class_names: Sequence[str] | None 
     return ImageFolder(walk.root, Names(row[0] for row in rows), classes, names, list(folders), warnings)
 
 
+def split_names(split: str) -> list[str]:
+    """The names under which a split is searched: its own, then timm's synonyms of it."""
+    synonyms = [name for names in (TRAIN_SPLITS, VALIDATION_SPLITS) if split in names for name in names]
+    return [split, *(name for name in synonyms if name != split)]
+
+
 def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = False) -> str:
     """Folder of a split under `data_dir`: its own name first, then timm's synonyms of it.
 
@@ -88,10 +94,7 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     data_dir = os.fspath(data_dir)
     if not os.path.isdir(data_dir):
         raise UserError(f"data folder {printable(data_dir)} does not exist or is not a folder")
-    searched = [split]
-    for synonyms in (TRAIN_SPLITS, VALIDATION_SPLITS):
-        if split in synonyms:
-            searched += [name for name in synonyms if name != split]
+    searched = split_names(split)
     for name in searched:
         if os.path.isdir(os.path.join(data_dir, name)):
             return os.path.join(data_dir, name)

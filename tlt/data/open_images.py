@@ -5,30 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tlt.data.folder import find_split, scan_folder
+from tlt.data.hub import open_hub_dataset
+from tlt.data.indexed_files import IndexedFiles
 from tlt.data.shards import is_sharded, open_shards
 from tlt.data.size_index import with_sizes
 from tlt.data.source import ImageSource
+from tlt.data.tfds import find_tfds
+from tlt.data.tfrecords import find_records
+from tlt.data.torch_datasets import open_torch_dataset
+from tlt.data.webdatasets import find_shards
+from tlt.dataset_kinds import parse_kind
 from tlt.errors import UserError
-
-FOLDERS = ("", "imagefolder", "image_folder", "folder")  # names of the kind that needs none
 
 
 def open_images(
-    data: str, split: str, dataset: str = "", class_names: Sequence[str] | None = None, allow_root: bool = False
+    data: str | None, split: str, dataset: str = "", class_names: Sequence[str] | None = None, allow_root: bool = False
 ) -> ImageSource:
     """Find the images of a split.
 
     Args:
-        data: Folder of the data set.
+        data: Folder of the data set; None only where `tlt.dataset_kinds.needs_folder` is false.
         split: Such as `"train"` or `"validation"`.
-        dataset: Kind of data set (`--dataset`); "": what is found there.
+        dataset: Kind of data set (`--dataset`); "": image folders or shards, whichever is there.
         class_names: Imposed class list; None: the data set's own.
         allow_root: Take `data` itself where no split of any name is in it.
 
     Raises:
         UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
     """
-    if dataset.lower() not in FOLDERS:
-        raise UserError(f"--dataset {dataset}: image folders alone are read; leave it out")
+    kind, name = parse_kind(dataset)
+    if kind == "hfds":
+        return open_hub_dataset(name, data, split, class_names)
+    if data is None:
+        raise UserError("DATA is missing: the folder that holds the images")
+    if kind == "torch":
+        return open_torch_dataset(name, data, split, class_names)
+    if kind:
+        return find_files(data, split, dataset).open(class_names)
     folder = find_split(data, split, allow_root)
     return open_shards(folder, class_names) if is_sharded(folder) else with_sizes(scan_folder(folder, class_names))
+
+
+def find_files(data: str, split: str, dataset: str) -> IndexedFiles:
+    """The files of a split of a kind that is read through an index.
+
+    Raises:
+        UserError: They are not there, or `dataset` is of a kind that needs no index.
+    """
+    kind, name = parse_kind(dataset)
+    if kind == "tfrecord":
+        return find_records(data, split)
+    if kind == "tfds":
+        return find_tfds(name, data, split)
+    if kind == "wds":
+        return find_shards(data, split)
+    raise UserError(f"--dataset {dataset}: its images are read without an index; nothing is to be made")

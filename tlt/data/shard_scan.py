@@ -18,6 +18,7 @@ from tlt.data.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
 
 LABEL_EXTENSION = "labels.safetensors"
+LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
 _ANY_SIZE = 2**62  # pixels: what is too large is decided when the image is read
 _MAX_SIDE = 2**16 - 1
 _MAX_CLASS = 999_999
@@ -74,8 +75,8 @@ class _Image(NamedTuple):
     fault: str
 
 
-def scan_shard(path: str, label_key: str = "label") -> ShardRows:
-    """Read a shard, every byte of it.
+def scan_shard(path: str, label_key: str = LABEL_KEY) -> ShardRows:
+    """Read a shard, every byte of it. Another `label_key` than the usual one goes before KEY.cls.
 
     Raises:
         UserError: It is cut or damaged, or a sample has no class or several images.
@@ -113,7 +114,7 @@ def _read_image(name: str, place: Place, files: dict[str, Place], number: int, d
     data, label = _member(descriptor, place), files.get(LABEL_EXTENSION, _NOTHING)
     size, fault = (0, 0), ""
     try:
-        size = _size(data)
+        size = image_size(data)
     except BadImage as error:
         fault = str(error)
     return _Image(name, place, label, zlib.crc32(data), zlib.crc32(_member(descriptor, label)), size, number, fault)
@@ -123,7 +124,8 @@ def _member(descriptor: int, place: Place) -> bytes:
     return os.pread(descriptor, place.length, place.offset)
 
 
-def _size(data: bytes) -> tuple[int, int]:
+def image_size(data: bytes) -> tuple[int, int]:
+    """Width and height as an index holds them. Raises BadImage: no image, or a side is too long for an index."""
     if not data:
         raise BadImage("empty file")
     width, height = read_size(data, _ANY_SIZE)
@@ -148,14 +150,14 @@ def _image_of(path: str, key: str, files: dict[str, Place]) -> str:
 def _class_of(path: str, key: str, extension: str, files: dict[str, Place], descriptor: int, label_key: str) -> int:
     prefix = extension.rpartition(".")[0]
     shown = f"tar {printable(path)}: sample {printable(key)}"
-    for name in [f"{prefix}.cls" if prefix else "cls", "cls"]:
+    for name in [f"{prefix}.cls" if prefix else "cls", "cls"] if label_key == LABEL_KEY else []:
         if name in files:
             text = _member(descriptor, files[name]).strip()
             if not text.isdigit() or len(text) > 7 or int(text) > _MAX_CLASS:
                 raise UserError(f"{shown}: .{name} is not a class number (0 to {_MAX_CLASS})")
             return int(text)
     if "json" not in files:
-        raise UserError(f"{shown} has no class: neither .cls nor .json is there")
+        raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
     try:
         number = json.loads(_member(descriptor, files["json"]))[label_key]
     except (ValueError, KeyError, TypeError) as error:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
 from tlt.data.decode import Backend, TorchvisionBackend, create_backend
 from tlt.data.device_stage import DeviceStage, EvalStage
-from tlt.data.folder import compare_classes
+from tlt.data.folder import ImageFolder, compare_classes
 from tlt.data.index_stream import IndexStream
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
+from tlt.data.shards import ShardedImages
 from tlt.data.source import ImageSource
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.errors import UserError
 from tlt.labels import open_labels as open_label_store
 from tlt.published import check_half_ids
+from volo.engine.data_wait import Feed, cpus_of_rank
 from volo.engine.distributed import World
+from volo.engine.ranks import local_size_from_environment
 
 # Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
@@ -152,6 +158,26 @@ def validation_loader(
         persistent_workers=getattr(args, "use_multi_epochs_loader", False),
         world_size=world.size,
         rank=world.rank,
+    )
+
+
+def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, allowed_cpus: float) -> Feed:
+    """How this rank gets its images, for advice on a run that waits for them.
+
+    Args:
+        allowed_cpus: That this process may use.
+    """
+    ranks = local_size_from_environment(os.environ) or 1
+    kinds = {ImageFolder: "folder", ShardedImages: "shards"}
+    return Feed(
+        workers=args.workers,
+        cpus=cpus_of_rank(allowed_cpus, ranks),
+        ranks=ranks,
+        backend=args.data_backend,
+        source=kinds.get(type(dataset.source), "other"),
+        on_gpu=device.type == "cuda",
+        image_size=dataset.config.size,
+        batch_size=args.batch_size,
     )
 
 

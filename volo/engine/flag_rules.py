@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tlt import compat_rows
+from tlt.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
 from volo.engine.flag_table import Flag, nearest
 from volo.engine.flags_train import SCHEDULES
 
-_FOLDERS = ("", "imagefolder", "image_folder", "folder")
 _COMPILE = "TorchScript is not supported: use --torchcompile"
 _DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
 CYCLIC = ("cosine", "tanh", "poly")
@@ -267,11 +267,10 @@ def _check_schedule(args: Namespace) -> None:
 
 
 def _check_dataset(args: Namespace, root: str | None, shown: str) -> None:
-    if args.dataset.lower() not in _FOLDERS:
-        raise UserError(
-            f"--dataset {args.dataset}: image folders ({shown}/SPLIT/CLASS/IMAGE) alone are read; leave it out"
-        )
-    if not root and args.data_backend != "synthetic":
+    kind, _ = parse_kind(args.dataset)
+    if kind and args.data_backend == "synthetic":
+        raise UserError(f"--dataset {args.dataset} has no effect with --data-backend synthetic: keep one of them")
+    if not root and args.data_backend != "synthetic" and needs_folder(args.dataset):
         raise UserError(f"{shown} is missing: the folder that holds the images")
 
 

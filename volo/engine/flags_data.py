@@ -6,6 +6,14 @@ from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, POSITIVE, S
 
 INTERPOLATIONS = ("", "bilinear", "bicubic")
 
+DATASET = flag(
+    "-d",
+    "--dataset",
+    default="",
+    metavar="KIND",
+    help="wds/NAME, tfrecord, tfds/NAME, hfds/NAME or torch/cifar10 (docs/data.md); folders and shards need none",
+)
+
 DATA = Group(
     "Data",
     (
@@ -17,7 +25,7 @@ DATA = Group(
             help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards",
         ),
         flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
-        flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
+        DATASET,
         flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),
         flag(
             "--val-split",

@@ -7,7 +7,7 @@ what it is.
 from __future__ import annotations
 
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
-from volo.engine.flags_data import INTERPOLATIONS
+from volo.engine.flags_data import DATASET, INTERPOLATIONS
 from volo.engine.flags_train import BIND, COMPILE_MODES, POOLS
 
 MODEL = (
@@ -68,7 +68,7 @@ VALIDATE_GROUPS = (
         (
             flag("data", default=None, nargs="?", metavar="DATA", help="dataset: DATA/SPLIT/CLASS/IMAGE, or shards"),
             flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
-            flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
+            DATASET,
             flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
             flag("--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs"),
             _batch_size(256),
@@ -107,7 +107,7 @@ GENERATE_LABEL_GROUPS = (
                 "data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards"
             ),
             flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps, or archive"),
-            flag("-d", "--dataset", default="", metavar="NAME", help="kind of dataset; image folders alone for now"),
+            DATASET,
             flag("--split", default="train", metavar="NAME", help="folder of the images"),
             _batch_size(32),
             *_IMAGES,

@@ -70,7 +70,7 @@ def run(args: Namespace) -> int:
 
 def label_folder(args: Namespace, world: World, board: Board) -> int:
     """Build everything, label, and close what was made. Returns the exit code."""
-    folder = open_images(args.data, args.split, allow_root=True)
+    folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
         print(line, flush=True)
     model, recorded = load_annotator(args)

@@ -25,7 +25,8 @@ from tlt.data.workers import kill_workers
 from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import LAST, load_finetune, load_weights
-from volo.engine.data import open_folders, open_labels, train_loader, validation_loader
+from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
+from volo.engine.data_wait import Advisor
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
@@ -56,6 +57,7 @@ from volo.engine.stopping import StopGuard
 from volo.engine.teacher import load_teacher, teacher_costs
 from volo.engine.train_state import TrainState
 from volo.engine.watchdog import Watchdog, collective_timeout, leave_together
+from volo.programs.launch_command import available_cpus
 
 
 def run(args: Namespace) -> int:
@@ -202,7 +204,8 @@ def train_epochs(
         Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end has not ended.
     """
     state = setup.state
-    logger.watch_pace = Pace(world, args.workers, logger)
+    feed = image_feed(args, setup.loader.dataset, world.device, available_cpus())
+    logger.watch_pace = Pace(world, Advisor(feed, lambda: setup.loader.megapixels), logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
