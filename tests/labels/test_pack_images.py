@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -309,3 +310,22 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
     np.testing.assert_array_equal(one.values, other.values)
     assert one.area == other.area
+
+
+def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
+    head = b"\x00\x00\x08\x03" + b"".join(side.to_bytes(4, "big") for side in pixels.shape)
+    for part in ("train", "t10k"):
+        files = {"images-idx3": head + pixels.tobytes(), "labels-idx1": b"\0\0\x08\1\0\0\0\5" + bytes([0, 9, 4, 4, 2])}
+        for name, content in files.items():
+            (raw / f"{part}-{name}-ubyte").write_bytes(content)
+            (raw / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
+    kind = ["--dataset", "torch/fashion_mnist", "--split", "train", "validation"]
+    assert main(["pack-images", str(tmp_path), str(tmp_path / "out"), *kind]) == 0
+    for split in ("train", "validation"):
+        ours, theirs = open_images(str(tmp_path / "out"), split), open_images(str(tmp_path), split, kind[1])
+        assert list(ours.paths) == list(theirs.paths) and ours.classes.tolist() == [0, 9, 4, 4, 2]
+        assert ours.class_names == theirs.class_names
+        assert [ours.read(i) for i in range(5)] == [theirs.read(i) for i in range(5)]
