@@ -120,18 +120,14 @@ class Backend:
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
         for row, request in enumerate(requests):
             try:
-                if math.prod(request.size) > self.max_pixels:
-                    images[row] = self._part(request, size, fill)
-                    continue
-                pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
-                images[row] = cut(pixels, request.top, request.left, size, fill)
+                images[row] = self._shown(request, size, fill)
             except BadImage as error:
                 bad[row] = error
         return Decoded(images, bad)
 
-    def _part(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
-        """What is shown of an image that is never resized as a whole: with 1 x 20000 pixels it would take gigabytes."""
-        raise NotImplementedError
+    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
+        return cut(pixels, request.top, request.left, size, fill)
 
 
 class PilBackend(Backend):
@@ -142,7 +138,13 @@ class PilBackend(Backend):
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
 
+    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        if math.prod(request.size) > self.max_pixels:  # the whole of 1 x 20000 pixels would take gigabytes
+            return self._part(request, size, fill)
+        return super()._shown(request, size, fill)
+
     def _part(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        """What is shown of an image, without resizing the rest."""
         image, (height, width) = self._rgb(request.encoded), request.size
         if request.crop is not None:
             x, y, w, h = request.crop
