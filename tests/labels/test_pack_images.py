@@ -168,8 +168,10 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     process.kill()  # of its workers none goes on writing
     process.wait()
     assert len(workers) == 2
-    while any(running(pid) for pid in workers):
-        time.sleep(0.001)
+    patience = time.monotonic() + 30
+    while any(map(running, workers)) and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert not any(map(running, workers))
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert made and not (out / INDEX_NAME).exists() and (out / PARTIAL_NAME).exists()
     with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):
