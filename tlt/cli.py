@@ -100,6 +100,7 @@ def _pack_images(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="images")
     command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
     command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
     command.add_argument(
         "--labels", metavar="LABELS", help="label tree or archive of the first split, packed beside it"
     )

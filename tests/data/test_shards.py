@@ -119,6 +119,7 @@ def test_other_processes_get_the_path_and_not_the_index(data: Path) -> None:
     there = pickle.loads(sent)
     assert [there.read(i) for i in range(2)] == [source.read(1), source.read(5)]
     assert list(there.paths) == [source.paths[1], source.paths[5]] and there.classes.tolist() == [0, 1]
+    assert pickle.loads(pickle.dumps(source.paths)) == source.paths == list(source.paths)
     assert b"image7" not in sent and there.known_size(1) == source.known_size(5)
 
 
@@ -184,6 +185,8 @@ BAD_MEMBERS = {
     "case": ({"a/x.jpg": jpeg(0), "a/x.JPG": jpeg(0)}, "holds two files named a/x.JPG"),
     "no class": ({"a/x.jpg": jpeg(0)}, "sample a/x has no class"),
     "word": ({"a/x.jpg": jpeg(0), "a/x.cls": b"cat"}, r"sample a/x: \.cls is not a class number"),
+    "too large": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1000000"}, r"\.cls is not a class number"),
+    "digits": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1" * 5000}, r"\.cls is not a class number"),
     "negative": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"label": -1}'}, "'label' in .json is not a class number"),
     "other key": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"class": 1}'}, ".json has no 'label'"),
     "no image": ({"a/x.cls": b"0"}, "no image in 1 tar files"),

@@ -156,6 +156,12 @@ def test_an_index_that_does_not_fit_is_told_and_not_used(
     assert folder.sizes is None and reason in warning and "run `tlt index` again" in warning and "\n" not in warning
 
 
+def test_names_are_told_apart_by_where_they_end(tmp_path: Path) -> None:
+    write_index(str(tmp_path / "x"), ["ab", "c"], SizeIndex(np.ones((2, 2), np.uint16), {}))
+    with pytest.raises(UserError, match="other files"):
+        size_index.read_index(str(tmp_path / "x"), ["a", "bc"])
+
+
 def test_one_that_is_not_there_is_no_fault(data: Path) -> None:
     folder = open_images(str(data), "train")
     assert folder.sizes is None and folder.warnings == [] and folder.unreadable() == {}

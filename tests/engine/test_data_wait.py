@@ -16,7 +16,7 @@ import pytest
 from tests.programs.conftest import QUICK
 from volo import cli
 from volo.engine import pace
-from volo.engine.data_wait import Feed, Seen, advice, busy_cpus, cpus_of_rank
+from volo.engine.data_wait import CpuClock, Feed, Seen, advice, cpus_of_rank
 
 FEED = Feed(
     workers=4,
@@ -43,6 +43,7 @@ SEEN = Seen(megapixels=0.2, busy_cpus=3.9, free_shared_memory=10**10)
         ({"on_gpu": False, "workers": 20}, {"busy_cpus": 8.0}, "lower --workers (20) to the 8 CPUs", ""),
         ({}, {"megapixels": 12.0}, "decoding 12.0 megapixels per image", "raise --workers (4) to 8"),
         ({"source": "other"}, {"megapixels": 12.0}, "raise --workers (4) to 8", "decode on the GPU"),
+        ({"on_gpu": False}, {"busy_cpus": 1.7}, "raise --workers (4) to 8", ""),
         ({}, {"busy_cpus": 0.8}, "the workers wait for storage (0.8 of 4 CPUs busy): read shards (tlt pack-images)",
          "raise --workers (4) to 16"),
         ({"source": "shards", "workers": 16}, {"busy_cpus": 2.0},
@@ -72,18 +73,35 @@ def test_more_workers_need_room_in_shared_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_busy_cpus_are_those_that_the_kernel_counted() -> None:
-    spin = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ninput()"
-    begun = time.monotonic()
-    with subprocess.Popen([sys.executable, "-c", spin], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as spinning:
-        assert spinning.stdout is not None
-        spinning.stdout.readline()
-        busy, twice = busy_cpus([spinning.pid]), busy_cpus([spinning.pid] * 2)
-        age = time.monotonic() - begun
-        spinning.communicate(b"\n")
-    assert busy is not None and twice is not None
-    assert 0.45 / (age + 0.05) <= busy <= 1.1 and 1.5 * busy < twice <= 2.2
-    assert busy_cpus([]) is None and busy_cpus([2**22 + 1]) is None
+def test_cpus_are_counted_from_look_to_look() -> None:
+    work = "import time\nfor line in iter(input, 'end'):\n  end = time.process_time() + 0.3\n"
+    work += "  while time.process_time() < end: pass\n  print(flush=True)"
+    clock, begun = CpuClock(), time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        for _ in range(2):
+            worker.stdin.write(b"work\n")
+            worker.stdin.flush()
+            worker.stdout.readline()
+            busy, age = clock.look([worker.pid]), time.monotonic() - begun
+            assert busy is not None and 0.25 / (age + 0.05) <= busy <= 1.1
+            begun = time.monotonic()
+        time.sleep(0.2)
+        asleep, ever = clock.look([worker.pid]), CpuClock().look([worker.pid])
+        assert asleep is not None and ever is not None and asleep < ever / 2
+        worker.communicate(b"end\n")
+    assert clock.look([]) is None and clock.look([2**22 + 1]) is None
+
+
+def test_waiting_for_a_cpu_is_no_waiting_for_storage(tmp_path: Path) -> None:
+    (tmp_path / "7" / "task" / "7").mkdir(parents=True)
+    (tmp_path / "7" / "task" / "8").mkdir()
+    (tmp_path / "uptime").write_text("110.00 3.0")
+    ticks = os.sysconf("SC_CLK_TCK")
+    (tmp_path / "7" / "stat").write_text("7 (a) b) R" + " 0" * 18 + f" {100 * ticks} 0")
+    (tmp_path / "7" / "task" / "7" / "schedstat").write_text("2000000000 3000000000 12")
+    (tmp_path / "7" / "task" / "8" / "schedstat").write_text("1000000000 0 2")
+    assert CpuClock(tmp_path).look([7]) == pytest.approx(0.6)
 
 
 def test_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,11 +99,18 @@ def test_slow_data_is_told_once_an_epoch() -> None:
         def warning(self, text: str) -> None:
             events.append(text)
 
-    pace = Pace(World(0, 0, 1, CPU), lambda: "raise --workers", Told())
+    class Advisor:
+        def look(self) -> None:
+            events.append("looked")
+
+        def advice(self) -> str:
+            return "raise --workers"
+
+    pace = Pace(World(0, 0, 1, CPU), Advisor(), Told())
     for epoch, wait in ((0, 0.5), (0, 3.8), (0, 3.8), (1, 3.8)):
         pace.interval(epoch, wait, wait, 10.0)
     told = "data wait 38 % of the step: raise --workers"
-    assert events == ["data-wait", told] * 2
+    assert events == ["looked", "looked", "data-wait", told, "looked", "looked", "data-wait", told]
 
 
 def test_a_stop_is_between_updates_alone() -> None:

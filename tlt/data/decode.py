@@ -127,11 +127,14 @@ class Backend:
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
         for row, request in enumerate(requests):
             try:
-                pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
-                images[row] = cut(pixels, request.top, request.left, size, fill)
+                images[row] = self._shown(request, size, fill)
             except BadImage as error:
                 bad[row] = error
         return Decoded(images, bad)
+
+    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
+        return cut(pixels, request.top, request.left, size, fill)
 
 
 class PilBackend(Backend):
@@ -141,6 +144,24 @@ class PilBackend(Backend):
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
+
+    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        if math.prod(request.size) > self.max_pixels:  # the whole of 1 x 20000 pixels would take gigabytes
+            return self._part(request, size, fill)
+        return super()._shown(request, size, fill)
+
+    def _part(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        """What is shown of an image, without resizing the rest."""
+        image, (height, width) = self._rgb(request.encoded), request.size
+        if request.crop is not None:
+            x, y, w, h = request.crop
+            image = image.crop((x, y, x + w, y + h))
+        top, left = max(request.top, 0), max(request.left, 0)
+        bottom, right = min(request.top + size[0], height), min(request.left + size[1], width)
+        across, down = image.width / width, image.height / height
+        box = (left * across, top * down, right * across, bottom * down)
+        part = image.resize((right - left, bottom - top), _PIL_FILTERS[request.interpolation], box)
+        return cut(_to_tensor(part), request.top - top, request.left - left, size, fill)
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
@@ -367,7 +388,7 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 @contextmanager
 def pillow_errors(max_pixels: int | None) -> Iterator[None]:
-    """Run Pillow with room for our pixel limit (None: none) and turn whatever a damaged file makes it raise into BadImage."""
+    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
     try:
         with _PROCESS.settings(max_pixels):
             yield

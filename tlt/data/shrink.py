@@ -36,6 +36,7 @@ _STREAMED_TIFF = ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "group3",
 _PLAIN_TIFF = {274: 1, 284: 1}  # orientation and planes: Pillow turns what is to be turned
 _EXTRA_SAMPLES, _PREMULTIPLIED = 338, 1
 
+_ANY_SIZE = 2**62  # pixels
 _ROWS_AT_ONCE = 32
 _PILLOW_BYTES = 16  # a pixel, at most: as decoded, as RGB, as an array, and the decoder's own
 
@@ -189,7 +190,7 @@ class Picture:
 
     def _by_pillow(self) -> pyvips.Image:
         self._file.seek(0)
-        with pillow_errors(None), Image.open(self._file, formats=image_formats()) as image:
+        with pillow_errors(_ANY_SIZE), Image.open(self._file, formats=image_formats()) as image:
             pixels = np.asarray(image.convert("RGB"))
         return _libvips().Image.new_from_array(pixels)
 
@@ -214,7 +215,7 @@ def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _read_header(file: BinaryIO) -> Header:
-    with pillow_errors(None), Image.open(file, formats=image_formats()) as image:
+    with pillow_errors(_ANY_SIZE), Image.open(file, formats=image_formats()) as image:
         loader, held = _loader(image)
         width, height = image.size
         kind = f"{image.format} of {width} x {height} pixels ({image.mode})"

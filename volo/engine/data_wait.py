@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 from tlt.data.workers import PREFETCH_FACTOR
 
 LARGE_IMAGES = 2.0  # megapixels: decoding one takes five times what a photograph of 500 x 375 takes
-BUSY = 0.6  # share of their CPUs that workers use which don't wait for storage
+BUSY = 0.4  # share of their CPUs that workers use at least if it isn't storage they wait for
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -53,7 +53,7 @@ class Seen:
 
     Attributes:
         megapixels: Of the files in the mean.
-        busy_cpus: That the workers keep busy; None: not known.
+        busy_cpus: That the workers keep busy, or wait for; None: not known.
         free_shared_memory: Bytes; None: there is no such place.
     """
 
@@ -113,28 +113,61 @@ def _more_workers(feed: Feed, seen: Seen, workers: int) -> str:
     return step
 
 
-def look(megapixels: float) -> Seen:
-    """Measure this process's workers and this machine."""
-    try:
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-    except OSError:
+class Advisor:
+    """Looks at this process's workers at every interval, and advises on the last one.
+
+    Args:
+        megapixels: Tells the mean size of the files so far.
+    """
+
+    def __init__(self, feed: Feed, megapixels: Callable[[], float]) -> None:
+        self.feed, self.megapixels = feed, megapixels
+        self.clock = CpuClock()
+        self._busy: float | None = None
+
+    def look(self) -> None:
+        """An interval has ended."""
+        self._busy = self.clock.look(each.pid for each in multiprocessing.active_children() if each.pid)
+
+    def advice(self) -> str:
+        """One line."""
         free = None
-    return Seen(megapixels, busy_cpus(each.pid for each in multiprocessing.active_children()), free)
+        with suppress(OSError):
+            free = shutil.disk_usage(_SHARED_MEMORY).free
+        return advice(self.feed, Seen(self.megapixels(), self._busy, free))
 
 
-def busy_cpus(processes: Iterable[int | None], proc: Path = Path("/proc")) -> float | None:
-    """How many CPUs processes have kept busy since each began, in the mean; None: there are none, or not on Linux."""
-    busy = []
-    try:
-        ticks, now = os.sysconf("SC_CLK_TCK"), float((proc / "uptime").read_text().split()[0])
-        for process in processes:
-            # What stands before the last bracket is the program's name, which may hold anything.
-            fields = (proc / str(process) / "stat").read_text().rpartition(")")[2].split()
-            used, begun = (int(fields[11]) + int(fields[12])) / ticks, int(fields[19]) / ticks
-            busy.append(used / max(now - begun, 1e-9))
-    except (OSError, ValueError, IndexError):
-        return None
-    return sum(busy) if busy else None
+class CpuClock:
+    """How many CPUs processes have kept busy since the last look, in the mean.
+
+    What they wait for a CPU that others use counts as well: it is no waiting for storage.
+    """
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self.proc = proc
+        self._before: dict[int, tuple[float, float]] = {}  # process -> seconds used, when
+
+    def look(self, processes: Iterable[int]) -> float | None:
+        """Return None if there are no processes, or the system doesn't tell."""
+        try:
+            now = float((self.proc / "uptime").read_text().split()[0])
+            used = {process: (self._used(process), now) for process in processes}
+            before = {process: self._before.get(process) or (0.0, self._begun(process)) for process in used}
+        except (OSError, ValueError, IndexError):
+            return None
+        self._before = used
+        shares = [(used[each][0] - before[each][0]) / max(now - before[each][1], 1e-2) for each in used]
+        return sum(shares) if shares else None
+
+    def _used(self, process: int) -> float:
+        threads = (self.proc / str(process) / "task").glob("*/schedstat")
+        return sum(int(ns) for thread in threads for ns in thread.read_text().split()[:2]) / 1e9  # running, runnable
+
+    def _begun(self, process: int) -> float:
+        """Seconds after the system's start."""
+        # What stands before the last bracket is the program's name, which may hold anything.
+        fields = (self.proc / str(process) / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def cpus_of_rank(allowed: float, ranks: int) -> int:

@@ -22,6 +22,14 @@ class Told(Protocol):
     def warning(self, text: str) -> None: ...
 
 
+class Advises(Protocol):
+    """Who knows what to do about waiting for data (`volo.engine.data_wait`)."""
+
+    def look(self) -> None: ...
+
+    def advice(self) -> str: ...
+
+
 def straggler(own_seconds: list[float], interval: float) -> int | None:
     """The rank that took much longer than the others for what each does on its own (loading, forward pass), if any."""
     slowest = max(range(len(own_seconds)), key=own_seconds.__getitem__)
@@ -37,21 +45,22 @@ class Pace:
     """Warns once an epoch of each; the ranks exchange one number per interval.
 
     Args:
-        advice: Says what to do about waiting for data.
+        advisor: Says what to do about waiting for data.
         gather: Returns every rank's value.
     """
 
     def __init__(
-        self, world: World, advice: Callable[[], str], told: Told, gather: Callable[[float], list[float]] = from_all
+        self, world: World, advisor: Advises, told: Told, gather: Callable[[float], list[float]] = from_all
     ) -> None:
-        self.world, self.advice, self.told, self.gather = world, advice, told, gather
+        self.world, self.advisor, self.told, self.gather = world, advisor, told, gather
         self._warned: dict[str, int] = {}  # epoch of the newest warning
 
     def interval(self, epoch: int, own_seconds: float, wait_seconds: float, seconds: float) -> None:
         """Look at an interval of `seconds`, in which this rank waited `wait_seconds` for data."""
+        self.advisor.look()
         share = wait_seconds / max(seconds, 1e-9)
         if share > WAIT_SHARE and self._first("data-wait", epoch):
-            advice = self.advice()
+            advice = self.advisor.advice()
             self.told.event("data-wait", share=round(share, 3), advice=advice)
             self.told.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
         if self.world.size == 1:

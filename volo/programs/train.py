@@ -26,7 +26,7 @@ from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import LAST, load_finetune, load_weights
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
-from volo.engine.data_wait import advice, look
+from volo.engine.data_wait import Advisor
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
@@ -205,7 +205,7 @@ def train_epochs(
     """
     state = setup.state
     feed = image_feed(args, setup.loader.dataset, world.device, available_cpus())
-    logger.watch_pace = Pace(world, lambda: advice(feed, look(setup.loader.megapixels)), logger)
+    logger.watch_pace = Pace(world, Advisor(feed, lambda: setup.loader.megapixels), logger)
     settings = LoopSettings(
         args.seed,
         args.log_interval,
