@@ -73,8 +73,8 @@ def premultiplied() -> bytes:
     return bytes(image.tiffsave_buffer(premultiply=True))
 
 
-def inverted_cmyk() -> bytes:
-    """CMYK that does not say that it is Adobe's, as which Pillow reads it all the same."""
+def cmyk_without_adobe() -> bytes:
+    """CMYK that does not say that it is inverted, as Adobe's; to Pillow it is."""
     data = encoded(picture().convert("CMYK"), "JPEG", quality=95)
     start = data.index(b"\xff\xee")
     return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4], "big") :]
@@ -112,7 +112,7 @@ IMAGES |= {
     "jpeg": lambda: encoded(picture(), "JPEG", quality=95),
     "jpeg gray": lambda: encoded(picture().convert("L"), "JPEG", quality=95),
     "jpeg cmyk": lambda: encoded(picture().convert("CMYK"), "JPEG", quality=95),
-    "jpeg cmyk not of adobe": inverted_cmyk,
+    "jpeg cmyk not of adobe": cmyk_without_adobe,
     "jpeg progressive": lambda: encoded(picture(), "JPEG", quality=95, progressive=True),
     "jpeg turned": lambda: encoded(picture(), "JPEG", quality=95, exif=turned()),
 }

@@ -227,7 +227,7 @@ def _loader(image: Image.Image) -> tuple[str, float]:
     info, tags = image.info, getattr(image, "tag_v2", {})
     if image.mode not in _STREAMED_MODES:
         return "", _PILLOW_BYTES
-    if isinstance(image, JpegImagePlugin.JpegImageFile) and (image.mode != "CMYK" or "adobe" in info):
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
         return "jpeg", 2 * _samples(image) if "progressive" in info else 0  # 16-bit coefficients
     if image.format == "PNG":
         return "png", 8 if info.get("interlace") else 0
