@@ -238,7 +238,8 @@ def _loader(image: Image.Image) -> tuple[str, float]:
     plain = all(tags.get(tag, value) == value for tag, value in _PLAIN_TIFF.items()) and not premultiplied
     if image.format == "TIFF" and plain and info.get("compression") in _STREAMED_TIFF:
         rows = tags.get(_TILE_ROWS) or tags.get(_STRIP_ROWS, image.height)  # which are decoded at once
-        return "tiff", 2 * len(image.getbands()) * min(rows / image.height, 1)
+        packed = info["compression"] != "raw"
+        return "tiff", 2 * len(image.getbands()) * min(rows / image.height, 1) if packed else 0
     return "", _PILLOW_BYTES
 
 
