@@ -73,8 +73,8 @@ def premultiplied() -> bytes:
     return bytes(image.tiffsave_buffer(premultiply=True))
 
 
-def inverted_cmyk() -> bytes:
-    """CMYK that does not say that it is Adobe's, as which Pillow reads it all the same."""
+def cmyk_without_adobe() -> bytes:
+    """CMYK that does not say that it is inverted, as Adobe's; to Pillow it is."""
     data = encoded(picture().convert("CMYK"), "JPEG", quality=95)
     start = data.index(b"\xff\xee")
     return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4], "big") :]
@@ -92,6 +92,7 @@ IMAGES = {
     "png 16 bits": lambda: sixteen_bits("PNG"),
     "png interlaced": lambda: bytes(pyvips.Image.new_from_array(np.asarray(picture())).pngsave_buffer(interlace=True)),
     "tiff": lambda: encoded(picture(), "TIFF", compression="tiff_lzw"),
+    "tiff of one strip": lambda: encoded(picture(), "TIFF", compression="tiff_lzw", tiffinfo={278: 240}),
     "tiff jpeg": lambda: encoded(picture(), "TIFF", compression="jpeg", quality=95),
     "tiff tiled": lambda: bytes(pyvips.Image.new_from_array(np.asarray(picture())).tiffsave_buffer(tile=True)),
     "tiff white is 0": lambda: bytes(
@@ -112,7 +113,7 @@ IMAGES |= {
     "jpeg": lambda: encoded(picture(), "JPEG", quality=95),
     "jpeg gray": lambda: encoded(picture().convert("L"), "JPEG", quality=95),
     "jpeg cmyk": lambda: encoded(picture().convert("CMYK"), "JPEG", quality=95),
-    "jpeg cmyk not of adobe": inverted_cmyk,
+    "jpeg cmyk not of adobe": cmyk_without_adobe,
     "jpeg progressive": lambda: encoded(picture(), "JPEG", quality=95, progressive=True),
     "jpeg turned": lambda: encoded(picture(), "JPEG", quality=95, exif=turned()),
 }
@@ -215,13 +216,13 @@ def test_gray_of_more_than_8_bits_is_refused(mode: str) -> None:
 
 
 def test_what_can_not_be_streamed_needs_memory() -> None:
-    for name in ("jpeg progressive", "png interlaced", "webp", "tiff turned"):
+    for name in ("jpeg progressive", "png interlaced", "webp", "tiff turned", "tiff of one strip"):
         data = IMAGES[name]()
         with pytest.raises(BadImage, match="320|240.*--memory"):
             shrink(data, 100, memory=100_000)
         shrink(data, 100, memory=2_000_000)
-    for name in ("jpeg", "png", "tiff"):
-        shrink(IMAGES[name](), 100, memory=0)
+    for name in ("jpeg", "png", "tiff tiled"):
+        shrink(IMAGES[name](), 100, memory=320 * 128 * 6)  # the tiles of a row are decoded together
         with pytest.raises(BadImage, match="row of tiles"), Picture(IMAGES[name](), memory=100_000) as opened:
             list(opened.tiles(100))
 

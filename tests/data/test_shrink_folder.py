@@ -256,7 +256,7 @@ def test_bad_arguments(arguments: list[str], data: Path, tmp_path: Path, capsys:
 
 
 def test_memory_is_limited(data: Path, tmp_path: Path) -> None:
-    lines = shrink_folder(str(data), str(tmp_path / "out"), Settings(max_side=100), workers=1, memory=1000)
+    lines = shrink_folder(str(data), str(tmp_path / "out"), Settings(max_side=100), workers=1, memory=100_000)
     assert [line for line in lines if "b.webp: WEBP of 200 x 150 pixels (RGB) can't be streamed" in line]
     assert "4 made smaller, 1 left out" in " ".join(lines)
 

@@ -387,7 +387,7 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 
 @contextmanager
-def pillow_errors(max_pixels: int | None) -> Iterator[None]:
+def pillow_errors(max_pixels: int) -> Iterator[None]:
     """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
     try:
         with _PROCESS.settings(max_pixels):

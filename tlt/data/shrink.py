@@ -35,6 +35,7 @@ _STREAMED_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 _STREAMED_TIFF = ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "group3", "group4", "tiff_ccitt", "jpeg")
 _PLAIN_TIFF = {274: 1, 284: 1}  # orientation and planes: Pillow turns what is to be turned
 _EXTRA_SAMPLES, _PREMULTIPLIED = 338, 1
+_STRIP_ROWS, _TILE_ROWS = 278, 323
 
 _ANY_SIZE = 2**62  # pixels
 _ROWS_AT_ONCE = 32
@@ -179,6 +180,8 @@ class Picture:
         options: dict[str, Any] = {"access": "sequential", "fail_on": "error"}
         if factor > 1:
             options["shrink"] = factor
+        if self.header.loader == "tiff":
+            options["unlimited"] = True  # strips above 50 MB too: `memory` is the limit
         load = getattr(_libvips().Image, f"{self.header.loader}load_source")
         return _as_rgb(load(self._source(), **options))
 
@@ -227,14 +230,16 @@ def _loader(image: Image.Image) -> tuple[str, float]:
     info, tags = image.info, getattr(image, "tag_v2", {})
     if image.mode not in _STREAMED_MODES:
         return "", _PILLOW_BYTES
-    if isinstance(image, JpegImagePlugin.JpegImageFile) and (image.mode != "CMYK" or "adobe" in info):
+    if isinstance(image, JpegImagePlugin.JpegImageFile):
         return "jpeg", 2 * _samples(image) if "progressive" in info else 0  # 16-bit coefficients
     if image.format == "PNG":
         return "png", 8 if info.get("interlace") else 0
     premultiplied = _PREMULTIPLIED in tags.get(_EXTRA_SAMPLES, ())
     plain = all(tags.get(tag, value) == value for tag, value in _PLAIN_TIFF.items()) and not premultiplied
     if image.format == "TIFF" and plain and info.get("compression") in _STREAMED_TIFF:
-        return "tiff", 0
+        rows = tags.get(_TILE_ROWS) or tags.get(_STRIP_ROWS, image.height)  # which are decoded at once
+        packed = info["compression"] != "raw"
+        return "tiff", 2 * len(image.getbands()) * min(rows / image.height, 1) if packed else 0
     return "", _PILLOW_BYTES
 
 
