@@ -123,7 +123,7 @@ def train_loader(
         args.drop_last,
     )
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _backend(args), args.compat or ()),
+        TrainDataset(folder, config, args.seed, labels, _backend(args, world), args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
@@ -142,7 +142,7 @@ def validation_loader(
         settings["crop_mode"],
         settings["interpolation"],
         fill=[min(255, round(255 * value)) for value in settings["mean"]],
-        backend=_backend(args),
+        backend=_backend(args, world),
     )
     return EvalLoader(
         dataset,
@@ -155,16 +155,17 @@ def validation_loader(
     )
 
 
-def _backend(args: Namespace) -> Backend:
-    return (
-        SyntheticBackend() if args.data_backend == "synthetic" else create_backend(args.data_backend, args.max_pixels)
-    )
+def _backend(args: Namespace, world: World) -> Backend:
+    if args.data_backend == "synthetic":
+        return SyntheticBackend()
+    return create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
 
 
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
     return {
         "device": world.device,
         "workers": args.workers,
+        "worker_type": args.worker_type or "process",
         "pin_memory": args.pin_mem,
         "prefetch": not args.no_prefetcher,
         "timeout": float(args.loader_timeout),
