@@ -7,6 +7,7 @@ import multiprocessing
 import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,10 +120,10 @@ def test_what_is_printed_follows_from_what_was_timed(capsys: pytest.CaptureFixtu
 def test_a_backend_that_is_not_there_is_a_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_dali(name: str) -> Backend:
+    def without_dali(name: str, **options: Any) -> Backend:
         if name.startswith("dali"):
             raise UserError("nvidia-dali is not installed: pip install 'volo[dali]'")
-        return create_backend(name)
+        return create_backend(name, **options)
 
     monkeypatch.setattr(data, "create_backend", without_dali)
     assert cli.benchmark([*LINE.split(), "--workers", "0", "--aa", "none"]) == 0

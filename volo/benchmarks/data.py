@@ -129,7 +129,8 @@ def _dataset(case: Case, name: str) -> TrainDataset:
     if name == SyntheticBackend.name:
         images = synthetic_folder(len(case.folder), len(case.folder.class_names))
         return TrainDataset(images, case.config, 0, SyntheticLabels(images), SyntheticBackend())
-    return TrainDataset(case.folder, case.config, 0, case.labels, create_backend(name))
+    backend = create_backend(name, threads=case.workers, device=case.device)
+    return TrainDataset(case.folder, case.config, 0, case.labels, backend)
 
 
 def _finish(case: Case, part: str) -> Callable[[Tensor, Plan], Tensor]:
