@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tlt.archive import LabelArchive
 from tlt.data.dataset import TrainDataset
-from tlt.data.decode import create_backend
+from tlt.data.decode import BACKENDS, create_backend
 from tlt.data.device_stage import DeviceStage
 from tlt.data.folder import ImageFolder
 from tlt.data.index_stream import IndexStream
@@ -109,7 +109,9 @@ def measure(recipe: str, case: Case, backends: Sequence[str], rounds: int) -> Ti
     missing = {}
     for name in backends:
         try:
-            epochs |= {Arm(name, part): our_loader(case, name, part) for part in (CROPS, BATCHES)}
+            for kind in worker_types(name, case.workers):
+                shown = f"{name}, threads" if kind == "thread" else name
+                epochs |= {Arm(shown, part): our_loader(case, name, part, kind) for part in (CROPS, BATCHES)}
         except UserError as error:
             missing[name] = str(error)
     arms = {arm: _Pass(case.device, epoch) for arm, epoch in epochs.items()}
@@ -117,11 +119,16 @@ def measure(recipe: str, case: Case, backends: Sequence[str], rounds: int) -> Ti
     return Timed(recipe, case.workers, found["wall"], found["cpu"], missing)
 
 
-def our_loader(case: Case, name: str, part: str) -> Epoch:
+def worker_types(name: str, workers: int) -> tuple[str, ...]:
+    """The kinds of workers to measure a backend with; DALI has threads anyway."""
+    return ("process", "thread") if workers and name in BACKENDS else ("process",)
+
+
+def our_loader(case: Case, name: str, part: str, worker_type: str = "process") -> Epoch:
     """Our training loader. Raises UserError: the backend can't be had here."""
     dataset, stage = _dataset(case, name), _finish(case, part)
     stream = IndexStream(len(dataset), case.batch_size, 0)
-    loader = TrainLoader(dataset, stream, stage, case.device, case.workers, pin_memory=True)
+    loader = TrainLoader(dataset, stream, stage, case.device, case.workers, pin_memory=True, worker_type=worker_type)
     return lambda number: (batch.images for _, _, batch in loader.epoch(number))
 
 

@@ -35,7 +35,7 @@ PACKED, LIST = "names in one block", "a list of str instead"
 WORKERS = (0, 2, 4)
 _CLASSES = 1000
 _SMALLER = 100  # one in so many entries, for comparison
-_LOADED = 100_000  # images loaded in a measurement
+_LOADED = 50_000  # images loaded in a measurement
 _BATCH = 128
 
 
