@@ -172,7 +172,7 @@ def test_memory_is_told_of_two_sizes(capsys: pytest.CaptureFixture[str], monkeyp
     ]
     assert all(row["pss"] >= row["anonymous"] > 0 for row in rows)
     assert rows[3]["anonymous_per_worker"] == rows[3]["anonymous"] - rows[2]["anonymous"]
-    assert rows[2]["anonymous_per_worker"] is None
+    assert rows[2]["anonymous_per_worker"] is None and rows[4]["anonymous_per_worker"] is None
 
 
 @LINUX

@@ -98,9 +98,9 @@ def show_memory(args: Namespace, found: Sequence[Measured]) -> str:
 
 
 def _each(row: Measured, found: Sequence[Measured]) -> float | None:
-    """Bytes that a worker adds to the anonymous memory of the main process alone with `PACKED` names."""
-    alone = {other.entries: other.anonymous for other in found if not other.workers and other.names == PACKED}
-    return (row.anonymous - alone[row.entries]) / row.workers if row.workers else None
+    """Bytes that a worker adds to the anonymous memory of the main process alone."""
+    alone = {other.entries: other.anonymous for other in found if not other.workers}
+    return (row.anonymous - alone[row.entries]) / row.workers if row.workers and row.names == PACKED else None
 
 
 def _who(workers: int) -> str:
