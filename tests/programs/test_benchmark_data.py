@@ -14,7 +14,7 @@ from timm.data.auto_augment import NAME_TO_OP
 
 from tlt.data.plan import AugmentConfig
 from volo import cli
-from volo.benchmarks import augmentation, labels
+from volo.benchmarks import augmentation, images, labels
 from volo.benchmarks.published_order import _MOVES, PublishedOrder, moved
 from volo.benchmarks.rounds import Timing, interleaved
 
@@ -88,8 +88,8 @@ def test_labels_table_and_json_agree_and_pages_are_shared(
 
 def _case(root: Path, config: AugmentConfig) -> augmentation.Case:
     args = Namespace(data_dir="", images=5, image_size=[50, 40])
-    folder = augmentation.choose_images(args, root)
-    return augmentation.Case(folder, augmentation.make_labels(root / "labels", folder), config, 3)
+    folder = images.choose_images(args, root)
+    return augmentation.Case(folder, images.make_labels(root / "labels", folder), config, 3)
 
 
 def test_every_augmentation_makes_the_same_crops_of_the_same_images(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_every_augmentation_makes_the_same_crops_of_the_same_images(tmp_path: Pa
     for name in (augmentation.TIMM, augmentation.PUBLISHED):
         difference = made[name].int() - made[augmentation.OURS].int()
         assert difference.abs().max() <= 2, name
-    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (augmentation._MEAN, augmentation._STD))
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (images.MEAN, images.STD))
     torch.testing.assert_close(made[augmentation.STAGED], (made[augmentation.OURS] / 255 - mean) / std)
     ours, published = (augmentation.arms(case)[name].load for name in (augmentation.OURS, augmentation.PUBLISHED))
     key = next(case.batches(1))
@@ -164,7 +164,7 @@ def test_augmentation_json_follows_from_what_was_timed(capsys: pytest.CaptureFix
 
 
 def test_images_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    augmentation.make_images(tmp_path / "train", 7, (40, 30))
+    images.make_images(tmp_path / "train", 7, (40, 30))
     line = f"augmentation --data-dir {tmp_path} --img-size 16 --rounds 1 --workers 0 --images"
     assert cli.benchmark([*line.split(), "4"]) == 0
     assert "4 images (the first 40 x 30)" in capsys.readouterr().out

@@ -14,9 +14,7 @@ Labels are read out of an archive in every arm that has them, so that the arms d
 from __future__ import annotations
 
 import json
-import os
 import random
-import statistics
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -31,30 +29,24 @@ import torch
 import torchvision
 from PIL import Image
 from timm.data import create_transform
-from timm.data.auto_augment import RandAugment
 from timm.data.loader import fast_collate
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tlt.archive import LabelArchive
-from tlt.archive_writer import ArchiveWriter, make_header
 from tlt.data.dataset import BatchKey, HostBatch, TrainDataset
 from tlt.data.device_stage import DeviceStage
-from tlt.data.folder import ImageFolder, find_split, scan_folder
+from tlt.data.folder import ImageFolder
 from tlt.data.index_stream import IndexStream
 from tlt.data.loader import TrainLoader
 from tlt.data.plan import AugmentConfig
 from tlt.data.workers import PREFETCH_FACTOR
-from tlt.errors import UserError
-from volo.benchmarks.labels import Sizes, random_maps
-from volo.benchmarks.published_order import PublishedOrder, keep_a_bit
+from volo.benchmarks.images import MEAN, STD, TimmImages, choose_images, described, make_labels, timm_options
+from volo.benchmarks.published_order import PublishedOrder
 from volo.benchmarks.rounds import Timing, Work, interleaved, machine
 
 OURS, STAGED, TIMM, PUBLISHED = "ours", "ours + stage", "timm, no labels", "published"
 RATIOS = ((OURS, PUBLISHED), (STAGED, PUBLISHED), (OURS, TIMM))
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_QUALITY = 90
-_CLASSES = 1000
 
 
 class Case(NamedTuple):
@@ -88,45 +80,6 @@ def run(args: Namespace) -> int:
     finally:
         torch.set_num_threads(threads)
     return 0
-
-
-def choose_images(args: Namespace, root: Path) -> ImageFolder:
-    """`--images` of the images in `--data-dir`, evenly spread, or so many made for this purpose."""
-    if not args.data_dir:
-        make_images(root / "images", args.images, tuple(args.image_size))
-        return scan_folder(str(root / "images"))
-    folder = scan_folder(find_split(args.data_dir, "train", allow_root=True))
-    if len(folder) < args.images:
-        raise UserError(f"--images {args.images}: --data-dir {args.data_dir} holds {len(folder)}; ask for no more")
-    rows = np.linspace(0, len(folder) - 1, args.images).round().astype(int)
-    return folder.select(rows)
-
-
-def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
-    """JPEG files of `size` (width, height) with gradients, soft shapes and noise, as large as photographs': 95 kB at
-    500 x 375."""
-    generator = np.random.default_rng(0)
-    for number in range(count):
-        path = root / f"class{number % 10}" / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        coarse = generator.integers(0, 256, (7, 9, 3), dtype=np.uint8)
-        fine = generator.integers(0, 256, (size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
-        layers = [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC), float) for x in (coarse, fine)]
-        noise = generator.normal(0, 14, (size[1], size[0], 1))
-        pixels = 0.75 * layers[0] + 0.25 * layers[1] + noise
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=_QUALITY)
-
-
-def make_labels(root: Path, folder: ImageFolder) -> LabelArchive:
-    """Random labels of the published kind (5 of 1000 classes, 18 x 18 cells) for the images, in an archive."""
-    sizes = Sizes(len(folder), 5, (18, 18), _CLASSES)
-    files = [f"{name}.pt" for name in folder.paths]
-    header = make_header((sizes.top_k, *sizes.map_size), _CLASSES, folder.paths, files)
-    writer = ArchiveWriter(root, header, folder.paths, files)
-    for row, label_map in enumerate(random_maps(sizes)):
-        writer.write(row, label_map)
-    writer.finish()
-    return LabelArchive(root, folder.paths, num_classes=_CLASSES)
 
 
 def arms(case: Case) -> dict[str, Work]:
@@ -165,7 +118,7 @@ def _ours(case: Case) -> Callable[[BatchKey], HostBatch]:
 
 
 def _staged(case: Case) -> Callable[[BatchKey], Tensor]:
-    dataset, stage = _train_dataset(case), DeviceStage(case.config, _MEAN, _STD)
+    dataset, stage = _train_dataset(case), DeviceStage(case.config, MEAN, STD)
 
     def load(key: BatchKey) -> Tensor:
         batch = dataset.load(key)
@@ -177,8 +130,15 @@ def _staged(case: Case) -> Callable[[BatchKey], Tensor]:
 
 
 def _timm(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
-    dataset = TimmImages(case)
+    dataset = _timm_images(case)
     return lambda key: fast_collate([dataset[index] for index in key.indices])
+
+
+def _timm_images(case: Case) -> TimmImages:
+    dataset = TimmImages(case.folder)
+    dataset.transform = create_transform(case.config.size, use_prefetcher=True, **timm_options(case.config))
+    dataset.keep_a_bit()
+    return dataset
 
 
 def _published(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
@@ -191,43 +151,12 @@ def _published(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
     return lambda key: fast_collate([item(index) for index in key.indices])
 
 
-class TimmImages(Dataset[tuple[np.ndarray, int]]):
-    """The images as timm's `ImageDataset` reads them, under timm's training transform for its prefetching loader."""
-
-    def __init__(self, case: Case) -> None:
-        config = case.config
-        self.folder = case.folder
-        self.transform = create_transform(
-            config.size,
-            is_training=True,
-            use_prefetcher=True,
-            scale=config.scale,
-            ratio=config.ratio,
-            hflip=config.hflip,
-            auto_augment=config.auto_augment,
-            interpolation=config.interpolation,
-            color_jitter=config.color_jitter,
-            mean=_MEAN,
-            std=_STD,
-        )
-        for step in self.transform.transforms:
-            if isinstance(step, RandAugment):
-                keep_a_bit(step)
-
-    def __len__(self) -> int:
-        return len(self.folder)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        with Image.open(self.folder.path(index)) as image:
-            return self.transform(image.convert("RGB")), int(self.folder.classes[index])
-
-
 def worker_arms(case: Case, workers: int) -> dict[str, Work]:
     """The same with worker processes, up to the batch in the main process: every image once a round."""
     stream = IndexStream(len(case.folder), case.batch_size, 0)
     ours = TrainLoader(_train_dataset(case), stream, lambda images, plan: images, workers=workers)
     other = DataLoader(
-        TimmImages(case),
+        _timm_images(case),
         case.batch_size,
         shuffle=True,
         num_workers=workers,
@@ -246,13 +175,6 @@ def _ratios(times: dict[str, Timing]) -> dict[str, float]:
     return {f"{one}/{other}": times[other].median / times[one].median for one, other in RATIOS if other in times}
 
 
-def _described(case: Case) -> str:
-    sizes = [os.path.getsize(case.folder.path(index)) for index in range(len(case.folder))]
-    with Image.open(case.folder.path(0)) as first:
-        shape = f"{first.width} x {first.height}"
-    return f"{len(sizes)} images (the first {shape}), {statistics.mean(sizes) / 1e3:.0f} kB each"
-
-
 def _json(args: Namespace, case: Case, alone: dict[str, Timing], together: dict[str, Timing]) -> str:
     parts = {"one process": (alone, 0), "workers": (together, args.workers)}
     results = {
@@ -264,13 +186,13 @@ def _json(args: Namespace, case: Case, alone: dict[str, Timing], together: dict[
         for name, (times, workers) in parts.items()
         if times
     }
-    return json.dumps({"images": _described(case), "size": case.config.size, "machine": machine(), **results})
+    return json.dumps({"images": described(case.folder), "size": case.config.size, "machine": machine(), **results})
 
 
 def _table(args: Namespace, case: Case, alone: dict[str, Timing], together: dict[str, Timing]) -> str:
     (height, width), policy = case.config.size, case.config.auto_augment or "no RandAugment"
     lines = [
-        f"augmentation: {_described(case)}, in the page cache; to {height} x {width}, {policy}, "
+        f"augmentation: {described(case.folder)}, in the page cache; to {height} x {width}, {policy}, "
         f"batches of {case.batch_size}",
         f"{machine()}; torchvision {torchvision.__version__}, timm {timm.__version__}, Pillow {PIL.__version__}",
         f"one process, one thread{'':9}{'images/s':>10}{'per image':>12}{'rounds':>16}",

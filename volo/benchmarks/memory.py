@@ -15,7 +15,7 @@ import torch
 from tlt.errors import UserError
 
 Result = TypeVar("Result")
-_STATUS, _RESET, _ROLLUP = (Path("/proc/self") / name for name in ("status", "clear_refs", "smaps_rollup"))
+_STATUS, _RESET = (Path("/proc/self") / name for name in ("status", "clear_refs"))
 
 
 def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
@@ -66,20 +66,24 @@ class Resident:
         rss: All of them; pages that processes share count in each.
         pss: A page that n processes share counts 1/n.
         private: Pages that no other process has.
+        anonymous: As `pss`, of memory that isn't a file's: only a process and those that it forked share that.
     """
 
     rss: int
     pss: int
     private: int
+    anonymous: int
 
     def __sub__(self, before: Resident) -> Resident:
-        return Resident(self.rss - before.rss, self.pss - before.pss, self.private - before.private)
+        return Resident(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
 
 
-def resident() -> Resident | None:
-    """Memory of this process; None where the system doesn't tell (Linux does)."""
-    if not _ROLLUP.exists():
+def resident(pid: int | None = None) -> Resident | None:
+    """Memory of a process, of this one by default; None where the system doesn't tell (Linux does)."""
+    rollup = Path("/proc") / ("self" if pid is None else str(pid)) / "smaps_rollup"
+    if not rollup.exists():
         return None
-    fields = re.findall(r"^(\w+):\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
+    fields = re.findall(r"^(\w+):\s+(\d+) kB$", rollup.read_text(), re.MULTILINE)
     sizes = {name: int(number) * 1024 for name, number in fields}
-    return Resident(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
+    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return Resident(sizes["Rss"], sizes["Pss"], private, sizes.get("Pss_Anon", sizes["Pss"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -89,6 +90,56 @@ _AUGMENTATION = (
             flag("--workers", default=2, type=COUNT, metavar="N", help="worker processes of the second part; 0: none"),
             *_OUTPUT,
         ),
+    ),
+)
+
+DATA_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu", "synthetic")
+_DATA_TIMED = (
+    Group(
+        "Images",
+        (
+            flag(
+                "--backend",
+                default=["all"],
+                nargs="+",
+                choices=("all", *DATA_BACKENDS),
+                help="loaders of ours; those that can't be had here are told in a row",
+            ),
+            *_AUGMENTATION[0].flags,
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--rounds", default=5, type=POSITIVE, metavar="N", help="rounds of all loaders; the median counts"),
+            flag(
+                "--workers", default=2, type=COUNT, metavar="N", help="data workers, measured after none; 0: none alone"
+            ),
+        ),
+    ),
+)
+_DATA = (
+    *_DATA_TIMED,
+    Group(
+        "Memory",
+        (
+            flag(
+                "--entries",
+                default=0,
+                type=COUNT,
+                metavar="N",
+                help="measure the memory of 0, 2 and 4 workers with so many made-up images instead",
+            ),
+        ),
+    ),
+    Group("Output", _OUTPUT),
+)
+_DATA_NEEDS = (
+    Need(
+        tuple(row.dest for group in _DATA_TIMED for row in group.flags),
+        "timing: leave out --entries",
+        lambda a: not a.entries,
     ),
 )
 
@@ -237,6 +288,9 @@ COMMANDS: dict[str, Command] = {
     "augmentation": Command(
         "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
     ),
+    "data": Command(
+        "Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA, _DATA_NEEDS
+    ),
     "scaling": Command("Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING, _SCALING_NEEDS),
 }
 
@@ -254,7 +308,8 @@ def benchmark_parser(command: str | None = None) -> FlagParser:
 
 
 def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse benchmark.py's command line. Returns one attribute per flag of the subcommand, and `command`.
+    """Parse benchmark.py's command line. Returns one attribute per flag of the subcommand, `command`, and
+    `command_line` as one would type it.
 
     Raises:
         UserError: An unknown subcommand or flag, a wrong value, or a flag that would have no effect.
@@ -262,6 +317,8 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
     words = sys.argv[1:] if argv is None else list(argv)
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
     parser = benchmark_parser(command)
-    args = Namespace(command=command, **vars(parser.parse_args(words[1:])))
+    args = Namespace(
+        command=command, command_line=shlex.join(["benchmark.py", *words]), **vars(parser.parse_args(words[1:]))
+    )
     check_needs(args, parser.flags, COMMANDS[command].needs)
     return args

@@ -1,6 +1,6 @@
 """Measure this machine.
 
-    python benchmark.py loss | labels | augmentation | alignment | checkpoint | scaling      [--help]
+    python benchmark.py loss | labels | augmentation | data | alignment | checkpoint | scaling      [--help]
 
 Every subcommand is a module of `volo.benchmarks` and compares the alternatives in one run.
 """
