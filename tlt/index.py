@@ -73,9 +73,7 @@ def _index_split(root: str, workers: int | None, out: str | None, decode: bool) 
     if not is_sharded(root):
         return _index_folder(root, workers, out or index_file(root), decode)
     if decode:
-        raise UserError(
-            f"--decode: {printable(root)} holds shards, of whose images the headers are read; leave it out"
-        )
+        raise UserError(f"--decode: {printable(root)} holds shards, of whose images the headers are read; leave it out")
     return index_shards(root, out, available_cpus() if workers is None else workers)
 
 
