@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from tlt.data.folder import printable
@@ -58,7 +59,7 @@ class LabelStore:
         self.warnings: list[str] = []
         self.metadata: TreeMetadata | None = None
         self._names = names if isinstance(names, Names) else Names(names)
-        self._faults: list[tuple[str, str]] = []
+        self._faults: dict[int, list[tuple[str, str]]] = {}  # by thread
         self._missing: set[int] = set()
 
     def __len__(self) -> int:
@@ -100,14 +101,13 @@ class LabelStore:
         except UserError as error:
             if self.bad_label == "stop":
                 raise
-            self._faults.append((self._names[index], str(error)))
+            self._faults.setdefault(get_ident(), []).append((self._names[index], str(error)))
             return self._replacement()
         return label_map
 
     def take_faults(self) -> list[tuple[str, str]]:
-        """(image, reason) of the maps replaced by `read` since the last call, in this process."""
-        faults, self._faults = self._faults, []
-        return faults
+        """(image, reason) of the maps replaced by `read` since the last call, in this thread."""
+        return self._faults.pop(get_ident(), [])
 
     def _replacement(self) -> LabelMap:
         return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)

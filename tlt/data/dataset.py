@@ -72,7 +72,7 @@ class HostBatch:
     """What a worker returns. B can be smaller than asked for in evaluation."""
 
     key: BatchKey
-    images: Tensor  # (B, 3, H, W) uint8
+    images: Tensor  # (B, 3, H, W) uint8; on the training device already where the backend decodes there
     classes: Tensor  # (B,) int64
     indices: Tensor  # (B,) int64, of the images that were loaded
     sizes: Tensor  # (B, 2) int64 width, height of the images' files
@@ -85,7 +85,8 @@ class HostBatch:
 
     def pin_memory(self) -> HostBatch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""
-        tensors = {name: getattr(self, name).pin_memory() for name in _TENSORS}
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors = {name: part if part.is_cuda else part.pin_memory() for name, part in tensors.items()}
         return replace(self, labels=self.labels.pin_memory() if self.labels else None, **tensors)
 
 

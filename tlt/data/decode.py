@@ -12,9 +12,10 @@ import io
 import math
 import os
 import stat
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,7 @@ _PIL_FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _TORCH_FILTERS = ("bilinear", "bicubic")
+_DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 INTERPOLATIONS = tuple(_PIL_FILTERS)
 
 Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
@@ -88,11 +90,15 @@ class Decoded:
 class Backend:
     """Where pixels come from: decodes, crops and resizes, and does nothing at random.
 
-    `decode` is one image's, `decode_batch` a batch's, which is what loaders call. Objects of a backend that works in
-    data workers are picklable.
+    `decode` is one image's, `decode_batch` a batch's, which is what loaders call, several threads at once.
+    Objects of a backend that works in worker processes are picklable.
+
+    Attributes:
+        in_threads: It works in threads of the training process alone.
     """
 
     name: str
+    in_threads = False
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self.max_pixels = max_pixels
@@ -168,14 +174,29 @@ class TorchvisionBackend(PilBackend):
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
 
 
-def create_backend(name: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> Backend:
-    """The file backend of a name of `BACKENDS`.
+DALI_BACKENDS = ("dali-cpu", "dali-gpu")  # `tlt.data.dali`, an optional package
+
+
+def create_backend(
+    name: str, max_pixels: int = DEFAULT_MAX_PIXELS, threads: int = 1, device: torch.device | str = "cpu"
+) -> Backend:
+    """The file backend of a name of `BACKENDS` or `DALI_BACKENDS`.
+
+    Args:
+        max_pixels: Larger images are bad.
+        threads: CPU threads of a DALI backend.
+        device: Training device, on which dali-gpu decodes.
 
     Raises:
-        UserError: Unknown name.
+        UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
     """
+    if name in DALI_BACKENDS:
+        from tlt.data.dali import DaliBackend
+
+        return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None)
     if name not in BACKENDS:
-        raise UserError(f"--data-backend {name}: known ones for image files are {', '.join(BACKENDS)}")
+        known = ", ".join((*BACKENDS, *DALI_BACKENDS))
+        raise UserError(f"--data-backend {name}: known ones for image files are {known}")
     return BACKENDS[name](max_pixels)
 
 
@@ -326,9 +347,7 @@ def _to_tensor(image: Image.Image) -> Tensor:
 
 def _decode_jpeg(encoded: Encoded) -> Tensor:
     raw = torch.frombuffer(encoded.data, dtype=torch.uint8)
-    with warnings.catch_warnings():
-        # torchvision >= 0.29 announces the end of its decoders with every call.
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with _PROCESS.settings():  # torchvision >= 0.29 announces the end of its decoders with every call
         try:
             pixels = decode_jpeg(raw, ImageReadMode.RGB)  # (3, H, W), EXIF orientation not applied
         except RuntimeError as error:
@@ -346,12 +365,10 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 @contextmanager
 def pillow_errors(max_pixels: int | None) -> Iterator[None]:
-    """Run Pillow with our pixel limit (None: none) and turn whatever a damaged file makes it raise into BadImage."""
-    saved = Image.MAX_IMAGE_PIXELS
-    Image.MAX_IMAGE_PIXELS = max_pixels
+    """Run Pillow with room for our pixel limit (None: none) and turn whatever a damaged file makes it raise into
+    BadImage."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _PROCESS.settings(UNLIMITED if max_pixels is None else max_pixels):
             yield
     except (BadImage, MemoryError):
         raise
@@ -364,8 +381,38 @@ def pillow_errors(max_pixels: int | None) -> Iterator[None]:
     except Exception as error:
         # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
         raise BadImage(f"{_first_line(error) or type(error).__name__}") from error
-    finally:
-        Image.MAX_IMAGE_PIXELS = saved
+
+
+class _Process:
+    """Pillow's pixel limit and the filters of warnings belong to the process: of all threads that decode, the first one
+    in changes them, and the last one out sets them back. Other code may run meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = ExitStack()
+
+    @contextmanager
+    def settings(self, max_pixels: int = 0) -> Iterator[None]:
+        """No warnings of decoders, and room for `max_pixels` with Pillow; `check_size` knows lower limits."""
+        with self._lock:
+            if not self._inside:
+                self._before.enter_context(warnings.catch_warnings())
+                self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+                warnings.filterwarnings("ignore", module=_DECODERS)
+            self._inside += 1
+            if Image.MAX_IMAGE_PIXELS is not None:
+                Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._before.close()
+
+
+_PROCESS = _Process()
 
 
 def _first_line(error: Exception) -> str:

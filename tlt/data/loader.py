@@ -1,4 +1,4 @@
-"""Loaders: worker processes make host batches, the device stage finishes them, one batch ahead on CUDA.
+"""Loaders: workers make host batches, the device stage finishes them, one batch ahead on CUDA.
 
 What is loaded is a function of (seed, epoch, index stream); workers, pinning and prefetching change nothing. No loader
 holds random state, and none touches torch's.
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, Skipped, TrainDataset
+from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, HostBatch, Skipped, TrainDataset
 from tlt.data.folder import printable
 from tlt.data.index_stream import IndexStream, eval_indices
 from tlt.data.plan import Plan
+from tlt.data.threads import ThreadWorkers
 from tlt.data.workers import Workers
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch
@@ -126,13 +127,14 @@ class TrainLoader:
         index_stream: Which images, in which order; cuts them into updates and micro-batches.
         device_stage: Finishes (images uint8 on the device, plan) to float32 images.
         device: Training device.
-        workers: Worker processes; 0 loads in this process.
+        workers: Worker processes or threads; 0 loads in this thread.
         pin_memory: Copy through page-locked memory (CUDA only).
         prefetch: On CUDA, copy and finish the next batch on a side stream while this one is trained on.
         persistent_workers: Keep the workers from epoch to epoch.
         timeout: Seconds to wait for a batch before giving up, naming the file in hand; 0 waits for ever. Without
             workers there is nobody to watch.
         skips: Counter of unreadable images; None: a new one with the default limit.
+        worker_type: "process", or "thread": threads of this process. A backend that needs threads has them anyway.
     """
 
     def __init__(
@@ -147,12 +149,13 @@ class TrainLoader:
         persistent_workers: bool = True,
         timeout: float = DEFAULT_TIMEOUT,
         skips: SkipCounter | None = None,
+        worker_type: str = "process",
     ) -> None:
         self.dataset = dataset
         self.index_stream = index_stream
         self.skips = skips or SkipCounter(len(dataset))
         self._shown = self._pixels = 0
-        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        self._workers = _workers(dataset, workers, worker_type, pin_memory, persistent_workers, timeout, device)
         self._feed = _Feed(functools.partial(_augmented, device_stage), torch.device(device), prefetch)
 
     def __len__(self) -> int:
@@ -216,13 +219,14 @@ class EvalLoader:
         world_size: int = 1,
         rank: int = 0,
         may_be_empty: bool = False,
+        worker_type: str = "process",
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self.may_be_empty = may_be_empty
         self.skips = skips or SkipCounter(len(dataset))
         self._indices = eval_indices(len(dataset), world_size, rank).tolist()
-        self._workers = Workers(dataset, workers, pin_memory, persistent_workers, timeout, torch.device(device))
+        self._workers = _workers(dataset, workers, worker_type, pin_memory, persistent_workers, timeout, device)
         self._feed = _Feed(lambda images, host: stage(images), torch.device(device), prefetch)
 
     def __len__(self) -> int:
@@ -246,6 +250,20 @@ class EvalLoader:
     def _keys(self) -> Iterator[BatchKey]:
         for start in range(0, len(self._indices), self.batch_size):
             yield BatchKey(0, tuple(self._indices[start : start + self.batch_size]))
+
+
+def _workers(
+    dataset: BatchDataset,
+    workers: int,
+    worker_type: str,
+    pin_memory: bool,
+    persistent: bool,
+    timeout: float,
+    device: torch.device | str,
+) -> Workers | ThreadWorkers:
+    if worker_type == "thread" or dataset.backend.in_threads:
+        return ThreadWorkers(dataset, workers, pin_memory, timeout, torch.device(device))
+    return Workers(dataset, workers, pin_memory, persistent, timeout, torch.device(device))
 
 
 def _augmented(stage: Callable[[Tensor, Plan], Tensor], images: Tensor, host: HostBatch) -> Tensor:
@@ -288,6 +306,9 @@ class _Feed:
 
     def _move(self, host: HostBatch) -> Batch:
         move = functools.partial(Tensor.to, device=self.device, non_blocking=True)
+        if host.images.is_cuda:
+            # Made on a stream of the thread that loaded it: see `_handed_over`.
+            host.images.record_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad():
             images = self.finish(move(host.images), host)
         return Batch(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
-from torch.utils.data import get_worker_info
+
+_OWN = threading.local()  # .slot: of a worker, be it a process or a thread
 
 
 class ReadingBoard:
@@ -17,15 +19,15 @@ class ReadingBoard:
         self._begun = torch.zeros(workers, dtype=torch.bool).share_memory_()
 
     def mark(self, index: int) -> None:
-        """Note that this process begins with image `index` (-1: with none)."""
-        worker = get_worker_info()
-        slot = 0 if worker is None else worker.id
+        """Note that this worker begins with image `index` (-1: with none)."""
+        slot = getattr(_OWN, "slot", 0)
         # monotonic() is one clock for all processes of a machine.
         self._since[slot] = time.monotonic()
         self._index[slot] = index
 
     def begin(self, worker: int) -> None:
         """Note, in a worker, that it has begun."""
+        _OWN.slot = worker
         self._begun[worker] = True
 
     def nobody_begun(self) -> None:

@@ -186,7 +186,9 @@ class Workers:
         if not self.workers:
             return None
         if isinstance(error, RuntimeError):
-            return self._hung() if "DataLoader timed out" in str(error) else worker_fault(error)
+            if "DataLoader timed out" in str(error):
+                return hung(self.dataset, self.loader.timeout)
+            return worker_fault(error)
         # A tensor could not be fetched from its worker. If that is because the worker died, torch's signal handler is
         # about to raise, here or in the middle of something else.
         try:
@@ -196,13 +198,15 @@ class Workers:
             return worker_fault(death)
         return None
 
-    def _hung(self) -> UserError:
-        limit = f"no batch after {self.loader.timeout:g} s (--loader-timeout)"
-        longest = self.dataset.board.longest()
-        if longest is None:
-            return UserError(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
-        path, seconds = printable(self.dataset.path(longest[0])), longest[1]
-        return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
+
+def hung(dataset: BatchDataset, timeout: float) -> UserError:
+    """What to tell when no batch has come for `timeout` seconds: which file is being read."""
+    limit = f"no batch after {timeout:g} s (--loader-timeout)"
+    longest = dataset.board.longest()
+    if longest is None:
+        return UserError(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
+    path, seconds = printable(dataset.path(longest[0])), longest[1]
+    return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
 
 
 def kill_workers() -> None:

@@ -129,7 +129,7 @@ def train_loader(
         args.drop_last,
     )
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _training_backend(args), args.compat or ()),
+        TrainDataset(folder, config, args.seed, labels, _training_backend(args, world), args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
@@ -148,7 +148,7 @@ def validation_loader(
         settings["crop_mode"],
         settings["interpolation"],
         fill=[min(255, round(255 * value)) for value in settings["mean"]],
-        backend=_backend(args),
+        backend=_backend(args, world),
     )
     return EvalLoader(
         dataset,
@@ -181,17 +181,17 @@ def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, all
     )
 
 
-def _backend(args: Namespace) -> Backend:
-    return (
-        SyntheticBackend() if args.data_backend == "synthetic" else create_backend(args.data_backend, args.max_pixels)
-    )
+def _backend(args: Namespace, world: World) -> Backend:
+    if args.data_backend == "synthetic":
+        return SyntheticBackend()
+    return create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
 
 
-def _training_backend(args: Namespace) -> Backend:
+def _training_backend(args: Namespace, world: World) -> Backend:
     """Validation keeps to the filters of other backends; training may decode huge images scaled down."""
     if args.data_backend == TorchvisionBackend.name:
         return TorchvisionBackend(args.max_pixels, dct_scaling=not args.full_decode)
-    return _backend(args)
+    return _backend(args, world)
 
 
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
@@ -200,6 +200,7 @@ def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[
     return {
         "device": world.device,
         "workers": args.workers,
+        "worker_type": args.worker_type or "process",
         "pin_memory": args.pin_mem,
         "prefetch": not args.no_prefetcher,
         "timeout": float(args.loader_timeout),

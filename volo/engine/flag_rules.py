@@ -203,6 +203,7 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need
     _check_refused(args, flags, _REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     _check_pixels(args)
+    _check_workers(args)
     return check_weights(args, flags, needs)
 
 
@@ -289,9 +290,20 @@ def _check_pixels(args: Namespace) -> None:
         raise UserError(f"{shown} and --img-size {args.img_size} differ: keep one of them")
 
 
+def _check_workers(args: Namespace) -> None:
+    if args.worker_type is None:
+        return
+    shown = f"--worker-type {args.worker_type}"
+    if not args.workers:
+        raise UserError(f"{shown} has no effect without --workers above 0")
+    if args.worker_type == "process" and args.data_backend.startswith("dali"):
+        raise UserError(f"{shown}: a DALI pipeline can't be shared by processes; leave it out")
+
+
 def _check_data(args: Namespace) -> None:
     _check_dataset(args, args.data_dir, "DATA_DIR")
     _check_pixels(args)
+    _check_workers(args)
     if args.validation_batch_size is not None and args.validation_batch_size_multiplier != 1:
         raise UserError("--validation-batch-size and --validation-batch-size-multiplier both set it: keep one of them")
     for dest in ("scale", "ratio"):

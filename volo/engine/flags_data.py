@@ -5,6 +5,8 @@ from __future__ import annotations
 from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, POSITIVE, SHARE, Group, flag, switch
 
 INTERPOLATIONS = ("", "bilinear", "bicubic")
+FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
+WORKER_TYPES = ("process", "thread")
 
 DATASET = flag(
     "-d",
@@ -58,7 +60,20 @@ DATA = Group(
             help="validation batch as a multiple of --batch-size",
         ),
         flag("--validation-batch-size", default=None, type=POSITIVE, metavar="N", help="validation images per device"),
-        flag("-j", "--workers", default=8, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
+        flag(
+            "-j",
+            "--workers",
+            default=8,
+            type=COUNT,
+            metavar="N",
+            help="decoding processes or threads per rank; 0: none",
+        ),
+        flag(
+            "--worker-type",
+            default=None,
+            choices=WORKER_TYPES,
+            help="processes, or threads of the rank's own process (process; dali-*: thread)",
+        ),
         switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
         switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
         switch("--use-multi-epochs-loader", help="keep the decoding processes from epoch to epoch"),
@@ -66,7 +81,7 @@ DATA = Group(
         flag(
             "--data-backend",
             default="torchvision",
-            choices=("torchvision", "pil", "synthetic"),
+            choices=(*FILE_BACKENDS, "synthetic"),
             help="who decodes and resizes",
         ),
         switch("--full-decode", help="decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8"),

@@ -7,7 +7,7 @@ what it is.
 from __future__ import annotations
 
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
-from volo.engine.flags_data import DATASET, INTERPOLATIONS
+from volo.engine.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, WORKER_TYPES
 from volo.engine.flags_train import BIND, COMPILE_MODES, POOLS
 
 MODEL = (
@@ -31,10 +31,16 @@ PREPROCESSING = (
 
 _IMAGES = (
     *PREPROCESSING,
-    flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes per rank; 0: none"),
+    flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes or threads per rank; 0: none"),
+    flag(
+        "--worker-type",
+        default=None,
+        choices=WORKER_TYPES,
+        help="processes, or threads of the rank's own process (process; dali-*: thread)",
+    ),
     switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
-    flag("--data-backend", default="torchvision", choices=("torchvision", "pil"), help="who decodes and resizes"),
+    flag("--data-backend", default="torchvision", choices=FILE_BACKENDS, help="who decodes and resizes"),
     flag(
         "--max-bad-images", default=None, type=COUNT, metavar="N", help="unreadable images to bear (0.1 %%, 10 to 100)"
     ),

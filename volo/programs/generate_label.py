@@ -252,7 +252,7 @@ def image_loader(
         crop_pct=1.0,
         crop_mode="squash",
         interpolation=settings["interpolation"],
-        backend=create_backend(args.data_backend, args.max_pixels),
+        backend=create_backend(args.data_backend, args.max_pixels, args.workers, device),
     )
     return EvalLoader(
         dataset,
@@ -260,6 +260,7 @@ def image_loader(
         EvalStage(settings["mean"], settings["std"]).to(device),
         device,
         workers=min(args.workers, len(rows)),
+        worker_type=args.worker_type or "process",
         pin_memory=args.pin_mem,
         prefetch=not args.no_prefetcher,
         timeout=float(args.loader_timeout),

@@ -90,7 +90,7 @@ def find_weights(options: Namespace, record: dict[str, Any]) -> tuple[Path, int]
 def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
     """Forward and backward of every micro-batch of the step; return what was not finite, first things first."""
     args = Namespace(**record["args"])
-    args.workers = 0
+    args.workers, args.worker_type = 0, None
     world = World(record["rank"], 0, record["world_size"], choose_device(device, 0))
     folders = open_folders(args, world.size)
     model = build_model(args)

@@ -1,0 +1,61 @@
+"""The markers of a JPEG against what Pillow reads, and what must not pass as whole."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+from tests.data.test_decode import picture
+from tlt.data.jpeg import BASELINE, PROGRESSIVE, Frame, whole_frame
+
+
+def saved(mode: str = "RGB", size: tuple[int, int] = (96, 72), **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture(*size).convert(mode).save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+@pytest.mark.parametrize("size", [(96, 72), (1, 1), (3, 700)])
+def test_frame_is_what_pillow_reads(mode: str, size: tuple[int, int]) -> None:
+    for options in (
+        {},
+        {"progressive": True},
+        {"restart_marker_blocks": 1},
+        {"exif": bytes(60000), "comment": "x" * 999},
+    ):
+        data = saved(mode, size, **options)
+        with Image.open(io.BytesIO(data)) as image:
+            process = PROGRESSIVE if "progressive" in options else BASELINE
+            expected = Frame(process, 8, image.height, image.width, image.layers)  # type: ignore[attr-defined]
+        assert whole_frame(data) == expected == whole_frame(bytearray(data)) == whole_frame(data + b"more")
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 1}])
+def test_a_part_is_not_whole(options: dict[str, object]) -> None:
+    data = saved(**options)
+    assert not any(whole_frame(data[:length]) for length in range(len(data)))
+
+
+def test_fill_before_a_marker_is_none_of_it() -> None:
+    data = saved()
+    table = data.index(b"\xff\xdb")
+    filled = data[:table] + b"\xff\xff" + data[table:-2] + b"\xff" + data[-2:]
+    Image.open(io.BytesIO(filled)).load()
+    assert whole_frame(filled) == whole_frame(data)
+
+
+@pytest.mark.parametrize("marker", [0xC3, 0xC9, 0xCC, 0xDC, 0xD8, 0x01, 0x4A])
+def test_markers_that_are_for_others(marker: int) -> None:
+    """Lossless and arithmetic coding, a height told late, a second start, none of the standard's."""
+    data = saved()
+    scan = data.index(b"\xff\xda")
+    assert whole_frame(data[:scan] + bytes((0xFF, marker, 0, 2)) + data[scan:]) is None
+    middle = (scan + len(data)) // 2
+    assert whole_frame(data[:middle] + bytes((0xFF, marker)) + data[middle:]) is None
+
+
+def test_other_files_are_none() -> None:
+    assert not any(whole_frame(data) for data in (b"", b"\xff", b"\xff\xd8", b"\x89PNG\r\n\x1a\n" * 9, bytes(99)))
