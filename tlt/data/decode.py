@@ -390,7 +390,7 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 def pillow_errors(max_pixels: int) -> Iterator[None]:
     """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
     try:
-        with _PROCESS.settings(max_pixels):
+        with _PROCESS.settings(UNLIMITED if max_pixels is None else max_pixels):
             yield
     except (BadImage, MemoryError):
         raise

@@ -86,10 +86,10 @@ def _about_storage(feed: Feed, seen: Seen) -> list[str]:
 def _about_decoding(feed: Feed, seen: Seen) -> list[str]:
     steps = []
     if seen.megapixels >= LARGE_IMAGES and feed.source in ("folder", "shards"):
-        side = max(512, 2 * max(feed.image_size))
+        command = "tlt shrink DATA OUT" if feed.source == "folder" else "tlt pack-images FOLDER OUT"
         steps.append(
             f"decoding {seen.megapixels:.1f} megapixels per image takes most of the time: make the files smaller once "
-            f"(tlt shrink DATA OUT --max-side {side})"
+            f"({command} --max-side {max(512, 2 * max(feed.image_size))})"
         )
     if feed.workers < feed.cpus:
         steps.append(_more_workers(feed, seen, feed.cpus))
