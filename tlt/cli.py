@@ -6,6 +6,7 @@
     tlt check DATA LABELS               do labels and images belong together?
     tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
+    tlt shrink DATA OUT --max-side N    an image folder of smaller images, or of tiles
     tlt index DATA                      the sizes of all images, read once; names those that can't be read
 
 Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
@@ -35,6 +36,7 @@ def parser() -> ArgumentParser:
     _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
     _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
     _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
+    _shrink(commands.add_parser("shrink", help="an image folder of smaller images, or of tiles", description=_SHRINK))
     _index(commands.add_parser("index", help="the sizes of all images, read once", description=_INDEX))
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -65,6 +67,12 @@ _SHOW = (
     "the target of every token. Needs matplotlib."
 )
 
+_SHRINK = (
+    "Copy an image folder, splits and classes as they are, with no image larger than N pixels, or with larger images "
+    "cut into tiles (IMAGE_y_x.jpg). Huge JPEG, PNG and TIFF files are streamed. A killed command goes on where it "
+    "was. Token labels stay valid for smaller images, not for tiles. Needs pyvips: pip install 'volo-tlt[huge]'."
+)
+
 
 _INDEX = (
     "Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then "
@@ -92,6 +100,7 @@ def _pack_images(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="images")
     command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
     command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
     command.add_argument(
         "--labels", metavar="LABELS", help="label tree or archive of the first split, packed beside it"
     )
@@ -140,6 +149,21 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
 
 
+def _shrink(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder, with splits or without")
+    command.add_argument("out", metavar="OUT", help="folder of the new one")
+    size = command.add_mutually_exclusive_group(required=True)
+    size.add_argument("--max-side", type=_positive, default=0, metavar="N", help="longest side of an image, px")
+    size.add_argument("--tile", type=_positive, default=0, metavar="N", help="side of a tile, px")
+    command.add_argument("--overlap", type=_positive, default=0, metavar="N", help="of neighbouring tiles, px (0)")
+    command.add_argument("--quality", type=_positive, default=90, metavar="Q", help="of the JPEGs, 1 to 100 (90)")
+    command.add_argument("--split", help="this one only (all)")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
+    command.add_argument(
+        "--memory", type=float, default=2.0, metavar="GB", help="of a worker, for what can't be streamed (2)"
+    )
+
+
 def _index(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="image folder or shards")
     command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
@@ -175,7 +199,7 @@ def _run_pack_images(args: Namespace) -> list[str]:
     shrinking = Shrinking(args.max_side, args.quality or 90) if args.max_side else None
     workers = args.workers or available_cpus()
     return pack_images(
-        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking
+        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking, args.dataset
     )
 
 
@@ -201,6 +225,11 @@ def run(args: Namespace) -> int:
         from tlt.show import show
 
         lines = show(args)
+    elif args.command == "shrink":
+        from tlt.shrink_folder import Settings, shrink_folder
+
+        settings = Settings(args.max_side, args.tile, args.overlap, args.quality)
+        lines = shrink_folder(args.data, args.out, settings, args.split, args.workers, int(args.memory * 1e9))
     elif args.command == "index":
         from tlt.index import index
 

@@ -10,11 +10,13 @@ what it then finds is read again, every byte of it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ def pack_images(
     workers: int = 1,
     overwrite: bool = False,
     shrinking: Shrinking | None = None,
+    dataset: str = "",
 ) -> list[str]:
     """Pack the images of a data set into shards.
 
@@ -55,6 +58,7 @@ def pack_images(
         labels: Label maps of the first split's images.
         shard_mb: About so many megabytes make a shard.
         overwrite: Begin anew.
+        dataset: Kind of data set (`--dataset`).
 
     Returns:
         Lines that say what was done.
@@ -65,8 +69,9 @@ def pack_images(
     lines: list[str] = []
     class_names: list[str] | None = None
     for split in splits or _splits_of(data):
-        source = open_images(data, split, class_names=class_names)
-        store = _open_labels(labels, source) if labels and class_names is None else None
+        source = open_images(data, split, dataset, class_names)
+        first = class_names is None
+        store = open_labels(labels, source.paths, None, None, "skip", source.class_names) if labels and first else None
         class_names = source.class_names
         packing = Packing(os.path.join(out, split), source, store, shard_mb, shrinking)
         lines += [*(f"warning: {warning}" for warning in source.warnings), *packing.run(workers, overwrite)]
@@ -77,13 +82,6 @@ def _splits_of(data: str) -> list[str]:
     both = ("train", TRAIN_SPLITS), ("validation", VALIDATION_SPLITS)
     there = [split for split, names in both if any(os.path.isdir(os.path.join(data, name)) for name in names)]
     return there or ["train"]  # which is then missing
-
-
-def _open_labels(labels: str, source: ImageSource) -> LabelStore:
-    store = open_labels(labels, source.paths, bad_label="skip", class_names=source.class_names)
-    if store.metadata is None:
-        return store
-    return open_labels(labels, source.paths, None, store.metadata.num_classes, "skip", source.class_names)
 
 
 class Packing:
@@ -107,19 +105,38 @@ class Packing:
         """Make the shards that aren't there, and the index. Returns lines that say what was done."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            self._refuse_other(overwrite)
-            if overwrite:
-                self._remove()
-            if (index := self._complete()) is not None:
-                return [f"{len(index)} images are packed in {printable(self.folder)} already"]
-            split = self._begin()
-            made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
-            return self._finish(*zip(*made, strict=True))
+            with self._locked():
+                return self._run(workers, overwrite)
         except OSError as error:
             where = printable(str(error.filename or self.folder))
             raise UserError(
                 f"OUT {where} can't be written ({error.strerror}): mend that and run the same command again"
             ) from error
+
+    def _run(self, workers: int, overwrite: bool) -> list[str]:
+        self._refuse_other(overwrite)
+        if overwrite:
+            self._remove()
+        if (index := self._complete()) is not None:
+            return [f"{len(index)} images are packed in {printable(self.folder)} already"]
+        split = self._begin()
+        made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
+        return self._finish(*zip(*made, strict=True))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Raise UserError if another command is packing into the folder."""
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"{self.shown}: another command is packing into it; wait until it ends") from error
+            except OSError:  # a file system without locks
+                pass
+            yield
+        finally:
+            os.close(descriptor)
 
     def _state(self) -> dict[str, Any]:
         """What must be the same for a command to go on with what another one began."""

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _JOB: list[Any] = []  # of this process
+_AHEAD = 64  # items of each process that are waited for at a time
 
 
 def available_cpus() -> int:
@@ -53,11 +55,18 @@ def _alone(function: Callable[[Job, Item], Result], job: Job, items: Sequence[It
 def _parallel(
     function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str
 ) -> Iterator[Result]:
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    # libvips, once it is loaded, does not survive a fork.
+    fork = sys.platform == "linux" and "pyvips" not in sys.modules
+    context = multiprocessing.get_context("fork" if fork else "spawn")
     pool = ProcessPoolExecutor(min(workers, len(items)) or 1, context, _take, (job,))
     try:
-        for future in [pool.submit(_run, function, item) for item in items]:
-            yield future.result()
+        waiting: deque[Future[Result]] = deque()
+        for item in items:
+            waiting.append(pool.submit(_run, function, item))
+            if len(waiting) > _AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
             f"{what}: a process was killed, for want of memory perhaps; lower --workers and run the same command again"

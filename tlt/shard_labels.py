@@ -64,7 +64,8 @@ def label_record(labels: LabelStore, index: int, size: tuple[int, int] | None = 
             "area": np.array(bounds, np.float32),
             "size": np.zeros(2, np.int32),
         }
-    shape = LabelMap(record["values"], record["ids"]).validate(labels.num_classes, labels.source(index)).shape
+    classes = labels.metadata.num_classes if labels.metadata else labels.num_classes
+    shape = LabelMap(record["values"], record["ids"]).validate(classes, labels.source(index)).shape
     if shape != labels.shape:
         raise UserError(f"{labels.source(index)}: shape (k, h, w) = {shape}, but the others' is {labels.shape}")
     if size is not None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tlt.archive_format import sync_folder
@@ -102,9 +103,14 @@ def make_shard(split: Split, shard: int) -> tuple[ShardRows, int]:
             Path(temporary).unlink(missing_ok=True)
         sync_folder(split.folder)
         rows.path = path
-    if rows.names != [split.names[row] for row in split.rows(shard)]:
-        raise UserError(f"OUT {printable(path)} holds other images: remove it, and run the same command again")
-    return rows, _largest_id(rows)
+    other = UserError(f"OUT {printable(path)} holds other images or labels: remove it, and run the same command again")
+    labelled = [split.labels is not None and row not in split.without_label for row in split.rows(shard)]
+    if rows.names != [split.names[row] for row in split.rows(shard)] or rows.labelled() != labelled:
+        raise other
+    try:
+        return rows, _largest_id(rows)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise other from error
 
 
 def _write(split: Split, shard: int, path: str) -> bytes:
@@ -176,5 +182,6 @@ def _largest_id(rows: ShardRows) -> int:
     with open(rows.path, "rb") as file:
         for offset, length in rows.label_places.tolist():
             if length:
-                largest = max(largest, int(load(os.pread(file.fileno(), length, offset))["ids"].max()))
+                ids = load(os.pread(file.fileno(), length, offset))["ids"]
+                largest = max(largest, int(ids.max()))
     return largest

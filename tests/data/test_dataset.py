@@ -179,7 +179,10 @@ def test_fault_27_all_images_bad_ends_with_one_line(broken: ImageFolder) -> None
 def test_fault_40_pixel_bomb_is_replaced_in_training(broken: ImageFolder) -> None:
     dataset = TrainDataset(broken, CONFIG, seed=7, backend=TorchvisionBackend(max_pixels=7000))
     batch = loaded(dataset, 0)  # 100 x 75
-    assert batch.skipped[0] == (broken.path(0), "100 x 75 pixels are more than --max-pixels 7000")
+    assert batch.skipped[0] == (
+        broken.path(0),
+        "100 x 75 pixels are more than --max-pixels 7000 (make it smaller: tlt shrink)",
+    )
 
 
 class Labels:

@@ -21,8 +21,11 @@ from tlt.cli import main
 from tlt.data.decode import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.shard_index import index_shards
-from tlt.data.shards import INDEX_NAME, open_shards
+from tlt.data.shard_scan import scan_shard
+from tlt.data.shards import FORMAT, INDEX_NAME, ShardIndex, open_shards
+from tlt.data.tensor_file import write_tensors
 from tlt.errors import UserError
+from tlt.names import Names
 
 
 def jpeg(mark: int, size: tuple[int, int] = (30, 20)) -> bytes:
@@ -116,6 +119,7 @@ def test_other_processes_get_the_path_and_not_the_index(data: Path) -> None:
     there = pickle.loads(sent)
     assert [there.read(i) for i in range(2)] == [source.read(1), source.read(5)]
     assert list(there.paths) == [source.paths[1], source.paths[5]] and there.classes.tolist() == [0, 1]
+    assert pickle.loads(pickle.dumps(source.paths)) == source.paths == list(source.paths)
     assert b"image7" not in sent and there.known_size(1) == source.known_size(5)
 
 
@@ -181,6 +185,8 @@ BAD_MEMBERS = {
     "case": ({"a/x.jpg": jpeg(0), "a/x.JPG": jpeg(0)}, "holds two files named a/x.JPG"),
     "no class": ({"a/x.jpg": jpeg(0)}, "sample a/x has no class"),
     "word": ({"a/x.jpg": jpeg(0), "a/x.cls": b"cat"}, r"sample a/x: \.cls is not a class number"),
+    "too large": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1000000"}, r"\.cls is not a class number"),
+    "digits": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1" * 5000}, r"\.cls is not a class number"),
     "negative": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"label": -1}'}, "'label' in .json is not a class number"),
     "other key": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"class": 1}'}, ".json has no 'label'"),
     "no image": ({"a/x.cls": b"0"}, "no image in 1 tar files"),
@@ -232,6 +238,31 @@ def test_a_tar_cut_anywhere_is_told(tmp_path: Path) -> None:
     cut.write_bytes(damaged)
     with pytest.raises(UserError, match=f"no end marker at byte {members[2].offset}"):
         index_shards(str(tmp_path))
+
+
+def test_damaged_headers_are_told_whatever_they_lead_to(tmp_path: Path) -> None:
+    """With right checksums, so that they are believed: a size beyond 64 bits, one below zero, extensions of them."""
+    whole = tar(tmp_path / "x.tar", samples(0, 2)).read_bytes()
+    told = 0
+    for kind in b"0xgLKS5":
+        for size in (b"\x80" + b"\xff" * 11, b"\xff" * 12, b"\xff" * 11 + b"\x80", b"77777777777\0", b"no number \0"):
+            damaged = bytearray(whole)
+            damaged[124:136], damaged[156], damaged[148:156] = size, kind, b" " * 8
+            damaged[148:156] = b"%06o\0 " % sum(damaged[:512])
+            (tmp_path / "x.tar").write_bytes(damaged)
+            try:
+                scan_shard(str(tmp_path / "x.tar"))
+            except UserError as error:
+                told += "\n" not in str(error)
+    assert told == 35
+
+
+def test_an_index_that_leads_out_of_its_folder(data: Path) -> None:
+    path = data / "train" / INDEX_NAME
+    index = ShardIndex(str(path))
+    write_tensors(str(path), FORMAT, index.tensors, {**index.description, "shards": ["../a.tar", "a-01.tar"]})
+    with pytest.raises(UserError, match=r"names the shard \.\./a.tar, outside of its folder"):
+        open_images(str(data), "train")
 
 
 def test_a_compressed_tar_and_an_address_are_refused(tmp_path: Path) -> None:
@@ -313,10 +344,6 @@ def test_more_shards_than_files_are_kept_open(tmp_path: Path, monkeypatch: pytes
 
 def test_index_is_in_no_process_memory(tmp_path: Path) -> None:
     """Of a made-up index of 400,000 images, touched everywhere, a process has pages but of the file."""
-    from tlt.data.shards import FORMAT
-    from tlt.data.tensor_file import write_tensors
-    from tlt.names import Names
-
     count = 400_000
     names = Names(f"class{number % 1000:03d}/image{number:08d}.jpg" for number in range(count))
     tensors = {name: np.zeros(count, np.int64) for name in ("offset", "length", "class")}

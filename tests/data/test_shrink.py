@@ -69,7 +69,15 @@ def turned() -> Image.Exif:
 
 
 def premultiplied() -> bytes:
-    return encoded(with_alpha(), "TIFF", tiffinfo={338: 1})
+    image = pyvips.Image.new_from_array(np.asarray(with_alpha()), interpretation="srgb")
+    return bytes(image.tiffsave_buffer(premultiply=True))
+
+
+def inverted_cmyk() -> bytes:
+    """CMYK that does not say that it is Adobe's, as which Pillow reads it all the same."""
+    data = encoded(picture().convert("CMYK"), "JPEG", quality=95)
+    start = data.index(b"\xff\xee")
+    return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4], "big") :]
 
 
 IMAGES = {
@@ -104,6 +112,7 @@ IMAGES |= {
     "jpeg": lambda: encoded(picture(), "JPEG", quality=95),
     "jpeg gray": lambda: encoded(picture().convert("L"), "JPEG", quality=95),
     "jpeg cmyk": lambda: encoded(picture().convert("CMYK"), "JPEG", quality=95),
+    "jpeg cmyk not of adobe": inverted_cmyk,
     "jpeg progressive": lambda: encoded(picture(), "JPEG", quality=95, progressive=True),
     "jpeg turned": lambda: encoded(picture(), "JPEG", quality=95, exif=turned()),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -16,9 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.labels.packed import NAMES, make_archive, make_tree, save_image, write_images
 from tlt import shard_writer
-from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.check import check
 from tlt.cli import main
 from tlt.data.dataset import BatchKey, EvalDataset, TrainDataset
 from tlt.data.decode import BadImage
@@ -28,62 +29,17 @@ from tlt.data.plan import AugmentConfig
 from tlt.data.shard_index import index_shards
 from tlt.data.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
 from tlt.errors import UserError
-from tlt.label_files import label_names
-from tlt.label_map import LabelMap
 from tlt.labels import open_labels
 from tlt.pack_images import pack_images
 from tlt.shard_labels import ShardLabels
 from tlt.shard_writer import member_names
-from tlt.store import TreeMetadata, write_map
+from tlt.store import TreeMetadata
 from volo.engine.fingerprint import fingerprint
-
-SHAPE = (2, 3, 4)
-# natural order, dots, a percent sign, one stem twice, not ASCII, not even UTF-8, nested, a dotted class
-NAMES = ["a.1/10.JPEG", "a.1/9.jpg", "b/1%2E.v2.png", "b/1.v2.png", "b/x.jpg", "b/x.png", "c/deep/ü.webp"]
-NAMES += ["c/deep/\udcff.jpg", "c/deep/" + "long " * 30 + ".jpg"]
-
-
-def save_image(path: Path, mark: int, side: int = 24) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(mark).integers(0, 256, (side, side + mark, 3), np.uint8)
-    Image.fromarray(pixels).save(path)
-
-
-def label_map(mark: int) -> LabelMap:
-    generator = np.random.default_rng(mark)
-    return LabelMap(generator.normal(size=SHAPE).astype(np.float16), generator.integers(0, 5, SHAPE, np.int32))
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    for mark, name in enumerate(NAMES):
-        save_image(tmp_path / "data" / "train" / name, mark)
-    (tmp_path / "data" / "train" / "empty").mkdir()
-    for number, name in enumerate(("a.1", "b", "deep")):
-        save_image(tmp_path / "data" / "val" / name / "v.png", number)
-    return tmp_path / "data"
-
-
-def make_tree(root: Path, images: ImageFolder, metadata: TreeMetadata | None = None) -> Path:
-    for row, name in enumerate(label_names(images.paths)):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        write_map(root / name, label_map(row), 5)
-    if metadata is not None:
-        metadata.write(root / "labels.json")
-    return root
-
-
-def make_archive(root: Path, images: ImageFolder, area: str = "full", transposed: bool = False) -> Path:
-    metadata = TreeMetadata(SHAPE[0], SHAPE[1:], 5, area, {"model": "x"})
-    names = list(images.paths), label_names(images.paths)
-    header = make_header(SHAPE, 5, *names, area, metadata, log_sum_exp=True, transposed=transposed)
-    writer = ArchiveWriter(root, header, *names)
-    for row in range(len(images)):
-        sums = np.log(np.exp(label_map(row).values.astype(np.float32)).sum(0) + 0.5 + row)
-        bounds = (-1.0,) * 4 if area == "center" and row % 2 else (0.0, 0.25, 1.0, 0.75)
-        writer.write(row, label_map(row), images.size(row), 0, sums, bounds)
-    writer.finish(metadata.text())
-    return root
+    return write_images(tmp_path / "data")
 
 
 STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
@@ -212,8 +168,10 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     process.kill()  # of its workers none goes on writing
     process.wait()
     assert len(workers) == 2
-    while any(running(pid) for pid in workers):
-        time.sleep(0.001)
+    patience = time.monotonic() + 30
+    while any(map(running, workers)) and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert not any(map(running, workers))
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert made and not (out / INDEX_NAME).exists() and (out / PARTIAL_NAME).exists()
     with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):
@@ -282,7 +240,7 @@ STALE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda data, out: ((out / "train" / INDEX_NAME).unlink(), (out / "train" / PARTIAL_NAME).write_text("{")),
         "packing.json is damaged",
     ),
-    "shard": (shard_of_another_data_set, "00000.tar holds other images: remove it"),
+    "shard": (shard_of_another_data_set, "00000.tar holds other images or labels: remove it"),
 }
 
 
@@ -300,6 +258,17 @@ def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: 
         assert len(open_images(str(out), "train")) == len(scan_folder(data / "train"))
 
 
+def test_a_second_command_waits_for_the_first(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "train"
+    out.mkdir(parents=True)
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another command is packing into it"):
+        pack_images(str(data), str(tmp_path / "out"))
+    os.close(descriptor)
+    pack_images(str(data), str(tmp_path / "out"))
+
+
 def test_other_settings_do_not_go_on(data: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     pack_images(str(data), out)
@@ -309,70 +278,6 @@ def test_other_settings_do_not_go_on(data: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "train" / PARTIAL_NAME).write_text('{"state": {}, "per_shard": 4}')
     with pytest.raises(UserError, match="beginning of other shards"):
         pack_images(str(data), out)
-
-
-def test_images_without_label(data: Path, tmp_path: Path) -> None:
-    folder = scan_folder(data / "train")
-    root = make_tree(tmp_path / "labels", folder)
-    (root / label_names(folder.paths)[2]).unlink()
-    pack_images(str(data), str(tmp_path / "out"), labels=str(root))
-    with pytest.raises(UserError, match=r"1 of 9 images have no label .* first is b/1%2E.v2.png"):
-        open_labels(tmp_path / "out", folder.paths)
-    store = open_labels(tmp_path / "out", folder.paths, bad_label="skip")
-    assert store.missing() == [2] and store.read(2).area == (0, 0, 0, 0)
-    # in another order, and of some of the images
-    some = open_labels(tmp_path / "out", [folder.paths[row] for row in (5, 0)])
-    np.testing.assert_array_equal(some.read(0).ids, label_map(5).ids)
-    np.testing.assert_array_equal(some.read(1).ids, label_map(0).ids)
-
-
-BAD_LABELS: dict[str, tuple[dict[str, object], str]] = {
-    "classes": ({"num_classes": 4}, "has class ids up to 4, which are not in 0..3"),
-    "tail": ({"label_tail": "exact"}, "has no log-sum-exp"),
-    "published names": ({"published_names": True}, "--compat label-names: .* leave it out"),
-    "other images": ({"names": ["z/z.jpg"]}, "labels are of another data set"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_LABELS)
-def test_labels_that_do_not_fit(data: Path, tmp_path: Path, case: str) -> None:
-    folder = scan_folder(data / "train")
-    pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
-    asked, message = BAD_LABELS[case]
-    with pytest.raises(UserError, match=message):
-        open_labels(tmp_path / "out", **{"names": folder.paths, **asked})  # type: ignore[arg-type]
-
-
-def test_shards_without_labels_say_so(data: Path, tmp_path: Path) -> None:
-    pack_images(str(data), str(tmp_path / "out"))
-    with pytest.raises(UserError, match="shards without labels: pack them with `tlt pack-images --labels"):
-        open_labels(tmp_path / "out", scan_folder(data / "train").paths)
-
-
-def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_path: Path) -> None:
-    root = make_tree(tmp_path / "labels", folder := scan_folder(data / "train"))
-    path = root / label_names(folder.paths)[3]
-    torch.save(torch.full((2, *SHAPE), float("nan")).half(), path)
-    with pytest.raises(UserError, match="1.v2.pt"):
-        pack_images(str(data), str(tmp_path / "out"), labels=str(root))
-    torch.save(torch.zeros(2, 2, 5, 4).half(), path)
-    with pytest.raises(UserError, match="shape .k, h, w. = .2, 5, 4., but the others' is .2, 3, 4."):
-        pack_images(str(data), str(tmp_path / "out"), labels=str(root))
-
-
-def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = scan_folder(data / "train")
-    pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
-    store = open_labels(tmp_path / "out", folder.paths)
-    assert isinstance(store, ShardLabels) and check(str(tmp_path / "out"), str(tmp_path / "out")).usable
-    path = tmp_path / "out" / "train" / "00000.tar"
-    content = bytearray(path.read_bytes())
-    content[int(store.index.tensors["label_offset"][4]) + 200] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="label of b/x.jpg in .*crc32 is wrong"):
-        open_labels(tmp_path / "out", folder.paths).read(4)
-    assert main(["check", str(tmp_path / "out"), str(tmp_path / "out")]) == 2
-    assert f"files with a wrong sha256: 1\n  {path}" in capsys.readouterr().out
 
 
 def test_the_command_says_what_it_can_not_do(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -407,3 +312,22 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
     np.testing.assert_array_equal(one.values, other.values)
     assert one.area == other.area
+
+
+def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
+    head = b"\x00\x00\x08\x03" + b"".join(side.to_bytes(4, "big") for side in pixels.shape)
+    for part in ("train", "t10k"):
+        files = {"images-idx3": head + pixels.tobytes(), "labels-idx1": b"\0\0\x08\1\0\0\0\5" + bytes([0, 9, 4, 4, 2])}
+        for name, content in files.items():
+            (raw / f"{part}-{name}-ubyte").write_bytes(content)
+            (raw / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
+    kind = ["--dataset", "torch/fashion_mnist", "--split", "train", "validation"]
+    assert main(["pack-images", str(tmp_path), str(tmp_path / "out"), *kind]) == 0
+    for split in ("train", "validation"):
+        ours, theirs = open_images(str(tmp_path / "out"), split), open_images(str(tmp_path), split, kind[1])
+        assert list(ours.paths) == list(theirs.paths) and ours.classes.tolist() == [0, 9, 4, 4, 2]
+        assert ours.class_names == theirs.class_names
+        assert [ours.read(i) for i in range(5)] == [theirs.read(i) for i in range(5)]

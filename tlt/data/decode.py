@@ -127,11 +127,14 @@ class Backend:
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
         for row, request in enumerate(requests):
             try:
-                pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
-                images[row] = cut(pixels, request.top, request.left, size, fill)
+                images[row] = self._shown(request, size, fill)
             except BadImage as error:
                 bad[row] = error
         return Decoded(images, bad)
+
+    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
+        return cut(pixels, request.top, request.left, size, fill)
 
 
 class PilBackend(Backend):
@@ -141,6 +144,24 @@ class PilBackend(Backend):
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
+
+    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        if math.prod(request.size) > self.max_pixels:  # the whole of 1 x 20000 pixels would take gigabytes
+            return self._part(request, size, fill)
+        return super()._shown(request, size, fill)
+
+    def _part(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        """What is shown of an image, without resizing the rest."""
+        image, (height, width) = self._rgb(request.encoded), request.size
+        if request.crop is not None:
+            x, y, w, h = request.crop
+            image = image.crop((x, y, x + w, y + h))
+        top, left = max(request.top, 0), max(request.left, 0)
+        bottom, right = min(request.top + size[0], height), min(request.left + size[1], width)
+        across, down = image.width / width, image.height / height
+        box = (left * across, top * down, right * across, bottom * down)
+        part = image.resize((right - left, bottom - top), _PIL_FILTERS[request.interpolation], box)
+        return cut(_to_tensor(part), request.top - top, request.left - left, size, fill)
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
@@ -272,7 +293,9 @@ def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple
 def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
     if width * height > max_pixels:
-        raise BadImage(f"{width} x {height} pixels are more than --max-pixels {max_pixels}")
+        raise BadImage(
+            f"{width} x {height} pixels are more than --max-pixels {max_pixels} (make it smaller: tlt shrink)"
+        )
     if not width * height:
         raise BadImage("could not be read when the index was made (tlt index)")
     return width, height
@@ -364,11 +387,10 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 
 
 @contextmanager
-def pillow_errors(max_pixels: int | None) -> Iterator[None]:
-    """Run Pillow with room for our pixel limit (None: none) and turn whatever a damaged file makes it raise into
-    BadImage."""
+def pillow_errors(max_pixels: int) -> Iterator[None]:
+    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
     try:
-        with _PROCESS.settings(UNLIMITED if max_pixels is None else max_pixels):
+        with _PROCESS.settings(max_pixels):
             yield
     except (BadImage, MemoryError):
         raise
@@ -377,7 +399,7 @@ def pillow_errors(max_pixels: int | None) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         # Pillow speaks of twice the limit, from where on it refuses by itself.
         size = _first_line(error).partition(" exceeds ")[0]
-        raise BadImage(f"more than --max-pixels {max_pixels} pixels: {size}") from error
+        raise BadImage(f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt shrink): {size}") from error
     except Exception as error:
         # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
         raise BadImage(f"{_first_line(error) or type(error).__name__}") from error

@@ -122,7 +122,10 @@ def _keep_packed(path: str) -> None:
 
 
 def _scan(label_key: str, path: str) -> ShardRows:
-    return scan_shard(path, label_key)
+    try:
+        return scan_shard(path, label_key)
+    except OSError as error:
+        raise UserError(f"tar {printable(path)} can't be read ({error.strerror})") from error
 
 
 def _contents(shards: list[ShardRows]) -> Contents:

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ LABEL_EXTENSION = "labels.safetensors"
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
 _ANY_SIZE = 2**62  # pixels: what is too large is decided when the image is read
 _MAX_SIDE = 2**16 - 1
+_MAX_CLASS = 999_999
 _NOTHING = Place(0, 0)
 
 
@@ -55,6 +57,23 @@ class ShardRows:
     def __len__(self) -> int:
         return len(self.names)
 
+    def labelled(self) -> list[bool]:
+        """Which images have a label map."""
+        return (self.label_places[:, 1] > 0).tolist()
+
+
+class _Image(NamedTuple):
+    """A row of `ShardRows`; `fault`: why it can't be read, or ""."""
+
+    name: str
+    place: Place
+    label: Place
+    crc32: int
+    label_crc32: int
+    size: tuple[int, int]
+    number: int
+    fault: str
+
 
 def scan_shard(path: str, label_key: str = LABEL_KEY) -> ShardRows:
     """Read a shard, every byte of it. Another `label_key` than the usual one goes before KEY.cls.
@@ -63,43 +82,42 @@ def scan_shard(path: str, label_key: str = LABEL_KEY) -> ShardRows:
         UserError: It is cut or damaged, or a sample has no class or several images.
     """
     listing = list_members(path)
-    samples = {key: image for key, files in listing.samples.items() if (image := _image_of(path, key, files))}
-    for key in listing.samples.keys() - samples.keys():
-        listing.leave_out("samples without an image", key)
     with open(path, "rb") as file:
-        descriptor, length, head = file.fileno(), os.fstat(file.fileno()).st_size, zlib.crc32(file.read(HEAD_BYTES))
-        names, places, labels, crcs, label_crcs, sizes, classes, broken = [], [], [], [], [], [], [], {}
-        for row, (key, extension) in enumerate(samples.items()):
-            files = listing.samples[key]
-            data = _member(descriptor, files[extension])
-            label = files.get(LABEL_EXTENSION, _NOTHING)
-            names.append(f"{key}.{extension}")
-            places.append(files[extension])
-            labels.append(label)
-            crcs.append(zlib.crc32(data))
-            label_crcs.append(zlib.crc32(_member(descriptor, label)))
-            try:
-                sizes.append(image_size(data))
-            except BadImage as error:
-                broken[row] = str(error)
-                sizes.append((0, 0))
-            classes.append(_class_of(path, key, extension, files, descriptor, label_key))
+        length, head = os.fstat(file.fileno()).st_size, zlib.crc32(file.read(HEAD_BYTES))
+        images = []
+        for key, files in listing.samples.items():
+            extension = _image_of(path, key, files)
+            if extension:
+                number = _class_of(path, key, extension, files, file.fileno(), label_key)
+                images.append(_read_image(f"{key}.{extension}", files[extension], files, number, file.fileno()))
+            else:
+                listing.leave_out("samples without an image", key)
     listing.samples = {}
     return ShardRows(
-        path,
-        length,
-        head,
-        bytes.fromhex(sha256_of(path)),
-        names,
-        np.array(places, np.int64).reshape(-1, 2),
-        np.array(labels, np.int64).reshape(-1, 2),
-        np.array(crcs, np.uint32),
-        np.array(label_crcs, np.uint32),
-        np.array(sizes, np.uint16).reshape(-1, 2),
-        np.array(classes, np.int64),
-        broken,
-        listing,
+        path=path,
+        length=length,
+        head=head,
+        sha256=bytes.fromhex(sha256_of(path)),
+        names=[image.name for image in images],
+        places=np.array([image.place for image in images], np.int64).reshape(-1, 2),
+        label_places=np.array([image.label for image in images], np.int64).reshape(-1, 2),
+        crc32=np.array([image.crc32 for image in images], np.uint32),
+        label_crc32=np.array([image.label_crc32 for image in images], np.uint32),
+        sizes=np.array([image.size for image in images], np.uint16).reshape(-1, 2),
+        classes=np.array([image.number for image in images], np.int64),
+        broken={row: image.fault for row, image in enumerate(images) if image.fault},
+        listing=listing,
     )
+
+
+def _read_image(name: str, place: Place, files: dict[str, Place], number: int, descriptor: int) -> _Image:
+    data, label = _member(descriptor, place), files.get(LABEL_EXTENSION, _NOTHING)
+    size, fault = (0, 0), ""
+    try:
+        size = image_size(data)
+    except BadImage as error:
+        fault = str(error)
+    return _Image(name, place, label, zlib.crc32(data), zlib.crc32(_member(descriptor, label)), size, number, fault)
 
 
 def _member(descriptor: int, place: Place) -> bytes:
@@ -135,8 +153,8 @@ def _class_of(path: str, key: str, extension: str, files: dict[str, Place], desc
     for name in [f"{prefix}.cls" if prefix else "cls", "cls"] if label_key == LABEL_KEY else []:
         if name in files:
             text = _member(descriptor, files[name]).strip()
-            if not text.isdigit() or not text.isascii():
-                raise UserError(f"{shown}: .{name} is not a class number")
+            if not text.isdigit() or len(text) > 7 or int(text) > _MAX_CLASS:
+                raise UserError(f"{shown}: .{name} is not a class number (0 to {_MAX_CLASS})")
             return int(text)
     if "json" not in files:
         raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
@@ -144,6 +162,6 @@ def _class_of(path: str, key: str, extension: str, files: dict[str, Place], desc
         number = json.loads(_member(descriptor, files["json"]))[label_key]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{shown}: .json has no {label_key!r}") from error
-    if type(number) is not int or number < 0:
-        raise UserError(f"{shown}: {label_key!r} in .json is not a class number")
+    if type(number) is not int or not 0 <= number <= _MAX_CLASS:
+        raise UserError(f"{shown}: {label_key!r} in .json is not a class number (0 to {_MAX_CLASS})")
     return number

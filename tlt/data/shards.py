@@ -58,8 +58,13 @@ class ShardIndex:
         self.crc32, self.sizes, self.classes = tensors["crc32"], tensors["size"], tensors["class"]
         self.names = Names.packed(tensors["names"].data, tensors["name_ends"])
         self.labels = "label_offset" in tensors
-        folder = os.path.dirname(path)
-        self.shards = ShardFiles([os.path.join(folder, name) for name in self.description["shards"]])
+        folder, shards = os.path.dirname(path), self.description["shards"]
+        for name in shards:
+            if os.path.isabs(name) or ".." in name.split("/"):
+                raise UserError(
+                    f"{printable(path)} names the shard {printable(name)}, outside of its folder: {_REMEDY}"
+                )
+        self.shards = ShardFiles([os.path.join(folder, name) for name in shards])
 
     def __reduce__(self) -> tuple[type[ShardIndex], tuple[str]]:
         return ShardIndex, (self.path,)

@@ -36,6 +36,7 @@ _STREAMED_TIFF = ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "group3",
 _PLAIN_TIFF = {274: 1, 284: 1}  # orientation and planes: Pillow turns what is to be turned
 _EXTRA_SAMPLES, _PREMULTIPLIED = 338, 1
 
+_ANY_SIZE = 2**62  # pixels
 _ROWS_AT_ONCE = 32
 _PILLOW_BYTES = 16  # a pixel, at most: as decoded, as RGB, as an array, and the decoder's own
 
@@ -127,15 +128,18 @@ class Picture:
         return self.header.width, self.header.height
 
     def encoded(self) -> bytes:
-        """Its bytes."""
-        self._file.seek(0)
-        return self._file.read()
+        """Its bytes. Raises BadImage."""
+        try:
+            self._file.seek(0)
+            return self._file.read()
+        except OSError as error:
+            raise BadImage(error.strerror or str(error)) from error
 
     def resized(self, size: tuple[int, int], quality: int = DEFAULT_QUALITY) -> bytes:
         """A JPEG of this width and height, neither larger than the image's.
 
         Photographs are within 3 grey levels of Pillow's LANCZOS with `reducing_gap=2`. The decoder of a JPEG scales it
-        to no less than twice the size first, as Pillow's `draft` does; that may shift it, by an eighth of a pixel at most.
+        to no less than twice the size first, as Pillow's `draft` does, which may shift it by an eighth of a pixel.
         """
         ratio = min(self.size[0] // size[0], self.size[1] // size[1]) if self.header.loader == "jpeg" else 1
         factor = max(n for n in (1, 2, 4, 8) if n == 1 or 2 * n <= ratio)
@@ -186,7 +190,7 @@ class Picture:
 
     def _by_pillow(self) -> pyvips.Image:
         self._file.seek(0)
-        with pillow_errors(None), Image.open(self._file, formats=image_formats()) as image:
+        with pillow_errors(_ANY_SIZE), Image.open(self._file, formats=image_formats()) as image:
             pixels = np.asarray(image.convert("RGB"))
         return _libvips().Image.new_from_array(pixels)
 
@@ -203,14 +207,15 @@ def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    info = os.fstat(file.fileno())
+    if not stat.S_ISREG(info.st_mode) or not info.st_size:
         file.close()
-        raise BadImage("not a regular file")
+        raise BadImage("empty file" if stat.S_ISREG(info.st_mode) else "not a regular file")
     return file
 
 
 def _read_header(file: BinaryIO) -> Header:
-    with pillow_errors(None), Image.open(file, formats=image_formats()) as image:
+    with pillow_errors(_ANY_SIZE), Image.open(file, formats=image_formats()) as image:
         loader, held = _loader(image)
         width, height = image.size
         kind = f"{image.format} of {width} x {height} pixels ({image.mode})"

@@ -61,9 +61,11 @@ def list_members(path: str) -> Listing:
                     f"{shown} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
                 )
             _add(listing, name, info, shown)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{shown} can't be read ({error.strerror or error})") from error
-    except (tarfile.TarError, EOFError, ValueError, IndexError) as error:  # what damaged headers lead to
+    except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and others, too
         raise UserError(f"{shown} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
     return listing
 

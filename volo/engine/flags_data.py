@@ -19,7 +19,13 @@ DATASET = flag(
 DATA = Group(
     "Data",
     (
-        flag("data_dir", default=None, nargs="?", metavar="DATA_DIR", help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE"),
+        flag(
+            "data_dir",
+            default=None,
+            nargs="?",
+            metavar="DATA_DIR",
+            help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards",
+        ),
         flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
         DATASET,
         flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),

@@ -72,7 +72,7 @@ VALIDATE_GROUPS = (
     Group(
         "Data",
         (
-            flag("data", default=None, nargs="?", metavar="DATA", help="dataset: DATA/SPLIT/CLASS/IMAGE"),
+            flag("data", default=None, nargs="?", metavar="DATA", help="dataset: DATA/SPLIT/CLASS/IMAGE, or shards"),
             flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
             DATASET,
             flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
@@ -109,7 +109,9 @@ GENERATE_LABEL_GROUPS = (
     Group(
         "Data",
         (
-            flag("data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE or DATA/CLASS/IMAGE"),
+            flag(
+                "data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards"
+            ),
             flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps, or archive"),
             DATASET,
             flag("--split", default="train", metavar="NAME", help="folder of the images"),

@@ -1,0 +1,199 @@
+"""Images as people have them: every CPU backend shows the same of them, or says the same of why it can't."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import create_transform
+
+from tests.data.test_decode import picture
+from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, TrainDataset
+from tlt.data.decode import BACKENDS, Backend, Crop, Encoded, Size, create_backend
+from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.plan import AugmentConfig
+from tlt.errors import UserError
+
+NAMES = [*BACKENDS, "dali-cpu"]
+
+
+@pytest.fixture(params=NAMES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    try:
+        return create_backend(request.param)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def jpeg(image: Image.Image | None = None, **options: Any) -> bytes:
+    return encoded(image or picture(), "JPEG", quality=90, **options)
+
+
+def turned() -> Image.Exif:
+    exif = Image.Exif()
+    exif[274] = 6  # a quarter turn
+    return exif
+
+
+def animated(kind: str, **options: Any) -> bytes:
+    frames = [picture(), picture().transpose(Image.Transpose.ROTATE_180)]
+    return encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+
+
+def sixteen_bits() -> Image.Image:
+    return Image.fromarray(np.linspace(0, 65535, 96 * 72).reshape(72, 96).astype(np.uint16))
+
+
+def without(data: bytes, marker: int) -> bytes:
+    """A JPEG without a segment."""
+    start = data.index(bytes([0xFF, marker]))
+    return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4], "big") :]
+
+
+def transparent() -> Image.Image:
+    image = picture().convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize((96, 72)))
+    return image
+
+
+CMYK = jpeg(picture().convert("CMYK"))
+
+# What Pillow's convert("RGB") shows, and so do all.
+SHOWN = {
+    "plain.jpg": jpeg(),
+    "cmyk.jpg": CMYK,
+    "cmyk_without_adobe.jpg": without(CMYK, 0xEE),
+    "gray.jpg": jpeg(picture().convert("L")),
+    "progressive.jpg": jpeg(progressive=True),
+    "turned.jpg": jpeg(exif=turned()),
+    "trailing.jpg": jpeg() + b"\0" * 100,
+    "1x1.jpg": jpeg(picture(1, 1)),
+    "1x20000.jpg": jpeg(picture(1, 20000)),
+    "20000x1.png": encoded(picture(20000, 1), "PNG"),
+    "16_bits_gray.png": encoded(sixteen_bits(), "PNG"),
+    "alpha.png": encoded(transparent(), "PNG"),
+    "palette.png": encoded(picture().quantize(32), "PNG", transparency=1),
+    "black_and_white.png": encoded(picture().convert("1"), "PNG"),
+    "animated.gif": animated("GIF"),
+    "animated.png": animated("PNG"),
+    "animated.webp": animated("WEBP", lossless=True),
+    "two_pages.tiff": animated("TIFF"),
+    "16_bits_gray.tiff": encoded(sixteen_bits(), "TIFF"),
+    "a_png.jpg": encoded(picture(), "PNG"),
+    "a_jpeg.png": jpeg(),
+    "a_webp.JPEG": encoded(picture(), "WEBP", lossless=True),
+    "dots.a.b.png.jpg": jpeg(),
+    "Bär 熊 🐻.jpg": jpeg(),
+    os.fsdecode(b"latin1 \xe4.jpg"): jpeg(),
+    "line\nbreak.jpg": jpeg(),
+    "%s[1]{0}.jpg": jpeg(),
+}
+# And why these can't be shown.
+BAD = {
+    "empty.jpg": (b"", "empty file"),
+    "text.jpg": (b"<html>404 not found</html>" * 9, "no image format"),
+    "truncated.jpg": (jpeg()[: len(jpeg()) // 2], "truncated|can't be decoded"),
+    "without_end.jpg": (jpeg()[:-20], "truncated|can't be decoded"),
+    "truncated.png": (encoded(picture(), "PNG")[:-5000], "truncated"),
+    "damaged.png": (encoded(picture(), "PNG").replace(b"IDAT", b"IDA\0", 1), "."),
+    "truncated.gif": (animated("GIF")[:900], "truncated|."),
+    "only_a_start.jpg": (b"\xff\xd8\xff", "no image format|broken|could not"),
+    "30000x30000.png": (encoded(Image.new("1", (30000, 30000)), "PNG"), "--max-pixels.*tlt shrink.*900000000 pixels"),
+    "1x60000000.ppm": (b"P6 1 60000000 255 abc", "1 x 60000000 .*--max-pixels.*tlt shrink"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
+    root = tmp_path_factory.mktemp("data")
+    (root / "class").mkdir()
+    for name, data in {**SHOWN, **{name: data for name, (data, _) in BAD.items()}}.items():
+        (root / "class" / name).write_bytes(data)
+    return scan_folder(root)
+
+
+def loaded(dataset: EvalDataset | TrainDataset, count: int) -> HostBatch:
+    batch = dataset[BatchKey(0, tuple(range(count)))]
+    assert isinstance(batch, HostBatch), batch
+    return batch
+
+
+def by_name(batch: HostBatch, folder: ImageFolder) -> dict[str, torch.Tensor]:
+    names = [os.path.basename(folder.paths[index]) for index in batch.indices.tolist()]
+    return dict(zip(names, batch.images, strict=True))
+
+
+def test_validation_shows_what_pillow_shows_and_names_the_others(folder: ImageFolder, backend: Backend) -> None:
+    batch = loaded(EvalDataset(folder, (32, 32), interpolation="bilinear", backend=backend), len(folder))
+    shown = by_name(batch, folder)
+    assert set(shown) == set(SHOWN)
+    transform = create_transform((3, 32, 32), interpolation="bilinear", crop_pct=0.875, normalize=False)
+    for name, image in shown.items():
+        if "20000" in name:
+            continue  # timm resizes it as a whole: 4 GB at 224 pixels
+        with Image.open(io.BytesIO(SHOWN[name])) as opened:
+            theirs = transform(opened.convert("RGB"))
+        assert (image.int() - theirs.int()).abs().max() <= 1, name
+    skipped = {os.path.basename(skip.path): skip.reason for skip in batch.skipped}
+    assert set(skipped) == set(BAD)
+    for name, reason in skipped.items():
+        assert "\n" not in reason and re.search(BAD[name][1], reason), (name, reason)
+
+
+def test_training_replaces_the_same_images_by_the_same(folder: ImageFolder, backend: Backend) -> None:
+    config = AugmentConfig(size=(32, 32))
+    ours = loaded(TrainDataset(folder, config, seed=3, backend=backend), len(folder))
+    pillow = loaded(TrainDataset(folder, config, seed=3, backend=create_backend("pil")), len(folder))
+    assert len(ours.images) == len(folder)
+    assert ours.indices.tolist() == pillow.indices.tolist()
+    replaced = {os.path.basename(skip.path) for skip in ours.skipped}
+    assert replaced == set(BAD) == {os.path.basename(skip.path) for skip in pillow.skipped}
+    off = (ours.images.int() - pillow.images.int()).abs()
+    assert (off > 1).float().mean() < 2e-3
+
+
+def test_no_image_is_resized_as_a_whole_to_be_cut(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long thin images: the part that timm cuts out, exactly as from the whole, without the whole."""
+
+    def decode(self: Backend, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> torch.Tensor:
+        assert np.prod(size) <= self.max_pixels
+        return original(self, encoded, crop, size, interpolation)
+
+    original = type(backend).decode
+    monkeypatch.setattr(type(backend), "decode", decode)
+    (tmp_path / "class").mkdir()
+    sizes = [(5, 400), (400, 5), (399, 2), (1, 90)]
+    for number, size in enumerate(sizes):
+        picture(*size).save(tmp_path / f"class/{number}.png")
+    (tmp_path / "class/huge.jpg").write_bytes(SHOWN["1x20000.jpg"])
+    folder = scan_folder(tmp_path)
+    for interpolation, crop_pct in (("bilinear", 0.875), ("bicubic", 1.0), ("bicubic", 1.15)):
+        transform = create_transform((3, 32, 32), interpolation=interpolation, crop_pct=crop_pct, normalize=False)
+        limited = type(backend)(max_pixels=25_000)
+        batch = loaded(EvalDataset(folder, (32, 32), crop_pct, interpolation=interpolation, backend=limited), 5)
+        assert not batch.skipped
+        for number in range(4):
+            with Image.open(folder.path(number)) as image:
+                theirs = transform(image.convert("RGB"))
+            off = (batch.images[number].int() - theirs.int()).abs()
+            assert off.max() <= 1, (sizes[number], interpolation)
+    # 224 pixels: 256 x 5,120,000 before the centre is cut out.
+    batch = loaded(EvalDataset(folder, (224, 224), backend=backend), 5)
+    with Image.open(folder.path(4)) as image:
+        middle = image.convert("RGB").getpixel((0, 10000))
+    assert (batch.images[4][:, 112, 112].int() - torch.tensor(middle)).abs().max() <= 40

@@ -1,0 +1,62 @@
+"""Images with awkward names, and label maps for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tlt.archive_writer import ArchiveWriter, make_header
+from tlt.data.source import ImageSource
+from tlt.label_files import label_names
+from tlt.label_map import LabelMap
+from tlt.store import TreeMetadata, write_map
+
+SHAPE = (2, 3, 4)
+# natural order, dots, a percent sign, one stem twice, not ASCII, not even UTF-8, nested, a dotted class
+NAMES = ["a.1/10.JPEG", "a.1/9.jpg", "b/1%2E.v2.png", "b/1.v2.png", "b/x.jpg", "b/x.png", "c/deep/ü.webp"]
+NAMES += ["c/deep/\udcff.jpg", "c/deep/" + "long " * 30 + ".jpg"]
+
+
+def save_image(path: Path, mark: int, side: int = 24) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(mark).integers(0, 256, (side, side + mark, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def label_map(mark: int) -> LabelMap:
+    generator = np.random.default_rng(mark)
+    return LabelMap(generator.normal(size=SHAPE).astype(np.float16), generator.integers(0, 5, SHAPE, np.int32))
+
+
+def write_images(root: Path) -> Path:
+    """A data set: training images NAMES and an empty class, validation images of all classes but that."""
+    for mark, name in enumerate(NAMES):
+        save_image(root / "train" / name, mark)
+    (root / "train" / "empty").mkdir()
+    for number, name in enumerate(("a.1", "b", "deep")):
+        save_image(root / "val" / name / "v.png", number)
+    return root
+
+
+def make_tree(root: Path, images: ImageSource, metadata: TreeMetadata | None = None) -> Path:
+    for row, name in enumerate(label_names(images.paths)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_map(root / name, label_map(row), 5)
+    if metadata is not None:
+        metadata.write(root / "labels.json")
+    return root
+
+
+def make_archive(root: Path, images: ImageSource, area: str = "full", transposed: bool = False) -> Path:
+    metadata = TreeMetadata(SHAPE[0], SHAPE[1:], 5, area, {"model": "x"})
+    names = list(images.paths), label_names(images.paths)
+    header = make_header(SHAPE, 5, *names, area, metadata, log_sum_exp=True, transposed=transposed)
+    writer = ArchiveWriter(root, header, *names)
+    for row in range(len(images)):
+        sums = np.log(np.exp(label_map(row).values.astype(np.float32)).sum(0) + 0.5 + row)
+        bounds = (-1.0,) * 4 if area == "center" and row % 2 else (0.0, 0.25, 1.0, 0.75)
+        writer.write(row, label_map(row), images.size(row), 0, sums, bounds)
+    writer.finish(metadata.text())
+    return root
