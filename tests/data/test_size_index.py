@@ -17,7 +17,8 @@ from torch import Tensor
 from tlt import cli, index
 from tlt.data import decode, size_index
 from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
-from tlt.data.folder import scan_folder
+from tlt.data.decode import DEFAULT_MAX_PIXELS
+from tlt.data.folder import ImageFolder, scan_folder
 from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
@@ -244,8 +245,15 @@ def test_tar_files_get_the_index_of_shards(data: Path, tmp_path: Path, capsys: p
     assert list(images.unreadable().values()) == ["empty file (tlt index)"]
 
 
+class Deadly(ImageFolder):
+    """Ends the process that reads it."""
+
+    def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+        os._exit(9)
+
+
 def test_a_killed_process_is_told(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_BLOCK", 3)
-    monkeypatch.setattr(index._Reader, "_decodes", lambda *_: os._exit(9))
+    folder = scan_folder(data / "train")
     with pytest.raises(UserError, match="lower --workers"):
-        index.read_sizes(scan_folder(data / "train"), workers=2, decode=True)
+        index.read_sizes(Deadly(folder.root, folder.paths, folder.classes, folder.class_names), workers=2)

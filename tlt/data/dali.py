@@ -14,6 +14,7 @@ Legend: B images, (H, W) output size.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +49,7 @@ class DaliBackend(Backend):
         max_pixels: As for every backend.
         threads: CPU threads of the pipeline.
         device: The CUDA device that decodes and resizes, and where the images stay; None: the CPU does.
+        dct_scaling: As for TorchvisionBackend, on the CPU alone.
 
     Raises:
         UserError: DALI is not installed, or `device` is no CUDA device.
@@ -56,7 +58,11 @@ class DaliBackend(Backend):
     in_threads = True  # a pipeline has threads and a device: it can't be shared with other processes
 
     def __init__(
-        self, max_pixels: int = DEFAULT_MAX_PIXELS, threads: int = 1, device: torch.device | None = None
+        self,
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        threads: int = 1,
+        device: torch.device | None = None,
+        dct_scaling: bool = False,
     ) -> None:
         super().__init__(max_pixels)
         self.name = "dali-cpu" if device is None else "dali-gpu"
@@ -66,7 +72,7 @@ class DaliBackend(Backend):
         self.device = torch.device("cpu") if device is None else _numbered(device)
         self.threads = max(1, threads)
         self.resizes = device is not None
-        self._host = TorchvisionBackend(max_pixels)
+        self._host = TorchvisionBackend(max_pixels, dct_scaling and device is None)
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         decoded = self.decode_batch([Request(encoded, crop, size, interpolation)], size)
@@ -91,6 +97,8 @@ class DaliBackend(Backend):
         return Decoded(whole, bad)
 
     def _accelerates(self, request: Request) -> bool:
+        if self._host.divisor(request) > 1 or math.prod(request.size) > self.max_pixels:
+            return False  # the host decodes it scaled down, or resizes the shown part alone
         return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
 
 

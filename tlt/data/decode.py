@@ -186,10 +186,16 @@ class TorchvisionBackend(PilBackend):
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         if encoded.data[:3] != JPEG_MAGIC:
             return resized_crop(_to_tensor(self._rgb(encoded)), crop, size, interpolation)
-        if self.dct_scaling and interpolation in _TORCH_FILTERS and (divisor := dct_divisor(encoded, crop, size)) > 1:
+        if (divisor := self.divisor(Request(encoded, crop, size, interpolation))) > 1:
             with pillow_errors(self.max_pixels):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
         return resized_crop(_decode_jpeg(encoded), crop, size, interpolation)
+
+    def divisor(self, request: Request) -> int:
+        """By what the sides of a JPEG are divided in decoding; 1 for none."""
+        if not self.dct_scaling or request.interpolation not in _TORCH_FILTERS:
+            return 1
+        return dct_divisor(request.encoded, request.crop, request.size)
 
 
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
@@ -199,7 +205,11 @@ DALI_BACKENDS = ("dali-cpu", "dali-gpu")  # `tlt.data.dali`, an optional package
 
 
 def create_backend(
-    name: str, max_pixels: int = DEFAULT_MAX_PIXELS, threads: int = 1, device: torch.device | str = "cpu"
+    name: str,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+    threads: int = 1,
+    device: torch.device | str = "cpu",
+    dct_scaling: bool = False,
 ) -> Backend:
     """The file backend of a name of `BACKENDS` or `DALI_BACKENDS`.
 
@@ -207,6 +217,7 @@ def create_backend(
         max_pixels: Larger images are bad.
         threads: CPU threads of a DALI backend.
         device: Training device, on which dali-gpu decodes.
+        dct_scaling: See `TorchvisionBackend`; for it and dali-cpu, whose pixels are the same.
 
     Raises:
         UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
@@ -214,11 +225,13 @@ def create_backend(
     if name in DALI_BACKENDS:
         from tlt.data.dali import DaliBackend
 
-        return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None)
+        return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None, dct_scaling)
     if name not in BACKENDS:
         known = ", ".join((*BACKENDS, *DALI_BACKENDS))
         raise UserError(f"--data-backend {name}: known ones for image files are {known}")
-    return BACKENDS[name](max_pixels)
+    return (
+        TorchvisionBackend(max_pixels, dct_scaling) if name == TorchvisionBackend.name else BACKENDS[name](max_pixels)
+    )
 
 
 @functools.cache
@@ -390,7 +403,7 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
 def pillow_errors(max_pixels: int) -> Iterator[None]:
     """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
     try:
-        with _PROCESS.settings(UNLIMITED if max_pixels is None else max_pixels):
+        with _PROCESS.settings(max_pixels):
             yield
     except (BadImage, MemoryError):
         raise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
-from tlt.data.decode import Backend, TorchvisionBackend, create_backend
+from tlt.data.decode import Backend, create_backend
 from tlt.data.device_stage import DeviceStage, EvalStage
 from tlt.data.folder import ImageFolder, compare_classes
 from tlt.data.index_stream import IndexStream
@@ -128,8 +128,10 @@ def train_loader(
         args.grad_accum_steps,
         args.drop_last,
     )
+    # Training alone decodes huge images scaled down: validation keeps to the filters of other backends.
+    backend = _backend(args, world, dct_scaling=not args.full_decode)
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, _training_backend(args, world), args.compat or ()),
+        TrainDataset(folder, config, args.seed, labels, backend, args.compat or ()),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
@@ -162,10 +164,10 @@ def validation_loader(
     )
 
 
-def _backend(args: Namespace, world: World) -> Backend:
+def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backend:
     if args.data_backend == "synthetic":
         return SyntheticBackend()
-    return create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
+    return create_backend(args.data_backend, args.max_pixels, args.workers, world.device, dct_scaling)
 
 
 def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, allowed_cpus: float) -> Feed:
@@ -186,13 +188,6 @@ def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, all
         image_size=dataset.config.size,
         batch_size=args.batch_size,
     )
-
-
-def _training_backend(args: Namespace, world: World) -> Backend:
-    """Validation keeps to the filters of other backends; training may decode huge images scaled down."""
-    if args.data_backend == TorchvisionBackend.name:
-        return TorchvisionBackend(args.max_pixels, dct_scaling=not args.full_decode)
-    return _backend(args, world)
 
 
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:

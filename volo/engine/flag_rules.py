@@ -107,7 +107,11 @@ _NEEDS_TRAIN = (
     Need(("lr_noise_pct", "lr_noise_std"), "--lr-noise", lambda a: a.lr_noise is not None),
     Need(("no_resume_opt", "allow_changed_data"), "--resume", lambda a: bool(a.resume)),
     Need(("warmup_lr", "warmup_prefix"), "--warmup-epochs", lambda a: a.warmup_epochs > 0),
-    Need(("full_decode",), "--data-backend torchvision", lambda a: a.data_backend == "torchvision"),
+    Need(
+        ("full_decode",),
+        "--data-backend torchvision or dali-cpu",
+        lambda a: a.data_backend in ("torchvision", "dali-cpu"),
+    ),
     Need(("remode", "recount"), "--reprob", lambda a: a.reprob > 0),
     Need(AUGMENTATION_FLAGS, "augmentation (--no-aug)", lambda a: not a.no_aug),
     Need(("outlooker_drop_path",), "--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs),
