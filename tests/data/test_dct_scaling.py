@@ -12,7 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from tlt.data import decode
-from tlt.data.decode import BadImage, Crop, Encoded, PilBackend, Size, TorchvisionBackend, dct_divisor
+from tlt.data.decode import BadImage, Crop, Encoded, PilBackend, Size, TorchvisionBackend, create_backend, dct_divisor
 from volo.engine.args import parse_train
 from volo.engine.data import open_folders, train_loader, validation_loader
 from volo.engine.distributed import World
@@ -91,6 +91,16 @@ def test_other_formats_and_filters_are_decoded_whole(tmp_path: Path) -> None:
             for backend in (SCALING, TorchvisionBackend())
         )
         assert torch.equal(scaled, whole)
+
+
+def test_dali_scales_as_torchvision_does(tmp_path: Path) -> None:
+    pytest.importorskip("nvidia.dali")
+    path = saved(photograph(), tmp_path / "x.jpg")
+    for scaling in (True, False):
+        backends = [create_backend(name, dct_scaling=scaling) for name in ("torchvision", "dali-cpu")]
+        for crop, size, _ in CROPS:
+            one, other = (backend.decode(backend.open(path), crop, size, "bicubic") for backend in backends)
+            assert torch.equal(one, other)
 
 
 def test_truncated_and_mismatched_images_are_bad(tmp_path: Path) -> None:

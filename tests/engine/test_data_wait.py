@@ -39,11 +39,13 @@ SEEN = Seen(megapixels=0.2, busy_cpus=3.9, free_shared_memory=10**10)
         ({}, {"busy_cpus": None}, "raise --workers (4) to 8", "decode on the GPU"),
         ({"backend": "pil", "workers": 8}, {"busy_cpus": 7.0}, "use --data-backend torchvision", "decode on the GPU"),
         ({"backend": "dali-gpu", "workers": 8}, {"busy_cpus": None}, "the 8 CPUs of this rank are busy", ""),
-        ({"on_gpu": False, "workers": 8}, {"busy_cpus": 8.0}, "the 8 CPUs of this rank are busy", ""),
-        ({"on_gpu": False, "workers": 20}, {"busy_cpus": 8.0}, "lower --workers (20) to the 8 CPUs", ""),
+        ({"on_gpu": False, "workers": 8}, {"busy_cpus": 8.0}, "use --data-backend dali-cpu", ""),
+        ({"on_gpu": False, "workers": 8, "backend": "dali-cpu"}, {"busy_cpus": 8.0}, "the 8 CPUs of this rank are", ""),
+        ({"on_gpu": False, "workers": 20, "backend": "dali-cpu"}, {"busy_cpus": 8.0}, "lower --workers (20) to the 8",
+         ""),
         ({}, {"megapixels": 12.0}, "decoding 12.0 megapixels per image", "raise --workers (4) to 8"),
         ({"source": "other"}, {"megapixels": 12.0}, "raise --workers (4) to 8", "decode on the GPU"),
-        ({"on_gpu": False}, {"busy_cpus": 1.7}, "raise --workers (4) to 8", ""),
+        ({"on_gpu": False}, {"busy_cpus": 1.7}, "raise --workers (4) to 8", "use --data-backend dali-cpu"),
         ({}, {"busy_cpus": 0.8}, "the workers wait for storage (0.8 of 4 CPUs busy): read shards (tlt pack-images)",
          "raise --workers (4) to 16"),
         ({"source": "shards", "workers": 16}, {"busy_cpus": 2.0},
@@ -72,6 +74,7 @@ def test_more_workers_need_room_in_shared_memory() -> None:
     assert "takes 0.2 GB more of /dev/shm, where 0.1 GB are free" in advice(
         FEED, replace(SEEN, free_shared_memory=10**8)
     )
+    assert "/dev/shm" not in advice(replace(FEED, in_processes=False), replace(SEEN, free_shared_memory=0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -187,6 +187,7 @@ def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, all
         on_gpu=device.type == "cuda",
         image_size=dataset.config.size,
         batch_size=args.batch_size,
+        in_processes=args.worker_type != "thread" and not dataset.backend.in_threads,
     )
 
 

@@ -30,6 +30,7 @@ class Feed:
         on_gpu: Whether the training device could decode.
         image_size: Height, width of the images trained on.
         batch_size: Images that a worker hands over at a time.
+        in_processes: Whether it hands them over through shared memory.
     """
 
     workers: int
@@ -40,9 +41,12 @@ class Feed:
     on_gpu: bool
     image_size: tuple[int, int]
     batch_size: int
+    in_processes: bool = True
 
     def shared_memory(self, workers: int) -> int:
         """Bytes that the batches of so many workers, of all ranks of the machine, take at once."""
+        if not self.in_processes:
+            return 0
         height, width = self.image_size
         return self.ranks * workers * PREFETCH_FACTOR * self.batch_size * 3 * height * width
 
@@ -95,6 +99,10 @@ def _about_decoding(feed: Feed, seen: Seen) -> list[str]:
         steps.append(_more_workers(feed, seen, feed.cpus))
     if feed.backend == "pil":
         steps.append("use --data-backend torchvision, which takes two thirds of the time of pil")
+    elif feed.backend == "torchvision" and not feed.on_gpu:
+        steps.append(
+            "use --data-backend dali-cpu (pip install 'volo-tlt[dali]'), which decodes the crop's window alone"
+        )
     if feed.on_gpu and not feed.backend.startswith("dali"):
         steps.append("decode on the GPU (--data-backend dali-gpu)")
     if feed.workers > feed.cpus:
