@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tlt.agreement import Agreement
-from tlt.data.decode import BadImage
 from tlt.data.folder import natural_key, printable
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.shards import ShardedImages
 from tlt.data.source import ImageSource

@@ -9,8 +9,9 @@ from itertools import chain
 
 import numpy as np
 
-from tlt.data.decode import DEFAULT_MAX_PIXELS, UNLIMITED, BadImage, TorchvisionBackend
+from tlt.data.decode import TorchvisionBackend
 from tlt.data.folder import find_split, printable, scan_folder
+from tlt.data.image_file import DEFAULT_MAX_PIXELS, UNLIMITED, BadImage
 from tlt.data.open_images import find_files
 from tlt.data.shard_index import index_shards
 from tlt.data.shards import is_sharded

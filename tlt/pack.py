@@ -15,8 +15,8 @@ from tlt.agreement import Agreement
 from tlt.archive import Rows, read_manifest
 from tlt.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
 from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.data.decode import BadImage
 from tlt.data.folder import natural_key, printable
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt.agreement import class_shares
-from tlt.data.decode import BadImage, TorchvisionBackend
+from tlt.data.decode import TorchvisionBackend
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError

@@ -21,8 +21,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from tlt.data.decode import BadImage
 from tlt.data.folder import TRAIN_SPLITS, printable
+from tlt.data.image_file import BadImage
 from tlt.data.shards import INDEX_NAME, ShardIndex
 from tlt.errors import UserError
 from tlt.label_map import LabelMap

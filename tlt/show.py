@@ -12,9 +12,9 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tlt.data.dataset import BatchKey, TrainDataset
-from tlt.data.decode import BadImage
 from tlt.data.device_stage import DeviceStage
 from tlt.data.folder import printable
+from tlt.data.image_file import BadImage
 from tlt.data.loader import Batch
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig

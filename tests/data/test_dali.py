@@ -18,8 +18,9 @@ from tests.data.test_decode import picture
 from tlt.data import dali
 from tlt.data.dali import DaliBackend, is_sound
 from tlt.data.dataset import EvalDataset, TrainDataset
-from tlt.data.decode import Backend, BadImage, Encoded, PilBackend, Request, TorchvisionBackend, create_backend
+from tlt.data.decode import Backend, Encoded, PilBackend, Request, TorchvisionBackend, create_backend
 from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.image_file import BadImage
 from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig

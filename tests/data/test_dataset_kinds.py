@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 from torchvision import datasets as torch_datasets
 
-from tlt.data.decode import BadImage, PilBackend, TorchvisionBackend
+from tlt.data.decode import PilBackend, TorchvisionBackend
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.dataset_kinds import KINDS, parse_kind

@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from tlt.data import decode
-from tlt.data.decode import BadImage, Crop, Encoded, PilBackend, Size, TorchvisionBackend, create_backend, dct_divisor
+from tlt.data.decode import Crop, Encoded, PilBackend, Size, TorchvisionBackend, create_backend, dct_divisor
+from tlt.data.image_file import BadImage
 from volo.engine.args import parse_train
 from volo.engine.data import open_folders, train_loader, validation_loader
 from volo.engine.distributed import World

@@ -12,17 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tlt.data.decode import (
-    BACKENDS,
-    INTERPOLATIONS,
-    BadImage,
-    Encoded,
-    create_backend,
-    image_extensions,
-    read_file,
-    read_size,
-    resized_crop,
-)
+from tlt.data.decode import BACKENDS, INTERPOLATIONS, Encoded, create_backend, resized_crop
+from tlt.data.image_file import BadImage, image_extensions, read_file, read_size
 from tlt.errors import UserError
 
 CROPS = [(0, 0, 96, 72), (30, 20, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1)]

@@ -15,7 +15,6 @@ from PIL import Image
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key as timm_key
 
-from tlt.data.decode import image_extensions
 from tlt.data.folder import (
     check_num_classes,
     compare_classes,
@@ -25,6 +24,7 @@ from tlt.data.folder import (
     read_class_map,
     scan_folder,
 )
+from tlt.data.image_file import image_extensions
 from tlt.errors import UserError
 
 

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from tlt.cli import main
-from tlt.data.decode import BadImage
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.shard_index import index_shards
 from tlt.data.shard_scan import scan_shard

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tlt.data.decode import BadImage
+from tlt.data.image_file import BadImage
 from tlt.data.shrink import Picture, fitted_size, shrink, tile_starts
 from tlt.errors import UserError
 

@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from tlt import cli, index
-from tlt.data import decode, size_index
+from tlt.data import image_file, size_index
 from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
-from tlt.data.decode import DEFAULT_MAX_PIXELS
 from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
@@ -91,7 +91,7 @@ def test_batches_are_the_same_with_an_index(data: Path, decoded: bool, monkeypat
     def refuse(*_: object) -> None:
         raise AssertionError("a header was read")
 
-    monkeypatch.setattr(decode, "_header_size", refuse)
+    monkeypatch.setattr(image_file, "_header_size", refuse)
     TrainDataset(indexed, CONFIG, 3).load(ALL)
 
 

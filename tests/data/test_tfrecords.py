@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tlt.data.decode import BadImage
 from tlt.data.example_proto import parse_example
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import find_files, open_images
 from tlt.errors import UserError
 

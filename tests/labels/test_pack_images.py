@@ -22,8 +22,8 @@ from tests.labels.packed import NAMES, make_archive, make_tree, save_image, writ
 from tlt import shard_writer
 from tlt.cli import main
 from tlt.data.dataset import BatchKey, EvalDataset, TrainDataset
-from tlt.data.decode import BadImage
 from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.image_file import BadImage
 from tlt.data.open_images import open_images
 from tlt.data.plan import AugmentConfig
 from tlt.data.shard_index import index_shards

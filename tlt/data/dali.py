@@ -23,18 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.data.decode import (
-    DEFAULT_MAX_PIXELS,
-    Backend,
-    Crop,
-    Decoded,
-    Encoded,
-    Request,
-    Size,
-    TorchvisionBackend,
-    cut,
-    resized_crop,
-)
+from tlt.data.decode import Backend, Crop, Decoded, Encoded, Request, Size, TorchvisionBackend, cut, resized_crop
+from tlt.data.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.jpeg import whole_frame
 from tlt.errors import UserError, require
 

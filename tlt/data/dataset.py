@@ -22,18 +22,9 @@ from torch.utils.data import Dataset
 from tlt import geometry, published
 from tlt.compat_rows import LABEL_ROWS
 from tlt.data.counter import uniform
-from tlt.data.decode import (
-    Backend,
-    BadImage,
-    Decoded,
-    Encoded,
-    PilBackend,
-    Request,
-    Size,
-    TorchvisionBackend,
-    check_size,
-)
+from tlt.data.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.folder import printable
+from tlt.data.image_file import BadImage, check_size
 from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
 from tlt.data.reading_board import ReadingBoard
 from tlt.data.source import ImageSource

@@ -7,15 +7,9 @@ by at most one grey level, but for about 1 in 10,000 bicubic values where an ove
 
 from __future__ import annotations
 
-import functools
 import io
 import math
-import os
-import stat
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,15 +19,21 @@ from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
+from tlt.data.image_file import (
+    DEFAULT_MAX_PIXELS,
+    BadImage,
+    check_size,
+    first_line,
+    image_formats,
+    pillow_errors,
+    quiet_decoders,
+    read_file,
+    read_size,
+)
 from tlt.errors import UserError
 
-DEFAULT_MAX_PIXELS = 50_000_000
-UNLIMITED = 2**62  # as `max_pixels`
 JPEG_MAGIC = b"\xff\xd8\xff"
 DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
-
-# Registered by Pillow, but stubs without a decoder, or run a program (EPS).
-_NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 
 _PIL_FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -44,15 +44,10 @@ _PIL_FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 _TORCH_FILTERS = ("bilinear", "bicubic")
-_DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 INTERPOLATIONS = tuple(_PIL_FILTERS)
 
 Crop = tuple[int, int, int, int]  # x, y, width, height in source pixels
 Size = tuple[int, int]  # height, width
-
-
-class BadImage(Exception):
-    """An image that can't be read or decoded. The text is the reason, without the path."""
 
 
 @dataclass(frozen=True)
@@ -234,86 +229,6 @@ def create_backend(
     )
 
 
-@functools.cache
-def image_formats() -> tuple[str, ...]:
-    """Pillow's formats that can be decoded without running a program, the common ones first."""
-    Image.init()
-    common = ("JPEG", "PNG")
-    return common + tuple(sorted(set(Image.OPEN) - set(common) - _NO_DECODER))
-
-
-@functools.cache
-def image_extensions() -> frozenset[str]:
-    """Lower-case file suffixes of `image_formats`."""
-    formats = {*image_formats(), "MPO"}
-    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
-
-
-@contextmanager
-def _regular_file(path: str) -> Iterator[io.BufferedReader]:
-    """A file opened for reading. Raises BadImage, also for what the block meets: not readable, or no regular file."""
-    try:
-        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BadImage("not a regular file")
-            yield file
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from error
-
-
-def read_file(path: str) -> bytearray:
-    """All bytes of a regular file.
-
-    Raises:
-        BadImage: Not there, not readable, empty, or no regular file. A pipe is refused and not waited for.
-    """
-    with _regular_file(path) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
-        view, done = memoryview(data), 0
-        while done < len(data) and (count := file.readinto(view[done:])):
-            done += count
-    if done == 0 or done < len(data):
-        raise BadImage(f"file ends after {done} of {len(data)} bytes" if data else "empty file")
-    return data
-
-
-def read_file_size(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Width and height of the image in a file, of which no more is read than its header. Raises as `read_file` and
-    `read_size` do."""
-    with _regular_file(path) as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise BadImage("empty file")
-        return _header_size(file, max_pixels)
-
-
-def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Width and height from the header, without decoding.
-
-    Raises:
-        BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
-    """
-    return _header_size(io.BytesIO(data), max_pixels)
-
-
-def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:
-    with pillow_errors(max_pixels), Image.open(file, formats=image_formats()) as image:
-        width, height = image.size
-    return check_size(width, height, max_pixels)
-
-
-def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
-    if width * height > max_pixels:
-        raise BadImage(
-            f"{width} x {height} pixels are more than --max-pixels {max_pixels} (make it smaller: tlt shrink)"
-        )
-    if not width * height:
-        raise BadImage("could not be read when the index was made (tlt index)")
-    return width, height
-
-
 def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
     """The part (3, *size) of pixels (3, h, w) uint8 that begins at row `top` and column `left`; `fill` (red, green,
     blue) outside of them."""
@@ -383,11 +298,11 @@ def _to_tensor(image: Image.Image) -> Tensor:
 
 def _decode_jpeg(encoded: Encoded) -> Tensor:
     raw = torch.frombuffer(encoded.data, dtype=torch.uint8)
-    with _PROCESS.settings():  # torchvision >= 0.29 announces the end of its decoders with every call
+    with quiet_decoders():  # torchvision >= 0.29 announces the end of its decoders with every call
         try:
             pixels = decode_jpeg(raw, ImageReadMode.RGB)  # (3, H, W), EXIF orientation not applied
         except RuntimeError as error:
-            raise BadImage(f"JPEG can't be decoded: {_first_line(error)}") from error
+            raise BadImage(f"JPEG can't be decoded: {first_line(error)}") from error
     if pixels.shape != (3, encoded.height, encoded.width):
         raise BadImage("decoded size differs from the header's")
     return pixels
@@ -397,59 +312,3 @@ def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:
     if image.size != (encoded.width, encoded.height):
         raise BadImage("decoded size differs from the header's")
     return image
-
-
-@contextmanager
-def pillow_errors(max_pixels: int) -> Iterator[None]:
-    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
-    try:
-        with _PROCESS.settings(max_pixels):
-            yield
-    except (BadImage, MemoryError):
-        raise
-    except Image.UnidentifiedImageError as error:
-        raise BadImage("no image format that Pillow can decode") from error
-    except Image.DecompressionBombError as error:
-        # Pillow speaks of twice the limit, from where on it refuses by itself.
-        size = _first_line(error).partition(" exceeds ")[0]
-        raise BadImage(f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt shrink): {size}") from error
-    except Exception as error:
-        # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
-        raise BadImage(f"{_first_line(error) or type(error).__name__}") from error
-
-
-class _Process:
-    """Pillow's pixel limit and the filters of warnings belong to the process: of all threads that decode, the first one
-    in changes them, and the last one out sets them back. Other code may run meanwhile."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = ExitStack()
-
-    @contextmanager
-    def settings(self, max_pixels: int | None = 0) -> Iterator[None]:
-        """No warnings of decoders, and room for `max_pixels` with Pillow (None: no limit); `check_size` knows lower
-        ones."""
-        with self._lock:
-            if not self._inside:
-                self._before.enter_context(warnings.catch_warnings())
-                self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                warnings.filterwarnings("ignore", module=_DECODERS)
-            self._inside += 1
-            limit = Image.MAX_IMAGE_PIXELS
-            Image.MAX_IMAGE_PIXELS = None if limit is None or max_pixels is None else max(limit, max_pixels)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    self._before.close()
-
-
-_PROCESS = _Process()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tlt.data.decode import DEFAULT_MAX_PIXELS, image_extensions, read_file, read_file_size
+from tlt.data.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file, read_file_size
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.names import Names

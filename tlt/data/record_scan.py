@@ -14,9 +14,9 @@ from typing import BinaryIO
 import numpy as np
 
 from tlt.archive_format import sha256_of
-from tlt.data.decode import BadImage
 from tlt.data.example_proto import Feature, parse_example
 from tlt.data.folder import printable
+from tlt.data.image_file import BadImage
 from tlt.data.shard_scan import ShardRows, image_size
 from tlt.data.shards import HEAD_BYTES
 from tlt.data.tar_members import Listing

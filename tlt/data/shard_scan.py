@@ -11,15 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt.archive_format import sha256_of
-from tlt.data.decode import BadImage, image_extensions, read_size
 from tlt.data.folder import printable
+from tlt.data.image_file import UNLIMITED, BadImage, image_extensions, read_size
 from tlt.data.shards import HEAD_BYTES
 from tlt.data.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
 
 LABEL_EXTENSION = "labels.safetensors"
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
-_ANY_SIZE = 2**62  # pixels: what is too large is decided when the image is read
 _MAX_SIDE = 2**16 - 1
 _MAX_CLASS = 999_999
 _NOTHING = Place(0, 0)
@@ -128,8 +127,8 @@ def image_size(data: bytes) -> tuple[int, int]:
     """Width and height as an index holds them. Raises BadImage: no image, or a side is too long for an index."""
     if not data:
         raise BadImage("empty file")
-    width, height = read_size(data, _ANY_SIZE)
-    if max(width, height) > _MAX_SIDE:
+    width, height = read_size(data, UNLIMITED)  # what is too large is decided when it is read
+    if max(width, height) > _MAX_SIDE:  # what is too large is decided when the image is read
         raise BadImage(f"{width} x {height} pixels: sides above {_MAX_SIDE} are not read from shards")
     return width, height
 

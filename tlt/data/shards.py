@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tlt.archive_format import sha256_of
-from tlt.data.decode import BadImage
 from tlt.data.folder import printable
+from tlt.data.image_file import BadImage
 from tlt.data.source import ImageSource
 from tlt.data.tensor_file import MappedTensors
 from tlt.errors import UserError

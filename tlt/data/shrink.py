@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import numpy as np
 from PIL import Image, JpegImagePlugin
 
-from tlt.data.decode import BadImage, image_formats, pillow_errors
+from tlt.data.image_file import UNLIMITED, BadImage, image_formats, pillow_errors
 from tlt.errors import require
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ _PLAIN_TIFF = {274: 1, 284: 1}  # orientation and planes: Pillow turns what is t
 _EXTRA_SAMPLES, _PREMULTIPLIED = 338, 1
 _STRIP_ROWS, _TILE_ROWS = 278, 323
 
-_ANY_SIZE = 2**62  # pixels
 _ROWS_AT_ONCE = 32
 _PILLOW_BYTES = 16  # a pixel, at most: as decoded, as RGB, as an array, and the decoder's own
 
@@ -193,7 +192,7 @@ class Picture:
 
     def _by_pillow(self) -> pyvips.Image:
         self._file.seek(0)
-        with pillow_errors(_ANY_SIZE), Image.open(self._file, formats=image_formats()) as image:
+        with pillow_errors(UNLIMITED), Image.open(self._file, formats=image_formats()) as image:
             pixels = np.asarray(image.convert("RGB"))
         return _libvips().Image.new_from_array(pixels)
 
@@ -218,7 +217,7 @@ def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _read_header(file: BinaryIO) -> Header:
-    with pillow_errors(_ANY_SIZE), Image.open(file, formats=image_formats()) as image:
+    with pillow_errors(UNLIMITED), Image.open(file, formats=image_formats()) as image:
         loader, held = _loader(image)
         width, height = image.size
         kind = f"{image.format} of {width} x {height} pixels ({image.mode})"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlt.data.decode import UNLIMITED, BadImage
 from tlt.data.folder import printable
+from tlt.data.image_file import UNLIMITED, BadImage
 from tlt.data.source import ImageSource
 from tlt.data.tensor_file import MappedTensors, write_tensors
 from tlt.errors import UserError

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tlt.data.decode import DEFAULT_MAX_PIXELS, BadImage, check_size, read_size
+from tlt.data.image_file import DEFAULT_MAX_PIXELS, BadImage, check_size, read_size
 
 Source = TypeVar("Source", bound="ImageSource")
 
@@ -54,7 +54,7 @@ class ImageSource:
         return os.path.join(self.root, self.paths[index])
 
     def read(self, index: int) -> bytearray:
-        """The encoded image `index`. Raises `tlt.data.decode.BadImage`: it can't be read."""
+        """The encoded image `index`. Raises `tlt.data.image_file.BadImage`: it can't be read."""
         raise NotImplementedError
 
     def known_size(self, index: int) -> tuple[int, int] | None:
@@ -62,7 +62,7 @@ class ImageSource:
         return None if self.sizes is None else (int(self.sizes[index, 0]), int(self.sizes[index, 1]))
 
     def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-        """Width and height of image `index`. Raises `tlt.data.decode.BadImage`, also where it has more pixels."""
+        """Width and height of image `index`. Raises `tlt.data.image_file.BadImage`, also where it has more pixels."""
         known = self.known_size(index)
         return self.read_size(index, max_pixels) if known is None else check_size(*known, max_pixels)
 
