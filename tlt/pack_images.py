@@ -120,6 +120,8 @@ class Packing:
         if (index := self._complete()) is not None:
             return [f"{len(index)} images are packed in {printable(self.folder)} already"]
         split = self._begin()
+        for temporary in Path(self.folder).glob(".*.tmp"):  # of a killed command
+            temporary.unlink()
         made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
         return self._finish(*zip(*made, strict=True))
 

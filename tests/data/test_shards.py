@@ -313,7 +313,7 @@ def test_shards_that_do_not_fit_their_index(data: Path, case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_flipped_bit_is_noticed(data: Path) -> None:
+def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
     source = open_shards(str(data / "train"))
     path, offset = Path(source.index.shards.paths[0]), int(source.index.offset[1])
     content = bytearray(path.read_bytes())

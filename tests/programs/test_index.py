@@ -33,13 +33,13 @@ def test_unreadable_images_are_told_before_training_and_counted_in_validation(
     before, _, after = ended.out.partition("epoch 1 [")
     for name in ("train/blue/blue0.jpg", "train/red/red3.jpg", "validation/red/red3.jpg"):
         assert f"left out {data / name}: " in before and name not in after
-    assert "over 7 images, 1 unreadable images left out" in after
+    assert "over 7 of 8 images, 1 unreadable images left out" in after
 
     checkpoint = f"--checkpoint {tmp_path / 'run' / 'last.pth.tar'}"
     ended = call("validate", f"{data} -b 4 -j 0 {checkpoint}")
     assert ended.code == 0, ended.err
     assert ended.out.count("red3.jpg: empty file") == 1
-    assert "over 7 images, 1 unreadable images left out" in ended.out
+    assert "over 7 of 8 images, 1 unreadable images left out" in ended.out
     ended = call("validate", f"{data} -b 4 -j 0 {checkpoint} --max-bad-images 0")
     assert ended.code == 2 and "1 of 8 images can't be read, more than --max-bad-images 0" in ended.err
 

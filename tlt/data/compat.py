@@ -174,10 +174,8 @@ class TokenLabelMixup(Mixup):
         """As a call. Any batch size; the middle sample of an odd batch stays as it is."""
         lam: float | Tensor = 1.0
         if self.mixup_enabled:
-            shares, stays = self._draw(len(x), (x.shape[-2], x.shape[-1]), self._generator)
-            weight = torch.from_numpy(stays).to(x.device, x.dtype)  # (1 or B, 1, H or 1, W or 1)
-            x = x * weight + x.flip(0) * (1 - weight)
-            lam = torch.from_numpy(shares).to(x.device)
+            shares = self.draw(x, self._generator)
+            x, lam = shares.blend_images(x), shares.samples[:, 0]
         smoothing = self.label_smoothing
         return x, create_token_label_target(target, self.num_classes, lam, smoothing, label_size=self.label_size)
 
