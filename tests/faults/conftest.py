@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from shutil import copyfile
@@ -21,7 +22,7 @@ def all_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's digits as the demo writes them."""
     spec = importlib.util.spec_from_file_location("digits_demo", ROOT / "demo" / "digits.py")
     assert spec is not None and spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
+    demo = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclass looks itself up
     spec.loader.exec_module(demo)
     demo.ROOT = tmp_path_factory.mktemp("demo")
     demo.write_digits(demo.ROOT / "digits")
