@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from tests.data.test_decode import picture
-from tlt.data.jpeg import BASELINE, PROGRESSIVE, Frame, whole_frame
+from tlt.data.image_file import image_formats
+from tlt.data.jpeg import BASELINE, PROGRESSIVE, Frame, plain_size, whole_frame
 
 
 def saved(mode: str = "RGB", size: tuple[int, int] = (96, 72), **options: object) -> bytes:
@@ -59,3 +61,47 @@ def test_markers_that_are_for_others(marker: int) -> None:
 
 def test_other_files_are_none() -> None:
     assert not any(whole_frame(data) for data in (b"", b"\xff", b"\xff\xd8", b"\x89PNG\r\n\x1a\n" * 9, bytes(99)))
+
+
+def opened_by_pillow(data: bytes) -> tuple[int, int]:
+    with Image.open(io.BytesIO(data), formats=image_formats()) as image:
+        assert image.format == "JPEG"
+        return image.size
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 1}, {"subsampling": 2}])
+def test_the_size_of_plain_files_is_pillows(mode: str, options: dict[str, object]) -> None:
+    for size in ((96, 72), (1, 1), (3, 700), (300, 2)):
+        data = saved(mode, size, **options)
+        assert plain_size(data) == plain_size(bytearray(data)) == size == opened_by_pillow(data)
+
+
+def test_what_is_not_plain_is_left_to_pillow() -> None:
+    plain = saved()
+    others = [saved("CMYK"), saved(exif=bytes(100)), saved(comment="x"), b"", b"\xff\xd8\xff", plain[1:], plain[:200]]
+    assert plain_size(plain) and not any(map(plain_size, others))
+
+
+def test_pillow_opens_whatever_passes_as_plain() -> None:
+    generator = np.random.default_rng(0)
+    files = [saved(), saved("L"), saved(progressive=True), saved(restart_marker_blocks=1)]
+    passed = 0
+    for _ in range(6000):
+        data = bytearray(files[generator.integers(len(files))])
+        header = data.index(b"\xff\xda") + 8
+        for _ in range(generator.integers(1, 4)):
+            place = generator.integers(header)
+            match generator.integers(4):
+                case 0:
+                    data[place] = generator.integers(256)
+                case 1:
+                    data[place] ^= 1 << generator.integers(8)
+                case 2:
+                    del data[place : place + generator.integers(1, 20)]
+                case _:
+                    data[place:place] = generator.bytes(generator.integers(1, 4))
+        if (size := plain_size(data)) is not None:
+            passed += 1
+            assert size == opened_by_pillow(bytes(data))
+    assert passed > 1000

@@ -120,11 +120,12 @@ class Backend:
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
         """All requests, in outputs of one `size`."""
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
-        for row, request in enumerate(requests):
-            try:
-                images[row] = self._shown(request, size, fill)
-            except BadImage as error:
-                bad[row] = error
+        with quiet_decoders():  # set once, not for each image
+            for row, request in enumerate(requests):
+                try:
+                    images[row] = self._shown(request, size, fill)
+                except BadImage as error:
+                    bad[row] = error
         return Decoded(images, bad)
 
     def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from PIL import Image
 
+from tlt.data.jpeg import plain_size
+
 DEFAULT_MAX_PIXELS = 50_000_000
 UNLIMITED = 2**62  # as `max_pixels`
 
@@ -89,7 +91,8 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
     Raises:
         BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
     """
-    return _header_size(io.BytesIO(data), max_pixels)
+    plain = plain_size(data)
+    return _header_size(io.BytesIO(data), max_pixels) if plain is None else check_size(*plain, max_pixels)
 
 
 def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:

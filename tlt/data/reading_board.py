@@ -22,8 +22,8 @@ class ReadingBoard:
         """Note that this worker begins with image `index` (-1: with none)."""
         slot = getattr(_OWN, "slot", 0)
         # monotonic() is one clock for all processes of a machine.
-        self._since[slot] = time.monotonic()
-        self._index[slot] = index
+        self._since.numpy()[slot] = time.monotonic()  # in a tenth of the time that torch takes for one number
+        self._index.numpy()[slot] = index
 
     def begin(self, worker: int) -> None:
         """Note, in a worker, that it has begun."""
