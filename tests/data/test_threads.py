@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from tests.data.test_loader import CONFIG, Hostile, as_floats, loader, refusal, same
-from tlt.data import decode, threads
+from tlt.data import image_file, threads
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.decode import PilBackend, TorchvisionBackend
 from tlt.data.folder import ImageFolder, scan_folder
@@ -226,12 +226,12 @@ def test_other_code_may_warn_and_open_images_while_threads_decode() -> None:
     assert limit is not None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with decode._PROCESS.settings(10), decode._PROCESS.settings(limit + 1):
+        with image_file._PROCESS.settings(10), image_file._PROCESS.settings(limit + 1):
             for module in ("PIL.Image", "torchvision.io.image", "program"):
                 warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
             assert limit + 1 == Image.MAX_IMAGE_PIXELS
         assert [str(one.message) for one in told] == ["of program"] and limit == Image.MAX_IMAGE_PIXELS
-        with decode._PROCESS.settings(None), decode._PROCESS.settings(10):
+        with image_file._PROCESS.settings(None), image_file._PROCESS.settings(10):
             assert Image.MAX_IMAGE_PIXELS is None
-        with decode._PROCESS.settings(10):
+        with image_file._PROCESS.settings(10):
             assert limit == Image.MAX_IMAGE_PIXELS
