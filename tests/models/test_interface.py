@@ -320,3 +320,19 @@ def test_models_can_be_copied_and_moved_between_precisions(name, make_images):
     assert model(make_images(1, 64).double()).dtype == torch.float64
     model.reset_classifier(2)
     assert model.head.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("volo_test", [f"network.{stage}.0" for stage in (0, 2, 3, 4)] + ["post_network.0", "post_network.1"]),
+        ("lvvit_test", ["blocks.0", "blocks.1", "blocks.2"]),
+    ],
+)
+def test_blocks_are_named_in_the_order_in_which_they_run(name, expected, make_images):
+    model = timm.create_model(name, img_size=64)
+    ran = []
+    for block_name, block in model.named_blocks():
+        block.register_forward_hook(lambda *_, name=block_name: ran.append(name))
+    model(make_images(2, 64))
+    assert ran == expected

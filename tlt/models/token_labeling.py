@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
-from tlt.models.layers import init_linear
+from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
@@ -38,6 +38,7 @@ class TokenLabelModel(nn.Module):
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
+    block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # what the model repeats
     mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
 
     pos_embed: nn.Parameter | None
@@ -194,6 +195,10 @@ class TokenLabelModel(nn.Module):
             raise ValueError(f"feature indices {indices} do not fit the {count} stages of this model")
         wanted = [index % count for index in indices]
         return wanted, max(wanted)
+
+    def named_blocks(self) -> list[tuple[str, nn.Module]]:
+        """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
+        return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
         """Apply a block, or have it recomputed in the backward pass if checkpointing is on."""

@@ -13,7 +13,11 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+OUTLOOK_KERNELS = ("auto", "reference")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+OUTLOOK_KERNEL = flag(
+    "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
+)
 BIND = flag(
     "--bind",
     default="auto",
@@ -184,6 +188,7 @@ PRECISION = Group(
         switch("--grad-checkpointing", help="recompute activations in the backward pass to save memory"),
         flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
         flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+        OUTLOOK_KERNEL,
         switch("--torchscript", help="refused: use --torchcompile"),
     ),
 )

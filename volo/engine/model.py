@@ -14,9 +14,9 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
-from volo import models as models  # registers them with timm
 from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import World
+from volo.models import VOLO
 
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
 TimmModel = Any
@@ -42,8 +42,8 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> Timm
         recorded: Keyword arguments of the model from a checkpoint; flags win over them.
 
     Raises:
-        UserError: Unknown model name (the nearest ones are shown), an argument the model doesn't know, or published
-            weights that don't exist or can't be fetched.
+        UserError: Unknown model name (the nearest ones are shown), an argument the model doesn't know, published
+            weights that don't exist or can't be fetched, or an outlook kernel for a model without outlook attention.
     """
     name = args.model
     if not timm.is_model(name):
@@ -53,7 +53,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> Timm
         )
     kwargs = (recorded or {}) | _model_kwargs(args)
     try:
-        return timm.create_model(name, **kwargs)
+        model = timm.create_model(name, **kwargs)
     except (TypeError, AssertionError) as error:
         raise UserError(f"--model {name} cannot be built with {kwargs}: {error}") from error
     except (OSError, RuntimeError) as error:  # what a hub raises without a network derives from OSError
@@ -63,6 +63,8 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> Timm
             f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of "
             "them with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
         ) from error
+    set_outlook_kernel(model, getattr(args, "outlook_kernel", "auto"))
+    return model
 
 
 def _model_kwargs(args: Namespace) -> dict[str, Any]:
@@ -137,6 +139,19 @@ def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
             raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
         model = convert_sync_batchnorm(model)
     return place_model(model, args, world)
+
+
+def set_outlook_kernel(model: nn.Module, kernel: str) -> None:
+    """Apply `--outlook-kernel`.
+
+    Raises:
+        UserError: The model has no outlook attention.
+    """
+    if kernel == "auto":
+        return
+    if not isinstance(model, VOLO):
+        raise UserError(f"--outlook-kernel {kernel} has no effect: only VOLO has outlook attention; leave it out")
+    model.set_outlook_kernel(kernel)
 
 
 def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:

@@ -8,7 +8,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 from tlt.models.layers import drop_path_layer
-from volo.models.outlook import outlook_attention
+from volo.kernels import outlook_attention
 
 
 class PatchEmbed(nn.Module):
@@ -65,6 +65,7 @@ class OutlookAttention(nn.Module):
         self.padding = padding
         self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
+        self.kernel = "auto"  # a name in volo.kernels.KERNELS, or the fastest that fits
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
         self.attn = nn.Linear(dim, kernel_size**4 * num_heads)
         self.proj = nn.Linear(dim, dim)
@@ -75,12 +76,12 @@ class OutlookAttention(nn.Module):
         mixed = outlook_attention(
             self.v(x),
             self.attn(pooled),
-            self.num_heads,
             self.kernel_size,
             self.stride,
             self.padding,
             scale=self.scale,
             dropout=self.attn_drop if self.training else 0.0,
+            kernel=self.kernel,
         )
         return self.proj(mixed)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, register
 from tlt.models.token_labeling import TokenLabelModel, conv_stem_grid
-from volo.models.blocks import ClassBlock, Downsample, Outlooker, PatchEmbed
+from volo.models.blocks import ClassBlock, Downsample, OutlookAttention, Outlooker, PatchEmbed
 
 CLASS_BLOCKS = 2
 POOLING = 2  # the downsampling between the outlooker stage and the transformer stages
@@ -76,6 +76,7 @@ class VOLO(TokenLabelModel):
         dense_head: Use the dense head (see `set_dense_head`).
     """
 
+    block_types = (Outlooker, TransformerBlock, ClassBlock)
     mix_scale = POOLING
 
     def __init__(
@@ -122,6 +123,12 @@ class VOLO(TokenLabelModel):
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
         self._init_heads()
+
+    def set_outlook_kernel(self, kernel: str) -> None:
+        """Choose how outlook attention is computed: a name in `volo.kernels.KERNELS`, or "auto"."""
+        for module in self.modules():
+            if isinstance(module, OutlookAttention):
+                module.kernel = kernel
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, POOLING)

@@ -1,0 +1,82 @@
+"""Outlook attention (VOLO, section 3.1): every k x k window mixes its own pixels with weights read off its centre.
+
+`outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
+
+    reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
+
+An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
+says for which of them it can't be used.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt.errors import UserError
+from volo.kernels import reference
+
+
+class Kernel(Protocol):
+    """An implementation; shapes as in `outlook_attention` below."""
+
+    def outlook_attention(
+        self, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float
+    ) -> Tensor:
+        """Attend."""
+
+    def unfit(self, v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+        """Why it can't do this, None where it can."""
+
+
+# The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
+KERNELS: dict[str, Kernel] = {"reference": reference}
+
+
+def outlook_attention(
+    v: Tensor,
+    logits: Tensor,
+    kernel_size: int = 3,
+    stride: int = 2,
+    padding: int = 1,
+    scale: float = 1.0,
+    dropout: float = 0.0,
+    kernel: str = "auto",
+) -> Tensor:
+    """Mix the values of each window and add up what the windows give to each pixel.
+
+    Args:
+        v: Values (B, H, W, C), C = heads * D.
+        logits: (B, h, w, heads * k^4), one row of k^2 x k^2 per head and window: for each place that is written, one
+            logit per place that is read; h = (H + 2 padding - k) // stride + 1, and w likewise.
+        kernel_size: k, the side of a window.
+        stride: Pixels from one window to the next.
+        padding: Zero pixels around the map.
+        scale: Multiplies the logits before their softmax.
+        dropout: Rate of dropout on the weights; 0 outside training.
+        kernel: A name in `KERNELS`, or "auto": the fastest that fits.
+
+    Returns:
+        (B, H, W, C), in the type of `v`.
+
+    Raises:
+        UserError: `kernel` can't do this.
+    """
+    chosen = choose_kernel(kernel, v, kernel_size, stride, padding, dropout)
+    return chosen.outlook_attention(v, logits, kernel_size, stride, padding, scale, dropout)
+
+
+def choose_kernel(kernel: str, v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> Kernel:
+    """The implementation behind a name, or the fastest that fits where the name is "auto".
+
+    Raises:
+        UserError: The named one doesn't fit.
+    """
+    if kernel == "auto":
+        return next(k for k in KERNELS.values() if k.unfit(v, kernel_size, stride, padding, dropout) is None)
+    chosen = KERNELS[kernel]
+    reason = chosen.unfit(v, kernel_size, stride, padding, dropout)
+    if reason is not None:
+        raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
+    return chosen
