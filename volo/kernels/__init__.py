@@ -26,7 +26,9 @@ class Kernel(Protocol):
     ) -> Tensor:
         """Attend."""
 
-    def unfit(self, v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+    def unfit(
+        self, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+    ) -> str | None:
         """Why it can't do this, None where it can."""
 
 
@@ -63,20 +65,22 @@ def outlook_attention(
     Raises:
         UserError: `kernel` can't do this.
     """
-    chosen = choose_kernel(kernel, v, kernel_size, stride, padding, dropout)
+    chosen = choose_kernel(kernel, v, logits, kernel_size, stride, padding, dropout)
     return chosen.outlook_attention(v, logits, kernel_size, stride, padding, scale, dropout)
 
 
-def choose_kernel(kernel: str, v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> Kernel:
+def choose_kernel(
+    kernel: str, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+) -> Kernel:
     """The implementation behind a name, or the fastest that fits where the name is "auto".
 
     Raises:
         UserError: The named one doesn't fit.
     """
     if kernel == "auto":
-        return next(k for k in KERNELS.values() if k.unfit(v, kernel_size, stride, padding, dropout) is None)
+        return next(k for k in KERNELS.values() if k.unfit(v, logits, kernel_size, stride, padding, dropout) is None)
     chosen = KERNELS[kernel]
-    reason = chosen.unfit(v, kernel_size, stride, padding, dropout)
+    reason = chosen.unfit(v, logits, kernel_size, stride, padding, dropout)
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
     return chosen
