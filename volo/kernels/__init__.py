@@ -2,6 +2,7 @@
 
 `outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
 
+    windows     strided views, matrix products, sums of slices: kernel 3, stride 2, padding 1; any device, for CPUs
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
 
 An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from volo.kernels import reference
+from volo.kernels import reference, windows
 
 
 class Kernel(Protocol):
@@ -33,7 +35,7 @@ class Kernel(Protocol):
 
 
 # The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {"reference": reference}
+KERNELS: dict[str, Kernel] = {"windows": windows, "reference": reference}
 
 
 def outlook_attention(
@@ -74,9 +76,14 @@ def choose_kernel(
 ) -> Kernel:
     """The implementation behind a name, or the fastest that fits where the name is "auto".
 
+    Tensors without contents always get the reference, so that what is counted on them depends on no kernel. So does
+    `torch.export` where the name is "auto": an exported program then needs torch's own operations alone.
+
     Raises:
         UserError: The named one doesn't fit.
     """
+    if v.is_meta or (kernel == "auto" and torch.compiler.is_exporting()):
+        return reference
     if kernel == "auto":
         return next(k for k in KERNELS.values() if k.unfit(v, logits, kernel_size, stride, padding, dropout) is None)
     chosen = KERNELS[kernel]
