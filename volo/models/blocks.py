@@ -14,6 +14,8 @@ from volo.kernels import outlook_attention
 class PatchEmbed(nn.Module):
     """Three convolutions with BatchNorm at 1 / `stem_stride`, then one of stride `patch_size / stem_stride`."""
 
+    conv_bn_pairs = (("conv.0", "conv.1"), ("conv.3", "conv.4"), ("conv.6", "conv.7"))
+
     def __init__(self, in_chans: int, stem_dim: int, embed_dim: int, patch_size: int, stem_stride: int) -> None:
         super().__init__()
         if patch_size % stem_stride:
