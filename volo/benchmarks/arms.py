@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tlt.errors import UserError
+from volo.benchmarks.scaling_work import check_model
 from volo.benchmarks.timm_volo import timm_name, timm_volo
 from volo.engine.args import train_parser
 from volo.engine.distributed import World
@@ -68,6 +69,7 @@ def arms_of(args: Namespace) -> list[Arm]:
     Raises:
         UserError: A contradiction among the flags, or a peer that would be the same as ours or isn't there.
     """
+    check_model(args.model)
     ours = train_flags(args)
     arms = [Arm(OURS, ours)]
     for name in dict.fromkeys(args.peer):

@@ -1,28 +1,30 @@
-"""What `benchmark.py train` and `infer` found, as Markdown or JSON."""
+"""What `benchmark.py train` and `infer` found, as JSON and as Markdown."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from volo.benchmarks.arms import OURS
 from volo.benchmarks.conditions import conditions, heading
-from volo.benchmarks.contest import Found, Row
+from volo.benchmarks.contest import Found
 
 _MIB = 2**20
 
 
 def show(args: Namespace, found: Found) -> str:
     """The table, or one line of JSON."""
+    facts = as_json(args, found)
     if args.json:
-        return json.dumps(conditions(args.command_line) | as_json(args, found))
-    return "\n".join([*heading(args.command_line), *table(args, found)])
+        return json.dumps(conditions(args.command_line) | facts)
+    return "\n".join([*heading(args.command_line), *table(facts)])
 
 
 def as_json(args: Namespace, found: Found) -> dict[str, Any]:
-    """The case and the rows."""
+    """The case and the rows, ours first."""
     rows = [
         {
             "arm": row.name,
@@ -39,40 +41,41 @@ def as_json(args: Namespace, found: Found) -> dict[str, Any]:
         }
         for row in found.rows
     ]
-    case = {"model": args.model, "img_size": args.img_size, "batch_size": args.batch_size, "rounds": args.rounds}
+    case = {name: getattr(args, name) for name in ("model", "img_size", "batch_size", "rounds", "steps", "warm_up")}
     return case | {"what": found.what, "device": found.device, "peaks": found.shown_peaks, "arms": rows}
 
 
-def table(args: Namespace, found: Found) -> list[str]:
-    """Lines of Markdown."""
-    memory, parts = list(found.row(OURS).memory), list(found.row(OURS).parts)
+def table(facts: Mapping[str, Any]) -> list[str]:
+    """Lines of Markdown for what `as_json` returned."""
+    ours, batch = facts["arms"][0], facts["batch_size"]
+    memory, parts = list(ours["peak_bytes_per_image"]), list(ours["seconds_per_image_of"])
     columns = ["arm", "images/s", "ms a batch", "ours is", "CPU ms an image", "MFU"]
     columns += [f"MiB an image, {name}" for name in memory] + [f"{name}, ms" for name in parts]
     lines = [
-        f"{args.model}, {found.what}, {args.batch_size} images at {args.img_size or 'its own'} px on {found.device}; "
-        f"medians (lowest-highest) of {args.rounds} rounds in turns, {args.steps} batches each, after {args.warm_up}; "
-        f"MFU against {'; '.join(found.shown_peaks)}",
+        f"{facts['model']}, {facts['what']}, {batch} images at {facts['img_size'] or 'its own'} px on "
+        f"{facts['device']}; medians (lowest-highest) of {facts['rounds']} rounds in turns, {facts['steps']} batches "
+        f"each, after {facts['warm_up']}; MFU against {'; '.join(facts['peaks'])}",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
     ]
-    for row in found.rows:
-        cells = _cells(args, found, row, memory, parts)
+    for row in facts["arms"]:
+        cells = _cells(row, 1e3 * batch, memory, parts)
         lines.append(f"| {' | '.join([*cells, *[''] * (len(columns) - len(cells))])} |")
     return lines
 
 
-def _cells(args: Namespace, found: Found, row: Row, memory: list[str], parts: list[str]) -> list[str]:
-    if row.wall is None or row.cpu is None:
-        return [row.name, f"not measured: {row.missing}"]
-    ratio, used, batch = found.ratio(row.name), found.utilisation(row), 1e3 * args.batch_size
+def _cells(row: Mapping[str, Any], scale: float, memory: list[str], parts: list[str]) -> list[str]:
+    if row["not_measured"]:
+        return [row["arm"], f"not measured: {row['not_measured']}"]
+    wall = row["wall_seconds_per_image"]
     return [
-        row.name,
-        f"{1 / row.wall.median:.4g}",
-        f"{row.wall.median * batch:.1f} ({row.wall.spread(batch)})",
-        "" if ratio is None or row.name == OURS else f"{ratio:.2f}x",
-        f"{row.cpu.median * 1e3:.1f}",
-        "" if used is None else f"{used:.1%}",
-        *(f"{row.memory[name] / _MIB:.1f}" for name in memory),
-        *(f"{row.parts[name] * batch:.1f}" for name in parts),
+        row["arm"],
+        f"{row['images/s']:.4g}",
+        f"{wall['median'] * scale:.1f} ({wall['low'] * scale:.1f}-{wall['high'] * scale:.1f})",
+        "" if row["arm"] == OURS else f"{row['ours/arm']:.2f}x",
+        f"{row['cpu_seconds_per_image']['median'] * 1e3:.1f}",
+        f"{row['mfu']:.1%}",
+        *(f"{row['peak_bytes_per_image'][name] / _MIB:.1f}" for name in memory),
+        *(f"{row['seconds_per_image_of'][name] * scale:.1f}" for name in parts),
     ]

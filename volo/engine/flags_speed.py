@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from volo.engine.flag_rules import Need
-from volo.engine.flag_table import COUNT, POSITIVE, Flag, Group, flag, switch
+from volo.engine.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_train import TRAIN_GROUPS
 
 TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask")
@@ -86,3 +86,26 @@ INFERENCE = (
     Group("Measuring", (*_MEASURING, *_OUTPUT)),
 )
 INFER_NEEDS = TRAIN_NEEDS[1:]
+ALL = (
+    Group(
+        "What",
+        (
+            flag(
+                "--peer",
+                default="timm-compile",
+                choices=("timm", "timm-compile"),
+                help="the strongest peer; timm: none is compiled, which is quicker",
+            ),
+            flag("--only", default=[], nargs="+", metavar="NAME", help="these experiments alone"),
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--minutes", default=20.0, type=ABOVE_ZERO, metavar="M", help="what is not measured then is told"),
+        ),
+    ),
+    Group(
+        "Output",
+        (
+            flag("--output", default="", metavar="DIR", help="benchmark.md and benchmark.json are written there"),
+            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+        ),
+    ),
+)
