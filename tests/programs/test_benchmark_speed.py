@@ -40,7 +40,7 @@ def arm(found: dict[str, Any], name: str) -> dict[str, Any]:
 def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     net = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
-    net.mix_token = True
+    net.mix_token, net.beta = True, 1.0
     images, box = torch.randn(2, 3, 64, 64), (1, 0, 4, 2)
     monkeypatch.setattr("timm.models.volo.rand_bbox", lambda *size, scale=1: box)
     cls_token, tokens, _ = net.forward_train(images)
@@ -98,6 +98,13 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(
     assert arm(found, "reference")["not_measured"] == "no kernel for this" and arm(found, "ours")["images/s"] > 0
     assert cli.benchmark(line.removesuffix(" --json").replace(" --json", "").split()) == 0
     assert "| reference | not measured: no kernel for this |" in capsys.readouterr().out
+
+
+def test_work_that_subset_skips_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"train --model volo_test --img-size 64 -b 4 --drop-path 0.9 --drop-path-mode subset --peer mask {QUICK}"
+    found = called(capsys, line)
+    whole_work, done = (arm(found, name)["flops_per_image"] for name in ("mask", "ours"))
+    assert done < 0.97 * whole_work
 
 
 def test_images_of_a_folder_are_loaded_in_the_step(
@@ -201,7 +208,10 @@ def test_all_tells_reached_missed_and_why_not(
     found = json.loads((tmp_path / "x/benchmark.json").read_text())
     low, high, none, *gpu = found["targets"]
     assert (low["verdict"], high["verdict"]) == ("reached", "missed") and low["measured"] == high["measured"] > 0
-    assert none["verdict"].startswith("not measured: ") and "unknown flag --modle, did you mean --model?" in none["verdict"]
+    assert (
+        none["verdict"].startswith("not measured: ")
+        and "unknown flag --modle, did you mean --model?" in none["verdict"]
+    )
     assert [row["verdict"] for row in gpu] == ["not measured: no GPU here"] * 2
     assert "| low | >= 1e-09/s | " in told and "### fine" in told and "| reference | " in told
     assert found["experiments"]["fine"]["found"]["arms"][0]["images/s"] == low["measured"]

@@ -77,7 +77,7 @@ def arms_of(args: Namespace) -> list[Arm]:
             timm_name(args.model)
         if name == "eager" and ours.torchcompile is None:
             raise UserError("--peer eager is ours without --torchcompile: add that flag, or leave the peer out")
-        if name == "mask" and getattr(ours, "drop_path_mode", "mask") == "mask":
+        if name == "mask" and ours.drop_path_mode == "mask":
             raise UserError("--peer mask is ours without --drop-path-mode subset: add that flag, or leave the peer out")
         arms.append(Arm(name, _changed(ours, name)))
     return arms

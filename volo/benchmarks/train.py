@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tlt.data.loader import Batch
+from tlt.models.token_labeling import TokenLabelModel
 from volo.benchmarks.arms import OURS, Arm, arms_of, build_bare, build_first, compiled, difference, place
 from volo.benchmarks.contest import Found, NoPeerError, hold
 from volo.benchmarks.speed_report import show
@@ -68,11 +69,12 @@ class _Case:
 
     def flops(self, arm: Arm) -> float:
         """Of the step of ours that does the same arithmetic, per image."""
-        mode = getattr(arm.flags, "drop_path_mode", "mask")
+        mode = arm.flags.drop_path_mode
         if mode not in self._flops:
-            counted = self.first.train()
-            size = self.settings["input_size"]
-            self._flops[mode] = flops_per_image(counted, size, backward=True, dense=True)
+            if isinstance(self.first, TokenLabelModel):
+                self.first.set_drop_path_mode(mode)
+            size, images = self.settings["input_size"], max(2, self.ours.flags.batch_size)
+            self._flops[mode] = flops_per_image(self.first.train(), size, backward=True, images=images, dense=True)
         return self._flops[mode]
 
     def _timm_likes_channels_last(self, arm: Arm) -> bool:
