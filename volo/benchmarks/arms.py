@@ -119,10 +119,10 @@ def build_first(arm: Arm) -> TimmModel:
 
 def build_bare(arm: Arm, first: TimmModel) -> TimmModel:
     """The arm's model on the CPU, with the weights of `first`."""
-    if arm.is_timm:
-        return timm_volo(first, arm.flags.model, arm.flags.drop_path or 0.0)
-    model = build_model(arm.flags)
-    model.load_state_dict(first.state_dict())
+    with torch.device("meta"):  # there is nothing to initialise
+        model = timm_volo(first, arm.flags) if arm.is_timm else build_model(arm.flags)
+    weights = {name: value.clone() for name, value in first.state_dict().items()}
+    (model.net if arm.is_timm else model).load_state_dict(weights, assign=True)
     return model
 
 

@@ -42,6 +42,7 @@ class Row:
     Attributes:
         dtype: In which matrix products are computed.
         flops: Floating-point operations per image that the model takes, what is recomputed left out.
+        start: Seconds of the batches before the first round, in which torch compiles.
         memory: Bytes per image at a peak, by what the peak is of.
         missing: Why the arm was not timed.
     """
@@ -49,6 +50,7 @@ class Row:
     name: str
     dtype: torch.dtype
     flops: float = 0.0
+    start: float | None = None
     memory: dict[str, float] = field(default_factory=dict)
     wall: Timing | None = None
     cpu: Timing | None = None
@@ -109,9 +111,10 @@ def hold(
         row = Row(arm.name, dtype_of(arm.flags, device), flops(arm))
         try:
             runner = make(arm)
+            began = time.perf_counter()
             runner.run(args.warm_up)
-            runner.phases.take()
-            rows[arm.name] = replace(row, memory=runner.memory())
+            runner.phases.take()  # waits for the device
+            rows[arm.name] = replace(row, start=time.perf_counter() - began, memory=runner.memory())
             runners[arm.name] = runner
         except NoPeerError:
             raise

@@ -33,6 +33,7 @@ def as_json(args: Namespace, found: Found) -> dict[str, Any]:
             "wall_seconds_per_image": asdict(row.wall) if row.wall else None,
             "cpu_seconds_per_image": asdict(row.cpu) if row.cpu else None,
             "ours/arm": found.ratio(row.name),
+            "start_seconds": row.start,
             "mfu": found.utilisation(row),
             "flops_per_image": row.flops,
             "peak_bytes_per_image": row.memory,
@@ -49,7 +50,7 @@ def table(facts: Mapping[str, Any]) -> list[str]:
     """Lines of Markdown for what `as_json` returned."""
     ours, batch = facts["arms"][0], facts["batch_size"]
     memory, parts = list(ours["peak_bytes_per_image"]), list(ours["seconds_per_image_of"])
-    columns = ["arm", "images/s", "ms a batch", "ours is", "CPU ms an image", "MFU"]
+    columns = ["arm", "images/s", "ms a batch", "ours is", "CPU ms an image", "MFU", "start, s"]
     columns += [f"MiB an image, {name}" for name in memory] + [f"{name}, ms" for name in parts]
     lines = [
         f"{facts['model']}, {facts['what']}, {batch} images at {facts['img_size'] or 'its own'} px on "
@@ -76,6 +77,7 @@ def _cells(row: Mapping[str, Any], scale: float, memory: list[str], parts: list[
         "" if row["arm"] == OURS else f"{row['ours/arm']:.2f}x",
         f"{row['cpu_seconds_per_image']['median'] * 1e3:.1f}",
         f"{row['mfu']:.1%}",
+        f"{row['start_seconds']:.1f}",
         *(f"{row['peak_bytes_per_image'][name] / _MIB:.1f}" for name in memory),
         *(f"{row['seconds_per_image_of'][name] * scale:.1f}" for name in parts),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from typing import Any
 
 import timm
@@ -57,12 +58,12 @@ def timm_name(name: str) -> str:
     return found
 
 
-def timm_volo(model: Any, name: str, drop_path: float) -> TimmVolo:
-    """timm's model of the sizes and weights of `model`, one of our VOLOs."""
+def timm_volo(model: Any, flags: Namespace) -> TimmVolo:
+    """timm's model of the sizes of `model`, one of our VOLOs, with weights that would fit it."""
+    rate = flags.drop_path or 0.0
     net = timm.create_model(
-        timm_name(name), img_size=model.img_size, num_classes=model.num_classes, drop_path_rate=drop_path
+        timm_name(flags.model), img_size=model.img_size, num_classes=model.num_classes, drop_path_rate=rate
     )
-    net.load_state_dict(model.state_dict())
     return TimmVolo(net)
 
 
