@@ -6,18 +6,19 @@ it embeds an image, which stages the tokens go through and how they end; the ord
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.compiler.config as compiler_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
+from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
@@ -65,6 +66,7 @@ class TokenLabelModel(nn.Module):
         self.global_pool = _checked_pool(global_pool)
         self.dense_head = dense_head
         self.grad_checkpointing = False
+        self._recompute: dict[nn.Module, str] = {}
 
     # What a model defines ------------------------------------------------------------------------------------------
 
@@ -201,10 +203,13 @@ class TokenLabelModel(nn.Module):
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Apply a block, or have it recomputed in the backward pass if checkpointing is on."""
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, use_reentrant=False)
-        return block(x)
+        """Apply a block, which computes anew in its backward pass what `set_grad_checkpointing` and `set_recompute` say."""
+        return run_block(block, x, EVERYTHING if self.grad_checkpointing else self._recompute.get(block, NOTHING))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block recomputes something in the backward pass."""
+        return self.grad_checkpointing or bool(self._recompute)
 
     # Heads ---------------------------------------------------------------------------------------------------------
 
@@ -286,6 +291,15 @@ class TokenLabelModel(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
+
+    def set_recompute(self, levels: Mapping[str, str]) -> None:
+        """Choose for single blocks what they compute anew in the backward pass.
+
+        Args:
+            levels: By the names of `named_blocks`, each of `tlt.models.recompute.LEVELS`; nothing where left out.
+        """
+        blocks = dict(self.named_blocks())
+        self._recompute = {blocks[name]: level for name, level in levels.items() if level != NOTHING}
 
 
 def conv_stem_grid(
