@@ -203,13 +203,15 @@ class TokenLabelModel(nn.Module):
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Apply a block, which computes anew in its backward pass what `set_grad_checkpointing` and `set_recompute` say."""
+        """Apply a block; `set_grad_checkpointing` and `set_recompute` say what its backward pass computes anew."""
         return run_block(block, x, EVERYTHING if self.grad_checkpointing else self._recompute.get(block, NOTHING))
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any block recomputes something in the backward pass."""
-        return self.grad_checkpointing or bool(self._recompute)
+    def recompute(self) -> dict[str, str]:
+        """What each of `named_blocks` computes anew in its backward pass, one of `tlt.models.recompute.LEVELS`."""
+        if self.grad_checkpointing:
+            return {name: EVERYTHING for name, _ in self.named_blocks()}
+        return {name: self._recompute.get(block, NOTHING) for name, block in self.named_blocks()}
 
     # Heads ---------------------------------------------------------------------------------------------------------
 
@@ -293,12 +295,13 @@ class TokenLabelModel(nn.Module):
         self.grad_checkpointing = enable
 
     def set_recompute(self, levels: Mapping[str, str]) -> None:
-        """Choose for single blocks what they compute anew in the backward pass.
+        """Choose block by block, in place of `set_grad_checkpointing`, what is computed anew in the backward pass.
 
         Args:
-            levels: By the names of `named_blocks`, each of `tlt.models.recompute.LEVELS`; nothing where left out.
+            levels: As `recompute`; nothing where a block is left out.
         """
         blocks = dict(self.named_blocks())
+        self.grad_checkpointing = False
         self._recompute = {blocks[name]: level for name, level in levels.items() if level != NOTHING}
 
 

@@ -115,6 +115,7 @@ _NEEDS_TRAIN = (
     Need(("remode", "recount"), "--reprob", lambda a: a.reprob > 0),
     Need(AUGMENTATION_FLAGS, "augmentation (--no-aug)", lambda a: not a.no_aug),
     Need(("outlooker_drop_path",), "--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs),
+    Need(("activation_memory",), "--no-grad-checkpointing", lambda a: not a.grad_checkpointing),
     Need(("decay_epochs",), "--sched step", lambda a: a.sched == "step"),
     Need(
         ("decay_rate",),

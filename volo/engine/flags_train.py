@@ -25,6 +25,11 @@ BIND = flag(
     help="keep each rank on the CPUs, the memory and the network card nearest its GPU",
 )
 
+
+def _gib_or_auto(text: str) -> float | str:
+    return text if text == "auto" else ABOVE_ZERO(text)
+
+
 RUN = Group(
     "Run",
     (
@@ -186,6 +191,13 @@ PRECISION = Group(
         switch("--native-amp", help="the same as --amp"),
         switch("--channels-last", help="channels-last memory layout"),
         switch("--grad-checkpointing", help="recompute activations in the backward pass to save memory"),
+        flag(
+            "--activation-memory",
+            default=None,
+            type=_gib_or_auto,
+            metavar="GIB",
+            help="recompute as few of them as fit into so many GiB of a device; auto: into what a GPU has left",
+        ),
         flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
         flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
         OUTLOOK_KERNEL,

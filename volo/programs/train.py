@@ -30,6 +30,7 @@ from volo.engine.data_wait import Advisor
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -52,7 +53,7 @@ from volo.engine.run_lock import RunLock
 from volo.engine.run_start import note_lock, note_start, open_run, resume_run
 from volo.engine.saver import Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
-from volo.engine.setup import Setup, describe
+from volo.engine.setup import Setup, describe, tell_memory
 from volo.engine.stopping import StopGuard
 from volo.engine.teacher import load_teacher, teacher_costs
 from volo.engine.train_state import TrainState
@@ -137,6 +138,9 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         },
         updates_per_epoch=len(loader),
     )
+    if args.activation_memory is not None:
+        shape = step_shape(objective, settings["input_size"], world.device, amp_dtype)
+        logger.line(fit_activations(args, model, shape, world))
     schedule = LrSchedule(args, lr, len(loader))
     called = wrap_model(model, args, world)
     return Setup(state, called, loader, validation, objective, precision, schedule, formula, teacher)
@@ -168,13 +172,15 @@ def train_in(
     state = setup.state
     describe(args, setup, world, logger)
     if args.dry_run:
+        tell_memory(args, setup, world, logger)
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
     with guard.stop.deferred(), open_run(args, setup, directory, lock, resumed, world, logger) as saver:
         begun = state.update
         try:
-            train_epochs(args, setup, directory, saver, world, logger, guard)
+            with out_of_memory_explained(args):
+                train_epochs(args, setup, directory, saver, world, logger, guard)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
             guard.watchdog.at("saving")
