@@ -100,6 +100,16 @@ class Activations:
             if self.peak(batch, levels) <= budget:
                 break
             levels[index] = max(level, levels[index], key=LEVELS.index)
+        return self._given_back(levels, batch, budget)
+
+    def _given_back(self, levels: list[str], batch: int, budget: float) -> list[str]:
+        """Blocks keep again what fits after all, those first that compute most anew."""
+        for index in sorted(range(len(levels)), key=lambda i: -self.blocks[i].flops[levels[i]]):
+            for less in LEVELS[: LEVELS.index(levels[index])]:
+                tried = [*levels[:index], less, *levels[index + 1 :]]
+                if self.peak(batch, tried) <= budget:
+                    levels = tried
+                    break
         return levels
 
     def repeated(self, levels: Sequence[str]) -> float:
