@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from volo.benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
 from volo.engine.flag_rules import Need, check_needs
 from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
+from volo.engine.flags_speed import ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,9 @@ _SCALING_NEEDS = (
 )
 
 COMMANDS: dict[str, Command] = {
+    "all": Command("Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
+    "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP, TRAIN_NEEDS),
+    "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE, INFER_NEEDS),
     "alignment": Command(
         "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
     ),
@@ -302,9 +306,8 @@ def benchmark_parser(command: str | None = None) -> FlagParser:
         prog = f"benchmark.py {command}"
         return FlagParser(prog, f"{prog} [flags]", chosen.description, chosen.groups)
     row = flag("command", default=None, choices=tuple(COMMANDS), help="what to measure; COMMAND --help shows its flags")
-    return FlagParser(
-        "benchmark.py", "benchmark.py COMMAND [flags]", "Measure this machine.", (Group("Command", (row,)),)
-    )
+    usage = "benchmark.py COMMAND [flags], or benchmark.py --all [flags]"
+    return FlagParser("benchmark.py", usage, "Measure this machine.", (Group("Command", (row,)),))
 
 
 def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
@@ -315,6 +318,8 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
         UserError: An unknown subcommand or flag, a wrong value, or a flag that would have no effect.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] == "--all":
+        words[0] = "all"
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
     parser = benchmark_parser(command)
     args = Namespace(
