@@ -2,6 +2,7 @@
 
 `outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
 
+    triton      three fused programs, for 3 x 3 windows that are 2 pixels apart, on CUDA devices
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
 
 An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
@@ -15,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tlt.errors import UserError
-from volo.kernels import reference
+from volo.kernels import reference, triton_outlook
 
 
 class Kernel(Protocol):
@@ -33,7 +34,7 @@ class Kernel(Protocol):
 
 
 # The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {"reference": reference}
+KERNELS: dict[str, Kernel] = {"triton": triton_outlook, "reference": reference}
 
 
 def outlook_attention(
