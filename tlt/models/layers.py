@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, trunc_normal_
+from timm.layers import DropPath, trunc_normal_
 from torch import Tensor, nn
+
+from tlt.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
@@ -24,9 +26,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = attn_drop
-        self.proj = nn.Linear(dim, dim)
+        self.proj = Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,6 +39,20 @@ class SelfAttention(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
         mixed = mixed.transpose(1, 2).reshape(x.shape)
         return self.proj_drop(self.proj(mixed))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them; dropout at rate `drop` after each."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, hidden_dim)
+        self.fc2 = Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape."""
+        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 
 class TransformerBlock(nn.Module):

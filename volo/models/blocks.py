@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tlt.models.layers import drop_path_layer
+from tlt.models.layers import Mlp, drop_path_layer
+from tlt.models.linear import Linear
 from volo.kernels import outlook_attention
 
 
@@ -66,9 +66,9 @@ class OutlookAttention(nn.Module):
         self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
         self.kernel = "auto"  # a name in volo.kernels.KERNELS, or the fastest that fits
-        self.v = nn.Linear(dim, dim, bias=qkv_bias)
-        self.attn = nn.Linear(dim, kernel_size**4 * num_heads)
-        self.proj = nn.Linear(dim, dim)
+        self.v = Linear(dim, dim, bias=qkv_bias)
+        self.attn = Linear(dim, kernel_size**4 * num_heads)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)."""
@@ -120,9 +120,9 @@ class ClassAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
-        self.q = nn.Linear(dim, dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
+        self.kv = Linear(dim, 2 * dim, bias=qkv_bias)
+        self.q = Linear(dim, dim, bias=qkv_bias)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C), class token first -> (B, 1, C)."""
