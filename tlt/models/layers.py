@@ -6,14 +6,12 @@ import torch.nn.functional as F
 from timm.layers import DropPath, trunc_normal_
 from torch import Tensor, nn
 
+from tlt.models.attention import attention
 from tlt.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention over all tokens.
-
-    The queries are scaled before the product with the keys (inside `scaled_dot_product_attention`), so that half
-    precision does not overflow where the scaled product is in range.
 
     Args:
         dim: Channels, a multiple of `num_heads`.
@@ -36,7 +34,7 @@ class SelfAttention(nn.Module):
         tokens = x.flatten(1, -2)  # (B, N, C)
         qkv = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
         mixed = mixed.transpose(1, 2).reshape(x.shape)
         return self.proj_drop(self.proj(mixed))
 

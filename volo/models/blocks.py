@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt.models.attention import attention
 from tlt.models.layers import Mlp, drop_path_layer
 from tlt.models.linear import Linear
 from volo.kernels import outlook_attention
@@ -129,7 +130,7 @@ class ClassAttention(nn.Module):
         q = self.q(x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, D)
         kv = self.kv(x).unflatten(-1, (2, self.num_heads, -1))  # (B, 1 + N, 2, heads, D)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
