@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from timm.layers import Mlp, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from tlt.models.attention import attention
 from tlt.models.drop_path import add_branch, drop_path_layer
+from tlt.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention over all tokens.
-
-    The queries are scaled before the product with the keys (inside `scaled_dot_product_attention`), so that half
-    precision does not overflow where the scaled product is in range.
 
     Args:
         dim: Channels, a multiple of `num_heads`.
@@ -26,9 +25,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = attn_drop
-        self.proj = nn.Linear(dim, dim)
+        self.proj = Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,9 +35,23 @@ class SelfAttention(nn.Module):
         tokens = x.flatten(1, -2)  # (B, N, C)
         qkv = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
         mixed = mixed.transpose(1, 2).reshape(x.shape)
         return self.proj_drop(self.proj(mixed))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them; dropout at rate `drop` after each."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, hidden_dim)
+        self.fc2 = Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape."""
+        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 
 class TransformerBlock(nn.Module):

@@ -18,6 +18,7 @@ from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth
 from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.linear import Linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 
@@ -261,7 +262,7 @@ class TokenLabelModel(nn.Module):
     def _new_head(self, like: Tensor) -> nn.Module:
         if self.num_classes == 0:
             return nn.Identity()
-        head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+        head = Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
         init_linear(head)
         return head.train(self.training)
 
