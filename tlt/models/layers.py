@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, Mlp, trunc_normal_
 from torch import Tensor, nn
@@ -39,7 +43,53 @@ class SelfAttention(nn.Module):
         return self.proj_drop(self.proj(mixed))
 
 
-class TransformerBlock(nn.Module):
+class ResidualBlock(nn.Module):
+    """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
+
+    Which samples keep a branch is drawn before the arithmetic, and `compile` compiles the arithmetic alone: one graph
+    serves all rates, and draws are those of the block that isn't compiled. A subclass sets the modules.
+    """
+
+    norm1: nn.Module
+    attn: nn.Module
+    drop_path1: nn.Module
+    norm2: nn.Module
+    mlp: nn.Module
+    drop_path2: nn.Module
+    residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
+    _compiled: Callable[..., Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape."""
+        add_branches = self._compiled or self.add_branches
+        return add_branches(x, _kept_samples(self.drop_path1, x), _kept_samples(self.drop_path2, x))
+
+    def add_branches(self, x: Tensor, kept1: Tensor | None, kept2: Tensor | None) -> Tensor:
+        """The block's arithmetic: (B, ..., C) -> the same shape.
+
+        Args:
+            kept1, kept2: (B, 1, ..., 1), what each sample's branches are multiplied by; None where all are kept.
+        """
+        x = x + self._scaled(self.attn(self.norm1(x)), kept1)
+        return x + self._scaled(self.mlp(self.norm2(x)), kept2)
+
+    def _scaled(self, branch: Tensor, kept: Tensor | None) -> Tensor:
+        if kept is not None:
+            branch = branch * kept.to(branch.dtype)
+        return branch if self.residual_scale == 1.0 else branch / self.residual_scale
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the block in place, with the arguments of `torch.compile`."""
+        self._compiled = torch.compile(self.add_branches, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As of any compiled module, a copy is not compiled: what is compiled here belongs to this object.
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_compiled", None)
+        return state
+
+
+class TransformerBlock(ResidualBlock):
     """Pre-norm transformer block; each branch is divided by `residual_scale` before it is added (`skip_lam`)."""
 
     def __init__(
@@ -63,13 +113,12 @@ class TransformerBlock(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = drop_path_layer(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., C) -> the same shape."""
-        x = x + self._scaled(self.drop_path1(self.attn(self.norm1(x))))
-        return x + self._scaled(self.drop_path2(self.mlp(self.norm2(x))))
 
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1.0 else branch / self.residual_scale
+def _kept_samples(drop_path: nn.Module, x: Tensor) -> Tensor | None:
+    """Draw what the samples of x (B, ...) are multiplied by: (B, 1, ..., 1), or None where nothing is ever dropped."""
+    if isinstance(drop_path, nn.Identity) or not drop_path.training:
+        return None
+    return drop_path(x.new_ones((x.shape[0],) + (1,) * (x.ndim - 1)))
 
 
 def drop_path_layer(rate: float) -> nn.Module:

@@ -13,8 +13,19 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 OUTLOOK_KERNELS = ("auto", "reference")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+COMPILE = (
+    flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
+    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    flag(
+        "--torchcompile-scope",
+        default=None,
+        choices=("blocks", "model"),
+        help="one graph for all blocks of a kind, or one of the model (blocks of VOLO and LV-ViT without CUDA graphs)",
+    ),
+)
 OUTLOOK_KERNEL = flag(
     "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
 )
@@ -186,8 +197,7 @@ PRECISION = Group(
         switch("--native-amp", help="the same as --amp"),
         switch("--channels-last", help="channels-last memory layout"),
         switch("--grad-checkpointing", help="recompute activations in the backward pass to save memory"),
-        flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
-        flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+        *COMPILE,
         OUTLOOK_KERNEL,
         switch("--torchscript", help="refused: use --torchcompile"),
     ),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tlt.models.layers import drop_path_layer
+from tlt.models.layers import ResidualBlock, drop_path_layer
 from volo.kernels import outlook_attention
 
 
@@ -86,7 +86,7 @@ class OutlookAttention(nn.Module):
         return self.proj(mixed)
 
 
-class Outlooker(nn.Module):
+class Outlooker(ResidualBlock):
     """Pre-norm block of outlook attention and MLP."""
 
     def __init__(
@@ -106,11 +106,6 @@ class Outlooker(nn.Module):
         self.norm2 = norm_layer(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path2 = drop_path_layer(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)."""
-        x = x + self.drop_path1(self.attn(self.norm1(x)))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 class ClassAttention(nn.Module):
