@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, trunc_normal_
+from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
+
+from tlt.models.drop_path import add_branch, draw_samples, drop_path_layer
 
 
 class SelfAttention(nn.Module):
@@ -47,7 +49,7 @@ class ResidualBlock(nn.Module):
     """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
 
     Which samples keep a branch is drawn before the arithmetic, and `compile` compiles the arithmetic alone: one graph
-    serves all rates, and draws are those of the block that isn't compiled. A subclass sets the modules.
+    serves all rates, and the samples are those of a block that isn't compiled. A subclass sets the modules.
     """
 
     norm1: nn.Module
@@ -62,21 +64,12 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape."""
         add_branches = self._compiled or self.add_branches
-        return add_branches(x, _kept_samples(self.drop_path1, x), _kept_samples(self.drop_path2, x))
+        return add_branches(x, draw_samples(self.drop_path1, x), draw_samples(self.drop_path2, x))
 
-    def add_branches(self, x: Tensor, kept1: Tensor | None, kept2: Tensor | None) -> Tensor:
-        """The block's arithmetic: (B, ..., C) -> the same shape.
-
-        Args:
-            kept1, kept2: (B, 1, ..., 1), what each sample's branches are multiplied by; None where all are kept.
-        """
-        x = x + self._scaled(self.attn(self.norm1(x)), kept1)
-        return x + self._scaled(self.mlp(self.norm2(x)), kept2)
-
-    def _scaled(self, branch: Tensor, kept: Tensor | None) -> Tensor:
-        if kept is not None:
-            branch = branch * kept.to(branch.dtype)
-        return branch if self.residual_scale == 1.0 else branch / self.residual_scale
+    def add_branches(self, x: Tensor, samples1: Tensor | None, samples2: Tensor | None) -> Tensor:
+        """The arithmetic of `forward`; samples as of `draw_samples`, for the two branches."""
+        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), samples1, self.residual_scale)
+        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), samples2, self.residual_scale)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the block in place, with the arguments of `torch.compile`."""
@@ -112,18 +105,6 @@ class TransformerBlock(ResidualBlock):
         self.norm2 = norm_layer(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = drop_path_layer(drop_path)
-
-
-def _kept_samples(drop_path: nn.Module, x: Tensor) -> Tensor | None:
-    """Draw what the samples of x (B, ...) are multiplied by: (B, 1, ..., 1), or None where nothing is ever dropped."""
-    if isinstance(drop_path, nn.Identity) or not drop_path.training:
-        return None
-    return drop_path(x.new_ones((x.shape[0],) + (1,) * (x.ndim - 1)))
-
-
-def drop_path_layer(rate: float) -> nn.Module:
-    """Stochastic depth at `rate`, or nothing at all where the rate is zero."""
-    return DropPath(rate) if rate > 0.0 else nn.Identity()
 
 
 def init_linear(module: nn.Module) -> None:

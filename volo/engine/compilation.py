@@ -133,8 +133,8 @@ class CompileWatch:
         elif new:
             self.tell(
                 f"warning: torch compiled {new} graphs anew in updates {first} to {last}, "
-                f"{seconds - self._seconds:.0f} s ({graphs} so far): a smaller last batch of an epoch is a reason to do so "
-                "once; TORCH_LOGS=recompiles shows others"
+                f"{seconds - self._seconds:.0f} s ({graphs} so far): an epoch's last, smaller batch does it once; "
+                "TORCH_LOGS=recompiles shows others"
             )
         self.started = True
         self._graphs, self._seconds = graphs, seconds

@@ -15,6 +15,7 @@ POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 OUTLOOK_KERNELS = ("auto", "reference")
+DROP_PATH_MODES = ("mask", "subset")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
 COMPILE = (
     flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
@@ -140,6 +141,9 @@ REGULARISATION = Group(
         flag("--smoothing", default=0.1, type=SHARE, metavar="S", help="label smoothing"),
         flag("--drop", default=0.0, type=SHARE, metavar="P", help="dropout rate"),
         flag("--drop-path", default=None, type=SHARE, metavar="P", help="stochastic depth rate (the model's own)"),
+        flag(
+            "--drop-path-mode", default="mask", choices=DROP_PATH_MODES, help="mask what is dropped, or skip its work"
+        ),
         flag("--drop-connect", default=None, type=SHARE, metavar="P", help="old name of --drop-path"),
         flag("--drop-block", default=None, type=SHARE, metavar="P", help="DropBlock rate; no model here has it"),
         switch("--outlooker-drop-path", help="stochastic depth in the outlooker stage as well (published: not there)"),

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tlt.models.layers import ResidualBlock, drop_path_layer
+from tlt.models.drop_path import drop_path_layer
+from tlt.models.layers import ResidualBlock
 from volo.kernels import outlook_attention
 
 
