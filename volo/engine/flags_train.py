@@ -13,9 +13,20 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference")
 DROP_PATH_MODES = ("mask", "subset")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+COMPILE = (
+    flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
+    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    flag(
+        "--torchcompile-scope",
+        default=None,
+        choices=("blocks", "model"),
+        help="one graph for all blocks of a kind, or one of the model (blocks of VOLO and LV-ViT without CUDA graphs)",
+    ),
+)
 OUTLOOK_KERNEL = flag(
     "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
 )
@@ -202,8 +213,7 @@ PRECISION = Group(
             metavar="GIB",
             help="recompute as few of them as fit into so many GiB of a device; auto: into what a GPU has left",
         ),
-        flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
-        flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+        *COMPILE,
         OUTLOOK_KERNEL,
         switch("--torchscript", help="refused: use --torchcompile"),
     ),

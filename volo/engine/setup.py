@@ -26,6 +26,7 @@ class Setup:
 
     state: TrainState  # model, optimizer, scaler, EMA and the position in the run
     model: nn.Module  # what the loop calls: the state's model, or its distributed or compiled wrapper
+    average: nn.Module | None  # what validation calls for the moving average, likewise; None: there is none
     loader: TrainLoader
     validation: EvalLoader
     objective: Objective

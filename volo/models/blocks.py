@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.models.attention import attention
-from tlt.models.drop_path import add_branch, drop_path_layer
-from tlt.models.layers import Mlp
+from tlt.models.drop_path import drop_path_layer
+from tlt.models.layers import Mlp, ResidualBlock
 from tlt.models.linear import Linear
 from volo.kernels import outlook_attention
 
@@ -90,7 +90,7 @@ class OutlookAttention(nn.Module):
         return self.proj(mixed)
 
 
-class Outlooker(nn.Module):
+class Outlooker(ResidualBlock):
     """Pre-norm block of outlook attention and MLP."""
 
     def __init__(
@@ -110,11 +110,6 @@ class Outlooker(nn.Module):
         self.norm2 = norm_layer(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path2 = drop_path_layer(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)."""
-        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), self.drop_path1)
-        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), self.drop_path2)
 
 
 class ClassAttention(nn.Module):
