@@ -13,6 +13,7 @@ from torch import nn
 from tlt.errors import UserError
 from volo.engine.args import parse_train
 from volo.engine.optim import create_optimizer, set_lr
+from volo.engine.optimizer_state import load_optimizer_state
 
 
 def arguments(line: str = "") -> Namespace:
@@ -105,15 +106,16 @@ def test_other_optimizers(line: str, kind: str, option: str, value: object) -> N
     assert type(optimizer).__name__ == kind and optimizer.param_groups[0][option] == value
 
 
-def test_fused_on_cuda_alone() -> None:
-    assert create_optimizer(arguments(), Small(), torch.device("cuda")).defaults["fused"] is True
-    assert not create_optimizer(arguments(), Small()).defaults["fused"]
+def test_fused_where_torch_has_it() -> None:
+    for device in ("cuda", "cpu"):
+        assert create_optimizer(arguments(), Small(), torch.device(device)).defaults["fused"] is True
+    assert not create_optimizer(arguments(), Small(), torch.device("mps")).defaults["fused"]
+    assert "fused" not in create_optimizer(arguments("--opt lamb"), Small()).defaults
 
 
 def test_fused_steps_equal_plain_ones() -> None:
-    # torch runs its fused kernels on the CPU too, so the options can be compared without a GPU.
     models = Small(), Small()
-    for model, device in zip(models, ("cpu", "cuda"), strict=True):
+    for model, device in zip(models, ("mps", "cpu"), strict=True):  # torch has no fused kernels for the first
         optimizer = create_optimizer(arguments("--weight-decay 0.2"), model, torch.device(device))
         set_lr(optimizer, 0.01)
         for seed in range(3):
@@ -151,3 +153,25 @@ def test_apex_optimizers_are_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(UserError, match="runs on GPUs alone, this run is on the cpu"):
         create_optimizer(arguments("--opt fusedlamb"), Small())
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])
+def test_moments_of_another_memory_format(opt: str) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 3, 5, 5), [torch.randn(4, 3, 5, 5) for _ in range(2)]
+    ends = []
+    for layouts in (("contiguous_format",) * 2, ("contiguous_format", "channels_last"), ("channels_last",) * 2):
+        saved = None
+        weight = start
+        for gradient, layout in zip(gradients, layouts, strict=True):
+            model = nn.Conv2d(3, 4, 5, bias=False).to(memory_format=getattr(torch, layout))
+            model.weight.data.copy_(weight)
+            optimizer = create_optimizer(arguments(f"--opt {opt} --lr 0.1"), model)
+            if saved is not None:
+                load_optimizer_state(optimizer, saved)
+            model.weight.grad = torch.empty_like(model.weight).copy_(gradient)
+            optimizer.step()
+            weight, saved = model.weight.detach(), optimizer.state_dict()
+        ends.append(weight)
+    torch.testing.assert_close(ends[1], ends[0])
+    torch.testing.assert_close(ends[2], ends[0])

@@ -35,22 +35,37 @@ def drop_path_layer(rate: float) -> nn.Module:
     return StochasticDepth(rate) if rate > 0.0 else nn.Identity()
 
 
-def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], drop_path: nn.Module, divisor: float = 1.0) -> Tensor:
-    """x + drop_path(branch(x)) / divisor, x being (B, ..., C); `branch` must treat samples apart.
+def draw_samples(drop_path: nn.Module, x: Tensor) -> Tensor | None:
+    """Draw which of the B samples of x (B, ...) keep a branch, from torch's generator of the device.
 
-    In training, mode "subset" draws S of the B samples without replacement from torch's generator of the device,
-    independently for each call, and adds B / S times the branch of those alone. What happens to one sample has the law
-    of DropPath at a rate of 1 - S / B, hence the same mean of output and gradients.
+    Returns:
+        Mode "mask": (B, 1, ..., 1), what each sample's branch is multiplied by, as in timm's DropPath. Mode "subset":
+        int64 (S,), S different samples. None where all samples keep it as it is.
     """
-    if drop_path.training and isinstance(drop_path, StochasticDepth) and drop_path.mode == "subset":
-        kept = drop_path.kept(x.shape[0])
-        if kept < x.shape[0]:
-            index = torch.randperm(x.shape[0], device=x.device)[:kept]
-            skip, rows = _Split.apply(x, index)
-            return _Join.apply(skip, rows, branch(rows), index, divisor)
-        update = branch(x)
-    else:
-        update = drop_path(branch(x))
+    if not isinstance(drop_path, StochasticDepth) or not drop_path.training:
+        return None
+    if drop_path.mode == "mask":
+        return drop_path(x.new_ones((x.shape[0],) + (1,) * (x.ndim - 1)))
+    kept = drop_path.kept(x.shape[0])
+    return torch.randperm(x.shape[0], device=x.device)[:kept] if kept < x.shape[0] else None
+
+
+def add_branch(
+    x: Tensor, branch: Callable[[Tensor], Tensor], samples: Tensor | None = None, divisor: float = 1.0
+) -> Tensor:
+    """x + branch(x) / divisor with stochastic depth, x being (B, ..., C); `branch` must treat samples apart.
+
+    Args:
+        samples: From `draw_samples`. S drawn samples get B / S times their branch, which is computed for these alone.
+            What happens to one sample has the law of DropPath at a rate of 1 - S / B, hence the same mean of output and
+            gradients.
+    """
+    if samples is not None and not samples.is_floating_point():
+        skip, rows = _Split.apply(x, samples)
+        return _Join.apply(skip, rows, branch(rows), samples, divisor)
+    update = branch(x)
+    if samples is not None:
+        update = update * samples.to(update.dtype)
     return x + (update if divisor == 1.0 else update / divisor)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
-from timm.layers import Mlp, trunc_normal_
+from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from tlt.models.drop_path import add_branch, drop_path_layer
+from tlt.models.attention import attention
+from tlt.models.drop_path import add_branch, draw_samples, drop_path_layer
+from tlt.models.linear import Linear
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention over all tokens.
-
-    The queries are scaled before the product with the keys (inside `scaled_dot_product_attention`), so that half
-    precision does not overflow where the scaled product is in range.
 
     Args:
         dim: Channels, a multiple of `num_heads`.
@@ -26,9 +29,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = attn_drop
-        self.proj = nn.Linear(dim, dim)
+        self.proj = Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,12 +39,63 @@ class SelfAttention(nn.Module):
         tokens = x.flatten(1, -2)  # (B, N, C)
         qkv = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
         mixed = mixed.transpose(1, 2).reshape(x.shape)
         return self.proj_drop(self.proj(mixed))
 
 
-class TransformerBlock(nn.Module):
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them; dropout at rate `drop` after each."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, hidden_dim)
+        self.fc2 = Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape."""
+        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+
+
+class ResidualBlock(nn.Module):
+    """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
+
+    Which samples keep a branch is drawn before the arithmetic, and `compile` compiles the arithmetic alone: one graph
+    serves all rates, and the samples are those of a block that isn't compiled. A subclass sets the modules.
+    """
+
+    norm1: nn.Module
+    attn: nn.Module
+    drop_path1: nn.Module
+    norm2: nn.Module
+    mlp: nn.Module
+    drop_path2: nn.Module
+    residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
+    _compiled: Callable[..., Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ..., C) -> the same shape."""
+        add_branches = self._compiled or self.add_branches
+        return add_branches(x, draw_samples(self.drop_path1, x), draw_samples(self.drop_path2, x))
+
+    def add_branches(self, x: Tensor, samples1: Tensor | None, samples2: Tensor | None) -> Tensor:
+        """The arithmetic of `forward`; samples as of `draw_samples`, for the two branches."""
+        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), samples1, self.residual_scale)
+        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), samples2, self.residual_scale)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the block in place, with the arguments of `torch.compile`."""
+        self._compiled = torch.compile(self.add_branches, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As of any compiled module, a copy is not compiled: what is compiled here belongs to this object.
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_compiled", None)
+        return state
+
+
+class TransformerBlock(ResidualBlock):
     """Pre-norm transformer block; each branch is divided by `residual_scale` before it is added (`skip_lam`)."""
 
     def __init__(
@@ -64,11 +118,6 @@ class TransformerBlock(nn.Module):
         self.norm2 = norm_layer(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = drop_path_layer(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., C) -> the same shape."""
-        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), self.drop_path1, self.residual_scale)
-        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), self.drop_path2, self.residual_scale)
 
 
 def init_linear(module: nn.Module) -> None:

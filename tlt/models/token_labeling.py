@@ -6,19 +6,21 @@ it embeds an image, which stages the tokens go through and how they end; the ord
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.compiler.config as compiler_config
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth
 from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.linear import Linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
+from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
@@ -66,6 +68,7 @@ class TokenLabelModel(nn.Module):
         self.global_pool = _checked_pool(global_pool)
         self.dense_head = dense_head
         self.grad_checkpointing = False
+        self._recompute: dict[nn.Module, str] = {}
 
     # What a model defines ------------------------------------------------------------------------------------------
 
@@ -202,10 +205,15 @@ class TokenLabelModel(nn.Module):
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Apply a block, or have it recomputed in the backward pass if checkpointing is on."""
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, use_reentrant=False)
-        return block(x)
+        """Apply a block; `set_grad_checkpointing` and `set_recompute` say what its backward pass computes anew."""
+        return run_block(block, x, EVERYTHING if self.grad_checkpointing else self._recompute.get(block, NOTHING))
+
+    @property
+    def recompute(self) -> dict[str, str]:
+        """What each of `named_blocks` computes anew in its backward pass, one of `tlt.models.recompute.LEVELS`."""
+        if self.grad_checkpointing:
+            return {name: EVERYTHING for name, _ in self.named_blocks()}
+        return {name: self._recompute.get(block, NOTHING) for name, block in self.named_blocks()}
 
     def set_drop_path_mode(self, mode: str) -> None:
         """Choose how stochastic depth drops residual branches in training.
@@ -254,7 +262,7 @@ class TokenLabelModel(nn.Module):
     def _new_head(self, like: Tensor) -> nn.Module:
         if self.num_classes == 0:
             return nn.Identity()
-        head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+        head = Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
         init_linear(head)
         return head.train(self.training)
 
@@ -298,6 +306,16 @@ class TokenLabelModel(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
+
+    def set_recompute(self, levels: Mapping[str, str]) -> None:
+        """Choose block by block, in place of `set_grad_checkpointing`, what is computed anew in the backward pass.
+
+        Args:
+            levels: As `recompute`; nothing where a block is left out.
+        """
+        blocks = dict(self.named_blocks())
+        self.grad_checkpointing = False
+        self._recompute = {blocks[name]: level for name, level in levels.items() if level != NOTHING}
 
 
 def conv_stem_grid(

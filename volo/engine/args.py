@@ -32,6 +32,7 @@ _ALTERNATIVES: tuple[tuple[set[str], set[str]], ...] = (
     ({"finetune"}, {"initial_checkpoint", "pretrained"}),
     ({"initial_checkpoint"}, {"pretrained"}),
     ({"token_label_data"}, {"token_label_teacher"}),
+    ({"grad_checkpointing"}, {"activation_memory"}),
 )
 _TOKEN_LABEL_FLAGS = (
     "token_label_data",

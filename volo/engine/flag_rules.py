@@ -10,7 +10,7 @@ from tlt import compat_rows
 from tlt.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
 from volo.engine.flag_table import Flag, nearest
-from volo.engine.flags_train import SCHEDULES
+from volo.engine.flags_train import CUDA_GRAPH_MODES, SCHEDULES
 
 _COMPILE = "TorchScript is not supported: use --torchcompile"
 _DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
@@ -70,6 +70,7 @@ def _has_labels(args: Namespace) -> bool:
 _NEEDS_PRECISION = (
     Need(("amp_dtype",), "--amp", lambda a: a.amp),
     Need(("torchcompile_mode",), "--torchcompile inductor", lambda a: a.torchcompile == "inductor"),
+    Need(("torchcompile_scope",), "--torchcompile", lambda a: bool(a.torchcompile)),
 )
 _NEEDS_VALIDATE = (
     *_NEEDS_PRECISION,
@@ -119,6 +120,7 @@ _NEEDS_TRAIN = (
         "--drop-path above 0",
         lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs,
     ),
+    Need(("activation_memory",), "--no-grad-checkpointing", lambda a: not a.grad_checkpointing),
     Need(("decay_epochs",), "--sched step", lambda a: a.sched == "step"),
     Need(
         ("decay_rate",),
@@ -191,6 +193,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     notes = _settle_token_labels(args)
     notes += _settle_compat(args)
     check_needs(args, flags, _NEEDS_TRAIN)
+    _check_compile(args)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
     _check_mixing(args)
@@ -223,6 +226,8 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need,
         UserError: Two sources, or none; a flag without effect.
     """
     check_needs(args, flags, needs)
+    if "torchcompile" in args:
+        _check_compile(args)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
     if args.model is None and not args.checkpoint:
@@ -380,6 +385,14 @@ def _settle_compat(args: Namespace) -> list[str]:
     return [
         f"--compat: {', '.join(args.compat)}" + (f" (nothing to change: {', '.join(idle)})" if idle else ""),
     ]
+
+
+def _check_compile(args: Namespace) -> None:
+    if args.torchcompile_scope == "blocks" and args.torchcompile_mode in CUDA_GRAPH_MODES:
+        raise UserError(
+            f"--torchcompile-mode {args.torchcompile_mode} records where a graph's weights lie, and blocks of other "
+            "weights share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs"
+        )
 
 
 def _check_mixing(args: Namespace) -> None:

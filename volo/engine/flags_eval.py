@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, WORKER_TYPES
-from volo.engine.flags_train import BIND, COMPILE_MODES, OUTLOOK_KERNEL, POOLS
+from volo.engine.flags_train import BIND, COMPILE, OUTLOOK_KERNEL, POOLS
 
 MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
@@ -55,8 +55,7 @@ _PRECISION = (
     switch("--apex-amp", help="the same as --amp"),
     switch("--native-amp", help="the same as --amp"),
     switch("--channels-last", help="channels-last memory layout"),
-    flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
-    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    *COMPILE,
     OUTLOOK_KERNEL,
     switch("--torchscript", help="refused: use --torchcompile"),
     switch("--legacy-jit", help="refused: use --torchcompile"),

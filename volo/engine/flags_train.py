@@ -13,9 +13,20 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-OUTLOOK_KERNELS = ("auto", "windows", "reference")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference")
 DROP_PATH_MODES = ("mask", "subset")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+COMPILE = (
+    flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
+    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    flag(
+        "--torchcompile-scope",
+        default=None,
+        choices=("blocks", "model"),
+        help="one graph for all blocks of a kind, or one of the model (blocks of VOLO and LV-ViT without CUDA graphs)",
+    ),
+)
 OUTLOOK_KERNEL = flag(
     "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
 )
@@ -25,6 +36,11 @@ BIND = flag(
     choices=("auto", "none", "cpu", "cpu+mem"),
     help="keep each rank on the CPUs, the memory and the network card nearest its GPU",
 )
+
+
+def _gib_or_auto(text: str) -> float | str:
+    return text if text == "auto" else ABOVE_ZERO(text)
+
 
 RUN = Group(
     "Run",
@@ -190,8 +206,14 @@ PRECISION = Group(
         switch("--native-amp", help="the same as --amp"),
         switch("--channels-last", help="channels-last memory layout"),
         switch("--grad-checkpointing", help="recompute activations in the backward pass to save memory"),
-        flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
-        flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+        flag(
+            "--activation-memory",
+            default=None,
+            type=_gib_or_auto,
+            metavar="GIB",
+            help="recompute as few of them as fit into so many GiB of a device; auto: into what a GPU has left",
+        ),
+        *COMPILE,
         OUTLOOK_KERNEL,
         switch("--torchscript", help="refused: use --torchcompile"),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 _IMAGES = 2  # BatchNorm wants more than one value per channel
@@ -24,11 +24,21 @@ def flops_per_image(
         options: More arguments of the model.
     """
     values = [*model.named_parameters(), *model.named_buffers()]
-    state = {name: value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in values}
+    state = {f"model.{name}": value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in values}
     batch = torch.empty(images, *input_size, device="meta")
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-        outputs = torch.func.functional_call(model, state, (batch,), options)
-        if backward:
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            sum(each.sum() for each in outputs).backward()
+        torch.func.functional_call(_Pass(model), state, (batch, options))
     return counter.get_total_flops() / images
+
+
+class _Pass(nn.Module):
+    """A forward pass, and a backward pass where gradients are on: blocks that are recomputed need the same state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, options: dict[str, Any]) -> None:
+        outputs = self.model(images, **options)
+        if torch.is_grad_enabled():
+            sum(each.sum() for each in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from tlt.data.dataset import Skipped
 from tlt.data.folder import printable
+from volo.engine.compilation import CompileWatch
 from volo.engine.distributed import World
 from volo.engine.events import EventLog, Kind, duration, exit_code, reason, utc_now
 from volo.engine.loop import EpochTotals, Evaluation, Interval
@@ -34,7 +35,7 @@ class Logger:
     Attributes:
         directory: The run's records; None before `open`, and on other ranks.
         total_updates: Of the whole run, for the ETA.
-        watch_pace: Looks at each interval.
+        watch_pace, watch_compile: Look at each interval.
         position: Noted with every event; None until it is known.
     """
 
@@ -44,6 +45,7 @@ class Logger:
         self.total_updates = 0
         self.position: Position | None = None
         self.watch_pace: Pace | None = None
+        self.watch_compile: CompileWatch | None = None
         self.events = EventLog(world.rank)
         self._bar: tqdm | None = None
         self._before: list[str] = []  # lines for log.txt from before there was one
@@ -109,6 +111,8 @@ class Logger:
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if somebody watches."""
+        if self.watch_compile is not None:
+            self.watch_compile.skip()
         if self.directory is not None and sys.stderr.isatty():
             self._bar = tqdm(
                 total=updates, desc=f"epoch {epoch + 1}/{epochs}", unit="update", leave=False, dynamic_ncols=True
@@ -121,6 +125,8 @@ class Logger:
 
     def interval(self, interval: Interval) -> None:
         """Report a stretch of training."""
+        if self.watch_compile is not None:
+            self.watch_compile.interval(interval.update - interval.updates, interval.update)
         if self.directory is None:
             return
         self._seconds += interval.seconds

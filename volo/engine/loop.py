@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tlt.data.loader import Batch, EvalLoader, TrainLoader
 from tlt.errors import UserError
 from tlt.loss import LossTerms
+from volo.engine.compilation import begin_step
 from volo.engine.distributed import World
 from volo.engine.metrics import Sums, correct_in_top
 from volo.engine.objective import Objective, StepKey
@@ -133,6 +134,8 @@ def train_epoch(
             settings.on_batch(state.update, batch)
         step = StepKey(settings.seed, state.update, micro_batch, world.rank)
         step.seed_torch()
+        if micro_batch == 0:
+            begin_step()
         with nullcontext() if is_last else no_sync():
             began = time.perf_counter()
             with precision.autocast():
@@ -334,6 +337,7 @@ def evaluate(
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world.device)
     began = time.perf_counter()
     for batch in guard(loader):
+        begin_step()
         with precision.autocast():
             logits = model(batch.images).float()  # (B, C)
         if on_outputs is not None:

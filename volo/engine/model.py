@@ -15,6 +15,7 @@ from torch import nn
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
+from volo.engine.compilation import compile_model
 from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import World
 from volo.models import VOLO
@@ -172,21 +173,6 @@ def set_drop_path_mode(model: nn.Module, mode: str) -> None:
 def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     """Move the model to its device, in the memory format of `--channels-last`."""
     return model.to(device=world.device, memory_format=torch.channels_last if args.channels_last else None)
-
-
-def compile_model(model: TimmModel, args: Namespace) -> TimmModel:
-    """Compile the model (or any function) if `--torchcompile` says so.
-
-    Raises:
-        UserError: torch knows no such backend.
-    """
-    if not args.torchcompile:
-        return model
-    try:
-        return torch.compile(model, backend=args.torchcompile, mode=args.torchcompile_mode)
-    except torch._dynamo.exc.InvalidBackend as error:
-        known = ", ".join(torch.compiler.list_backends())
-        raise UserError(f"--torchcompile {args.torchcompile}: no such backend, there are {known}") from error
 
 
 def set_batchnorm(model: nn.Module, args: Namespace) -> None:

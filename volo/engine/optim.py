@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from tlt.errors import UserError
 from volo.engine.flag_table import nearest
 
-# torch has one kernel per step for these.
-_FUSED_ON_CUDA = ("adam", "adamw", "sgd")
+# torch has one kernel per step for these. On a CPU it takes for granted that gradients and moments have the strides of
+# their parameters: autograd sees to the gradients, `volo.engine.optimizer_state` to loaded moments.
+_FUSED = ("adam", "adamw", "sgd")
 
 
 def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
@@ -39,7 +40,7 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
         options["eps"] = args.opt_eps
     if args.opt_betas is not None:
         options["betas"] = tuple(args.opt_betas)
-    if device.type == "cuda" and name in _FUSED_ON_CUDA:
+    if device.type in ("cuda", "cpu") and name in _FUSED:
         options["fused"] = True
     try:
         return create_optimizer_v2(

@@ -53,7 +53,17 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[st
         changed = [k for k in sorted(_numeric(optimizer.defaults) - {"lr"}) if _differ(theirs.get(k), own[k])]
         messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    _match_layout(optimizer)
     return list(dict.fromkeys(messages))
+
+
+def _match_layout(optimizer: Optimizer) -> None:
+    """Give moments the strides of their parameters: of other ones (`--channels-last` in the other run alone) torch's
+    fused step would take the wrong elements on a CPU, without a word."""
+    for parameter, state in optimizer.state.items():
+        for key in _PER_VALUE & state.keys():
+            if state[key].stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter).copy_(state[key])
 
 
 def _problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:

@@ -11,6 +11,8 @@ from torch import nn
 from tlt.data.loader import EvalLoader, TrainLoader
 from volo.engine.distributed import World
 from volo.engine.logger import Logger
+from volo.engine.memory_budget import step_shape
+from volo.engine.memory_report import memory_report
 from volo.engine.objective import Objective, TokenLabelObjective
 from volo.engine.precision import Precision
 from volo.engine.schedule import LrSchedule
@@ -24,6 +26,7 @@ class Setup:
 
     state: TrainState  # model, optimizer, scaler, EMA and the position in the run
     model: nn.Module  # what the loop calls: the state's model, or its distributed or compiled wrapper
+    average: nn.Module | None  # what validation calls for the moving average, likewise; None: there is none
     loader: TrainLoader
     validation: EvalLoader
     objective: Objective
@@ -60,3 +63,14 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
         f"learning rate {setup.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
         f"{str(dtype).removeprefix('torch.') + ' autocast' if dtype else 'float32'}, {torch.get_num_threads()} threads"
     )
+
+
+def tell_memory(args: Namespace, setup: Setup, world: World, logger: Logger) -> None:
+    """Say how much work and memory the run takes, and what batches would fit."""
+    if not world.is_primary:
+        return
+    config = setup.state.metadata["model_config"]
+    size = (config["in_chans"], *config["img_size"])
+    shape = step_shape(setup.objective, size, world.device, setup.precision.amp_dtype)
+    for line in memory_report(args, setup.state.model, shape, world.device):
+        logger.line(line)

@@ -7,7 +7,6 @@ is no part of the model: neither trained nor averaged nor saved.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 from argparse import Namespace
@@ -27,9 +26,10 @@ from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.tail import relative_to_tail
 from tlt.weights import clean_state_dict
 from volo.engine.annotator import load_annotator
+from volo.engine.compilation import feature_compiler
 from volo.engine.distributed import World
 from volo.engine.flops import flops_per_image
-from volo.engine.model import TimmModel, compile_model, eval_settings, place_model
+from volo.engine.model import TimmModel, eval_settings, place_model
 from volo.engine.precision import resolve_amp_dtype
 
 
@@ -153,7 +153,7 @@ def load_teacher(
         raise UserError(_with_our_flags(str(error))) from error
     _compare_classes(args, model, student, recorded.get("class_names"), class_names)
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    annotator = Annotator(model, args.token_label_teacher_top_k, dtype, functools.partial(compile_model, args=args))
+    annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
     record = {"teacher": name, "sha256": sha256_of(path) if path else _weights_sha256(model)}
     own = eval_settings(asked, model, recorded)
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])

@@ -2,6 +2,7 @@
 
 `outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
 
+    triton      three fused programs, for 3 x 3 windows that are 2 pixels apart, on CUDA devices
     windows     strided views, matrix products, sums of slices: kernel 3, stride 2, padding 1; any device, for CPUs
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from volo.kernels import reference, windows
+from volo.kernels import reference, triton_outlook, windows
 
 
 class Kernel(Protocol):
@@ -35,7 +36,7 @@ class Kernel(Protocol):
 
 
 # The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {"windows": windows, "reference": reference}
+KERNELS: dict[str, Kernel] = {"triton": triton_outlook, "windows": windows, "reference": reference}
 
 
 def outlook_attention(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tlt.models.drop_path import add_branch, drop_path_layer
+from tlt.models.attention import attention
+from tlt.models.drop_path import drop_path_layer
+from tlt.models.layers import Mlp, ResidualBlock
+from tlt.models.linear import Linear
 from volo.kernels import outlook_attention
 
 
@@ -68,9 +70,9 @@ class OutlookAttention(nn.Module):
         self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
         self.kernel = "auto"  # a name in volo.kernels.KERNELS, or the fastest that fits
-        self.v = nn.Linear(dim, dim, bias=qkv_bias)
-        self.attn = nn.Linear(dim, kernel_size**4 * num_heads)
-        self.proj = nn.Linear(dim, dim)
+        self.v = Linear(dim, dim, bias=qkv_bias)
+        self.attn = Linear(dim, kernel_size**4 * num_heads)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)."""
@@ -88,7 +90,7 @@ class OutlookAttention(nn.Module):
         return self.proj(mixed)
 
 
-class Outlooker(nn.Module):
+class Outlooker(ResidualBlock):
     """Pre-norm block of outlook attention and MLP."""
 
     def __init__(
@@ -109,11 +111,6 @@ class Outlooker(nn.Module):
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.drop_path2 = drop_path_layer(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, H, W, C)."""
-        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), self.drop_path1)
-        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), self.drop_path2)
-
 
 class ClassAttention(nn.Module):
     """Attention of the class token alone over itself and all tokens (CaiT); queries scaled before the product."""
@@ -122,16 +119,16 @@ class ClassAttention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
-        self.q = nn.Linear(dim, dim, bias=qkv_bias)
-        self.proj = nn.Linear(dim, dim)
+        self.kv = Linear(dim, 2 * dim, bias=qkv_bias)
+        self.q = Linear(dim, dim, bias=qkv_bias)
+        self.proj = Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C), class token first -> (B, 1, C)."""
         q = self.q(x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, D)
         kv = self.kv(x).unflatten(-1, (2, self.num_heads, -1))  # (B, 1 + N, 2, heads, D)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 

@@ -146,7 +146,7 @@ class VOLO(TokenLabelModel):
         return self._run_stage(index + 1, x)
 
     def _run_stage(self, place: int, x: Tensor) -> Tensor:
-        if not self.grad_checkpointing:
+        if not (self.grad_checkpointing or self._recompute):
             return self.network[place](x)  # as a module, so that hooks on a stage are called
         for block in self.network[place].children():
             x = self.run_block(block, x)

@@ -18,7 +18,6 @@ whole, so that the labels are the same as without interruption.
 
 from __future__ import annotations
 
-import functools
 import time
 from argparse import Namespace
 from typing import Any
@@ -40,10 +39,11 @@ from tlt.label_map import LabelMap
 from tlt.progress import Progress
 from tlt.store import TreeMetadata
 from volo.engine.annotator import load_annotator
+from volo.engine.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.engine.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
 from volo.engine.label_job import ArchiveJob, LabelJob, TreeJob
 from volo.engine.metrics import Sums
-from volo.engine.model import compile_model, eval_settings
+from volo.engine.model import eval_settings
 from volo.engine.precision import resolve_amp_dtype
 
 _PATIENCE = 7 * 86400.0  # seconds: ranks wait for rank 0 while it reads what is there
@@ -55,7 +55,8 @@ def run(args: Namespace) -> int:
     world = init_world(args.device, timeout_s=_PATIENCE)
     board = Board()
     try:
-        return label_folder(args, world, board)
+        with compile_errors_told(args):
+            return label_folder(args, world, board)
     except UserError as error:
         if board.fail():
             raise
@@ -129,7 +130,8 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
     model = model.eval().to(world.device).to(memory_format=memory_format)
     check_dense(model, torch.randn(2, *settings["input_size"], device=world.device), f"--model {args.model}")
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    return Annotator(model, args.top_k, dtype, functools.partial(compile_model, args=args))
+    check_scope(args, model)
+    return Annotator(model, args.top_k, dtype, feature_compiler(model, args))
 
 
 def describe(

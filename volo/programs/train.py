@@ -25,11 +25,13 @@ from tlt.data.workers import kill_workers
 from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import LAST, load_finetune, load_weights
+from volo.engine.compilation import CompileWatch, compile_errors_told, compile_model
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.engine.data_wait import Advisor
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.engine.model import (
     TimmModel,
     add_dense_head,
@@ -52,7 +54,7 @@ from volo.engine.run_lock import RunLock
 from volo.engine.run_start import note_lock, note_start, open_run, resume_run
 from volo.engine.saver import Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
-from volo.engine.setup import Setup, describe
+from volo.engine.setup import Setup, describe, tell_memory
 from volo.engine.stopping import StopGuard
 from volo.engine.teacher import load_teacher, teacher_costs
 from volo.engine.train_state import TrainState
@@ -68,7 +70,7 @@ def run(args: Namespace) -> int:
     watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note)
     watchdog.start()
     try:
-        with logger.end_noted(), lost_rank_explained():
+        with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
             train(args, world, logger, StopGuard(STOP, watchdog))
             leave_together(watchdog)
     finally:
@@ -137,9 +139,15 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         },
         updates_per_epoch=len(loader),
     )
+    if args.activation_memory is not None:
+        shape = step_shape(objective, settings["input_size"], world.device, amp_dtype)
+        logger.line(fit_activations(args, model, shape, world))
     schedule = LrSchedule(args, lr, len(loader))
     called = wrap_model(model, args, world)
-    return Setup(state, called, loader, validation, objective, precision, schedule, formula, teacher)
+    average = None
+    if state.ema is not None and not args.model_ema_force_cpu:
+        average = compile_model(state.ema.module, args)
+    return Setup(state, called, average, loader, validation, objective, precision, schedule, formula, teacher)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -168,13 +176,15 @@ def train_in(
     state = setup.state
     describe(args, setup, world, logger)
     if args.dry_run:
+        tell_memory(args, setup, world, logger)
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
     with guard.stop.deferred(), open_run(args, setup, directory, lock, resumed, world, logger) as saver:
         begun = state.update
         try:
-            train_epochs(args, setup, directory, saver, world, logger, guard)
+            with out_of_memory_explained(args):
+                train_epochs(args, setup, directory, saver, world, logger, guard)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
             guard.watchdog.at("saving")
@@ -205,6 +215,8 @@ def train_epochs(
     """
     state = setup.state
     feed = image_feed(args, setup.loader.dataset, world.device, available_cpus())
+    if args.torchcompile:
+        logger.watch_compile = CompileWatch(logger.line)
     logger.watch_pace = Pace(world, Advisor(feed, lambda: setup.loader.megapixels), logger)
     settings = LoopSettings(
         args.seed,
@@ -250,8 +262,8 @@ def validate_epoch(
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
     state = setup.state
     models = {"model": (state.model, setup.model)}
-    if state.ema is not None and not args.model_ema_force_cpu:
-        models["ema"] = (state.ema.module, state.ema.module)
+    if state.ema is not None and setup.average is not None:
+        models["ema"] = (state.ema.module, setup.average)
     if world.size > 1:
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.

@@ -28,12 +28,13 @@ from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.weights import read_checkpoint
+from volo.engine.compilation import compile_errors_told, compile_model
 from volo.engine.data import validation_loader
 from volo.engine.distributed import World, init_world, primary_first, shut_down
 from volo.engine.finetune import load_weights
 from volo.engine.loop import Evaluation, evaluate
 from volo.engine.metrics import Sums
-from volo.engine.model import TimmModel, build_model, compile_model, eval_settings, place_model
+from volo.engine.model import TimmModel, build_model, eval_settings, place_model
 from volo.engine.model_config import model_config_of
 from volo.engine.precision import Precision, resolve_amp_dtype
 
@@ -44,7 +45,8 @@ def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     world = init_world(args.device)
     try:
-        validate(args, world)
+        with compile_errors_told(args):
+            validate(args, world)
     finally:
         shut_down()
     return 0

@@ -1,0 +1,74 @@
+"""Blocks that compute anew in their backward pass what they don't keep."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
+
+NAMES = ["volo_test", "lvvit_test"]
+
+
+def build(name: str, **kwargs: float) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=10, **kwargs).train()
+
+
+def loss_of(model: nn.Module, images: Tensor) -> Tensor:
+    return sum(out.square().mean() for out in model(images, dense=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_levels_give_the_same_gradients(name: str, make_images: Callable[..., Tensor]) -> None:
+    model, images = build(name, drop_path_rate=0.5, drop_rate=0.2, attn_drop_rate=0.1), make_images(4, 64)
+    names = [block for block, _ in model.named_blocks()]
+    mixed = dict(zip(names, itertools.cycle(LEVELS), strict=False))
+    found = []
+    for levels in (*(dict.fromkeys(names, level) for level in LEVELS), mixed):
+        model.set_recompute(levels)
+        assert model.recompute == levels
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss_of(model, images).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for gradients in found[1:]:
+        torch.testing.assert_close(gradients, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_recomputing_everything_repeats_linear_layers(name: str, make_images: Callable[..., Tensor]) -> None:
+    model, images = build(name), make_images(2, 64)
+    counts = {}
+    for level in LEVELS:
+        model.set_recompute({block: level for block, _ in model.named_blocks()})
+        with FlopCounterMode(display=False) as counter:
+            loss_of(model, images).backward()
+        flops = counter.get_flop_counts()["Global"]
+        counts[level] = flops[torch.ops.aten.mm] + flops[torch.ops.aten.addmm]
+    assert counts[POINTWISE] == counts[NOTHING] < counts[EVERYTHING]
+
+
+@pytest.mark.parametrize("level", [POINTWISE, EVERYTHING])
+@pytest.mark.parametrize(("name", "smaller"), [("volo_test", {"layers": (1, 1, 0, 0)}), ("lvvit_test", {"depth": 1})])
+def test_a_step_that_recomputes_compiles(
+    name: str, smaller: dict[str, int], level: str, make_images: Callable[..., Tensor]
+) -> None:
+    torch._dynamo.reset()
+    model, images = build(name, **smaller), make_images(2, 64)
+    expected = loss_of(model, images)
+    expected.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.set_recompute({block: level for block, _ in model.named_blocks()})
+    compiled = torch.compile(lambda x: loss_of(model, x), fullgraph=True, backend="aot_eager")(images)
+    compiled.backward()
+    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
+    torch._dynamo.reset()

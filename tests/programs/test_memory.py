@@ -1,0 +1,85 @@
+"""`--activation-memory` and what `--dry-run` says about memory, as a user sees them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from tests.programs.conftest import QUICK, Ended, metrics
+from volo.programs import train
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def flags(make_dataset: Callable[..., Path], tmp_path: Path) -> str:
+    return f"{make_dataset()} {QUICK} --epochs 1 --token-label --output {tmp_path}"
+
+
+def test_a_run_that_recomputes_has_the_same_losses(call: Call, flags: str, tmp_path: Path) -> None:
+    runs = {}
+    for name, budget in (("plain", ""), ("tight", "--activation-memory 0.0012")):
+        ended = call("train", f"{flags} --drop-path 0.2 --experiment {name} {budget}")
+        assert ended.code == 0, ended.err
+        runs[name] = [record["loss"] for record in metrics(tmp_path / name)]
+    assert "GiB predicted for 8 images" in ended.out and "recompute" in ended.out
+    assert runs["tight"] == runs["plain"]
+
+
+def test_a_batch_that_cant_fit_is_refused_with_one_that_does(call: Call, flags: str) -> None:
+    refused = call("train", f"{flags} --activation-memory 0.0005 --dry-run")
+    most = re.search(r"at most -b (\d+) fits", refused.err)
+    assert refused.code == 2 and most is not None and len(refused.err.strip().splitlines()) == 1
+    assert 1 <= int(most[1]) < 8
+    assert call("train", f"{flags} --activation-memory 0.0005 --dry-run -b {most[1]}").code == 0
+    assert call("train", f"{flags} --activation-memory 0.0005 --dry-run -b {int(most[1]) + 1}").code == 2
+    assert "not one image fits" in call("train", f"{flags} --activation-memory 1e-6 --dry-run").err
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("--activation-memory auto", "only a GPU tells"),
+        ("--activation-memory 1 --grad-checkpointing", "--no-grad-checkpointing"),
+        ("--activation-memory 0", "above 0"),
+        ("--activation-memory much", "--activation-memory"),
+        ("--activation-memory 1 --model vit_tiny_patch16_224", "--grad-checkpointing"),
+    ],
+)
+def test_refusals(call: Call, flags: str, more: str, named: str) -> None:
+    ended = call("train", f"{flags} {more} --dry-run")
+    assert ended.code == 2 and named in ended.err and len(ended.err.strip().splitlines()) == 1
+
+
+def test_a_dry_run_says_what_fits(call: Call, flags: str) -> None:
+    ended = call("train", f"{flags} --model volo_d1 --img-size 224 -b 8 --amp --model-ema --dry-run")
+    assert ended.code == 0, ended.err
+    assert "operations: 6.84 GMACs an image" in ended.out  # 4 classes
+    numbers = [float(n) for n in re.findall(r"weights ([\d.]+) .* optimizer ([\d.]+) \+ EMA ([\d.]+) =", ended.out)[0]]
+    assert numbers == pytest.approx([0.096, 0.192, 0.096], abs=0.006)  # 25.9 M parameters, 4 bytes each
+    found = re.findall(r"largest batch on a card of (\d+) GB: (\d+), with --grad-checkpointing (\d+)", ended.out)
+    sizes = [tuple(map(int, row)) for row in found]
+    assert [row[0] for row in sizes] == [24, 40, 80, 141]
+    assert all(plain < recomputed for _, plain, recomputed in sizes)
+    assert sizes[3][1] / sizes[0][1] == pytest.approx(141 / 24, rel=0.1)
+
+
+def test_a_dry_run_of_any_model(call: Call, flags: str) -> None:
+    ended = call("train", f"{flags} --model resnet10t --no-token-label --dry-run")
+    assert ended.code == 0, ended.err
+    assert "GMACs" in ended.out and re.search(r"largest batch on a card of 24 GB: \d+$", ended.out, re.MULTILINE)
+
+
+def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total ...")
+
+    monkeypatch.setattr(train, "train_epoch", fail)
+    ended = call("train", f"{flags} --experiment full")
+    assert ended.code == 2 and len(ended.err.strip().splitlines()) == 1
+    assert "-b 8" in ended.err and "CUDA out of memory" in ended.err and "--activation-memory auto" in ended.err
