@@ -158,7 +158,7 @@ def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
         ("train --workers 2", "--workers 2 has no effect without --data DIR"),
         ("train --model volo_d", "--model volo_d: no such model; did you mean"),
-        ("--all --only d1 --device cpu", "--only d1: on this device there are d1-fp32"),
+        ("--all --only d1 --device cpu", "--only d1: on this device there are outlook, d1-fp32"),
         ("--all --peer reference", "invalid choice: 'reference'"),
     ],
 )
@@ -221,6 +221,16 @@ def test_all_without_time_says_so(experiments: None, capsys: pytest.CaptureFixtu
     assert cli.benchmark(["--all", "--device", "cpu", "--minutes", "1e-6", "--only", "fine"]) == 0
     out = capsys.readouterr().out
     assert out.count("1e-06 minutes of --minutes are over") >= 2 and "GPU" not in out.split("| what |")[1]
+
+
+def test_outlook_is_the_quickest_of_ours_against_timms() -> None:
+    def row(name: str, seconds: float | None) -> dict[str, Any]:
+        reason = "no compiler" if seconds is None else None
+        return {"arm": name, "wall_seconds": {"forward + backward": {"median": seconds}}, "not_measured": reason}
+
+    rows = [row("windows", 2.0), row("ours, compiled", 1.0), row("timm", 3.0), row("timm, compiled", None)]
+    found = {"cases": [{"shape": [8, 28, 28, 384], "arms": []}, {"shape": [8, 28, 28, 192], "arms": rows}]}
+    assert targets._outlook(192, "timm")(found) == 3 and targets._outlook(192, "timm, compiled")(found) is None
 
 
 def test_a_number_at_most() -> None:

@@ -18,10 +18,11 @@ from tlt.errors import UserError
 from volo.benchmarks.scaling_work import check_model
 from volo.benchmarks.timm_volo import timm_name, timm_volo
 from volo.engine.args import train_parser
+from volo.engine.compilation import compile_model
 from volo.engine.distributed import World
 from volo.engine.flag_rules import check_train
 from volo.engine.flags_speed import SYNTHETIC
-from volo.engine.model import TimmModel, build_model, compile_model, prepare_model
+from volo.engine.model import TimmModel, build_model, prepare_model
 
 OURS = "ours"
 _SEED = 0

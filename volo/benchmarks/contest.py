@@ -16,6 +16,7 @@ from volo.benchmarks.arms import OURS, Arm
 from volo.benchmarks.peak_flops import measured_peak, shown_peak
 from volo.benchmarks.phases import Phases
 from volo.benchmarks.rounds import Timing, by_clocks, cpu_seconds
+from volo.engine.compilation import compile_errors_told
 from volo.engine.precision import resolve_amp_dtype
 
 
@@ -112,13 +113,14 @@ def hold(
         try:
             runner = make(arm)
             began = time.perf_counter()
-            runner.run(args.warm_up)
-            runner.phases.take()  # waits for the device
+            with compile_errors_told(arm.flags):
+                runner.run(args.warm_up)
+                runner.phases.take()  # waits for the device
             rows[arm.name] = replace(row, start=time.perf_counter() - began, memory=runner.memory())
             runners[arm.name] = runner
         except NoPeerError:
             raise
-        except (RuntimeError, UserError) as error:  # out of memory and what torch.compile raises are RuntimeErrors
+        except (RuntimeError, UserError) as error:  # out of memory is a RuntimeError
             if not rows:
                 raise UserError(f"--model {args.model} can't be measured here: {reason_of(error)}") from error
             rows[arm.name] = replace(row, missing=reason_of(error))

@@ -19,6 +19,7 @@ from volo.benchmarks.contest import Found, NoPeerError, hold
 from volo.benchmarks.memory import peak_of
 from volo.benchmarks.phases import Phases
 from volo.benchmarks.speed_report import show
+from volo.engine.compilation import begin_step
 from volo.engine.distributed import choose_device
 from volo.engine.flops import flops_per_image
 from volo.engine.model import eval_settings
@@ -46,6 +47,7 @@ class Inference:
         """Do so many batches and return how many images they had."""
         for _ in range(steps):
             self.phases.start()
+            begin_step()
             with self.precision.autocast():
                 self.called(self.images)
             self.phases.mark("forward")

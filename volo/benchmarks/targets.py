@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from volo.benchmarks.outlook_arms import BOTH, TIMM, TIMM_COMPILED
+
 Json = Mapping[str, Any]
 _COMPILED = "--torchcompile"
 
@@ -86,11 +88,33 @@ def _against_timm(name: str, eager: float, compiled: float, where: str) -> tuple
     )
 
 
+def _outlook(channels: int, peer: str) -> Callable[[Json], float | None]:
+    """How many times as fast as an arm of timm the quickest of ours is, forward and backward, at so many channels."""
+
+    def read(found: Json) -> float | None:
+        case = next(case for case in found["cases"] if case["shape"][-1] == channels)
+        seconds = {
+            row["arm"]: row["wall_seconds"][BOTH]["median"] for row in case["arms"] if row["not_measured"] is None
+        }
+        ours = [value for name, value in seconds.items() if name not in (TIMM, TIMM_COMPILED)]
+        return seconds[peer] / min(ours) if ours and peer in seconds else None
+
+    return read
+
+
 def _cpu() -> tuple[Experiment, ...]:
     quick, timm = "--rounds 3 --warm-up 1", ("timm", "timm-compile")
     step = f"train --model volo_d1 -b 8 --drop-path 0.1 {quick} {_COMPILED}"
     deep = f"train --model volo_d5 -b 4 --amp --drop-path 0.75 --drop-path-mode subset {quick}"
     return (
+        Experiment(
+            "outlook",
+            "outlook --dtypes float32 --rounds 7",
+            (
+                Target("CPU: outlook attention of D1, against timm eager", 2.5, "x", _outlook(192, TIMM)),
+                Target("CPU: outlook attention of D5, against timm eager", 2.2, "x", _outlook(384, TIMM)),
+            ),
+        ),
         Experiment("d1-fp32", step, _against_timm("ours", 1.15, 1.03, "CPU: D1 step, float32"), timm),
         Experiment("d1-bf16", f"{step} --amp", _against_timm("ours", 1.7, 1.4, "CPU: D1 step, bfloat16"), timm),
         Experiment("d5-subset", deep, (_ratio("ours", "mask", 1.4, "CPU: D5 step, subset against mask"),), ("mask",)),
@@ -122,7 +146,13 @@ _GPU_MEMORY = {("d5", 224): 190, ("d5", 512): 990}  # MiB per image
 
 
 def _gpu() -> tuple[Experiment, ...]:
-    return tuple(_gpu_step(*row) for row in _GPU_ROWS)
+    op = tuple(
+        Target(f"GPU: outlook attention of {model}, against {words}", goal, "x", _outlook(channels, peer))
+        for model, channels in (("D1", 192), ("D5", 384))
+        for words, peer, goal in (("timm eager", TIMM, 8.0), ("timm compiled", TIMM_COMPILED, 2.0))
+    )
+    outlook = Experiment("outlook", "outlook -b 64 --dtypes bfloat16 --calls 20", op)
+    return (outlook, *(_gpu_step(*row) for row in _GPU_ROWS))
 
 
 def _gpu_step(model: str, side: int, batch: int, drop_path: float, goal: float, subset: float | None) -> Experiment:

@@ -14,6 +14,7 @@ from tlt.data.loader import Batch, TrainLoader
 from tlt.loss import LossTerms
 from volo.benchmarks.memory import peak_of
 from volo.benchmarks.phases import Phases
+from volo.engine.compilation import begin_step
 from volo.engine.data import open_folders, open_labels, train_loader
 from volo.engine.distributed import World
 from volo.engine.model import TimmModel
@@ -81,6 +82,7 @@ class TrainStep:
         """Targets, forward pass and loss."""
         step = StepKey(_SEED, next(self._updates), 0, 0)
         step.seed_torch()
+        begin_step()
         with self.precision.autocast():
             return self.objective(self.called, batch, step)  # type: ignore[arg-type]
 
