@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.programs.conftest import QUICK, Ended
 from volo import cli
+from volo.programs import validate
 
 Call = Callable[..., Ended]
 
@@ -143,3 +144,20 @@ def test_a_dense_head_that_was_not_trained_takes_no_part(
     checkpoint["state_dict"]["aux_head.bias"] += 100.0 * torch.arange(4)
     torch.save(checkpoint, tmp_path / "run" / "changed.pth.tar")
     assert _rows(call, data, tmp_path / "run" / "changed.pth.tar", tmp_path / "b.json")[0]["loss"] == before
+
+
+def test_the_stems_batchnorm_is_folded_after_the_weights_are_there(
+    call: Call, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = trained
+    chosen = tmp_path / "classes.txt"
+    chosen.write_text("0\n1\n2\n3\n")
+    flags = f"--use-ema --valid-labels {chosen} --torchcompile eager"
+    folded = _rows(call, data, run / "last.pth.tar", tmp_path / "a.json", flags)[0]
+    done: list[int] = []
+    monkeypatch.setattr(validate, "fold_batchnorm", lambda model: done.append(1))
+    plain = _rows(call, data, run / "last.pth.tar", tmp_path / "b.json", flags)[0]
+    assert done and folded.pop("loss") == pytest.approx(plain.pop("loss"), rel=1e-5)
+    for row in (folded, plain):
+        del row["images_per_second"]
+    assert folded == plain  # the number of parameters is that of the file

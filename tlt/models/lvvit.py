@@ -54,6 +54,8 @@ VARIANTS = {
 class PatchEmbed(nn.Module):
     """Three convolutions with BatchNorm at half the resolution, then one that makes the patches."""
 
+    conv_bn_pairs = (("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3"))
+
     def __init__(self, in_chans: int, stem_dim: int, embed_dim: int, patch_size: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_chans, stem_dim, 7, stride=STEM_STRIDE, padding=3, bias=False)

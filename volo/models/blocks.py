@@ -7,13 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.models.attention import attention
-from tlt.models.layers import Mlp, drop_path_layer
+from tlt.models.drop_path import add_branch, drop_path_layer
+from tlt.models.layers import Mlp
 from tlt.models.linear import Linear
 from volo.kernels import outlook_attention
 
 
 class PatchEmbed(nn.Module):
     """Three convolutions with BatchNorm at 1 / `stem_stride`, then one of stride `patch_size / stem_stride`."""
+
+    conv_bn_pairs = (("conv.0", "conv.1"), ("conv.3", "conv.4"), ("conv.6", "conv.7"))
 
     def __init__(self, in_chans: int, stem_dim: int, embed_dim: int, patch_size: int, stem_stride: int) -> None:
         super().__init__()
@@ -110,8 +113,8 @@ class Outlooker(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)."""
-        x = x + self.drop_path1(self.attn(self.norm1(x)))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
+        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), self.drop_path1)
+        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), self.drop_path2)
 
 
 class ClassAttention(nn.Module):

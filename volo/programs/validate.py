@@ -25,6 +25,7 @@ from tlt.data.loader import Batch, EvalLoader
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
+from tlt.models.folding import fold_batchnorm
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.weights import read_checkpoint
 from volo.engine.data import validation_loader
@@ -94,6 +95,8 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         load_weights(model, path, args.use_ema, checkpoint)
     if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
         model.set_dense_head(False)
+    parameters = sum(p.numel() for p in model.parameters())
+    fold_batchnorm(model.eval())
     settings = eval_settings(args, model, config)
 
     folder = open_folder(args, config, model, world)
@@ -111,7 +114,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
         print(f"warning: {line}")
     if world.is_primary:
         print(result, flush=True)
-    return _row(args, model, settings, result) | (real.accuracy() if real else {})
+    return _row(args, parameters, settings, result) | (real.accuracy() if real else {})
 
 
 def with_recorded(args: Namespace, config: dict[str, Any], checkpoint: dict[str, Any], path: Path | None) -> Namespace:
@@ -145,7 +148,7 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     return folder
 
 
-def _row(args: Namespace, model: TimmModel, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
+def _row(args: Namespace, parameters: int, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
     return {
         "model": args.model,
         "ema": args.use_ema,
@@ -154,7 +157,7 @@ def _row(args: Namespace, model: TimmModel, settings: dict[str, Any], result: Ev
         "loss": round(result.loss, 6),
         "images": result.images,
         "unreadable": result.unreadable,
-        "param_count_millions": round(sum(p.numel() for p in model.parameters()) / 1e6, 3),
+        "param_count_millions": round(parameters / 1e6, 3),
         "img_size": "x".join(map(str, settings["input_size"][1:])),
         "crop_pct": settings["crop_pct"],
         "interpolation": settings["interpolation"],
