@@ -46,11 +46,10 @@ def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int
 def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
     out = _map_of_pairs(v, logits)
     scratch = _Scratch(v, logits)
-    with torch.autocast(v.device.type, enabled=False):
-        for part in scratch.groups:
-            weights = _softmax(logits[part], scale, v.dtype)
-            values = scratch.cut(v[part], scratch.first)
-            _add_up(scratch.product(weights, values, scratch.second), out[part])
+    for part in scratch.groups:
+        weights = _softmax(logits[part], scale, v.dtype)
+        values = scratch.cut(v[part], scratch.first)
+        _add_up(scratch.product(weights, values, scratch.second), out[part])
     return out[:, : v.shape[1], : v.shape[2]]
 
 
@@ -59,14 +58,13 @@ def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> t
     """Gradients of v and of the logits. To compute weights anew takes no longer than to keep them."""
     grad_v, grad_logits = _map_of_pairs(v, logits), logits.new_empty(logits.shape)
     scratch = _Scratch(v, logits)
-    with torch.autocast(v.device.type, enabled=False):
-        for part in scratch.groups:
-            weights = _softmax(logits[part], scale, _accurate(logits))
-            grads = scratch.cut(grad[part], scratch.first)
-            _add_up(scratch.product(weights.to(v.dtype).mT, grads, scratch.second), grad_v[part])
-            values = scratch.cut(v[part], scratch.second)  # where the sums were, which are done with
-            grad_weights = torch.bmm(_matrices(grads), _matrices(values).mT).view_as(weights)
-            _softmax_backward(grad_weights, weights, scale, grad_logits[part])
+    for part in scratch.groups:
+        weights = _softmax(logits[part], scale, _accurate(logits))
+        grads = scratch.cut(grad[part], scratch.first)
+        _add_up(scratch.product(weights.to(v.dtype).mT, grads, scratch.second), grad_v[part])
+        values = scratch.cut(v[part], scratch.second)  # where the sums were, which are done with
+        grad_weights = torch.bmm(_matrices(grads), _matrices(values).mT).view_as(weights)
+        _softmax_backward(grad_weights, weights, scale, grad_logits[part])
     return grad_v[:, : v.shape[1], : v.shape[2]], grad_logits
 
 
