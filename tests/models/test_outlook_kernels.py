@@ -93,6 +93,15 @@ def test_a_kernel_is_as_accurate_as_unfold_and_fold(kernel, dtype):
         assert (ours - truth).norm() <= 2 * (theirs - truth).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softmax_is_computed_in_float32_whatever_comes_in(dtype):
+    v, logits, grad = tensors(7, 8, dtype)
+    expected = results(by_loops, v.double(), logits.double(), grad.double())
+    found, plain = (results(by_kernel(name), v, logits, grad) for name in ("windows", "reference"))
+    for ours, theirs, truth in zip(found, plain, expected, strict=True):  # theirs rounds logits and weights
+        assert (ours - truth).norm() <= 0.9 * (theirs - truth).norm()
+
+
 def test_a_kernel_takes_any_layout(kernel):
     v, logits, grad = tensors(5, 6, torch.float32, batch=1)
     expected = results(by_kernel(kernel), *(x.expand(2, -1, -1, -1).contiguous() for x in (v, logits, grad)))
@@ -199,6 +208,8 @@ def test_auto_takes_the_first_that_fits_and_a_name_that_does_not_is_refused():
     v, logits, _ = tensors(4, 4)
     assert choose_kernel("auto", v, logits, 3, 2, 1, 0.0) is KERNELS["windows"]
     assert choose_kernel("auto", v, logits, 3, 2, 1, 0.1) is KERNELS["reference"]
+    empty = [x.to("meta") for x in (v, logits)]
+    assert all(choose_kernel(name, *empty, 3, 2, 1, 0.0) is KERNELS["reference"] for name in ("auto", *KERNELS))
     for windows, dropout, reason in (((5, 2, 2), 0.0, "kernel 3, stride 2"), ((3, 2, 1), 0.1, "dropout")):
         with pytest.raises(UserError, match=f"--outlook-kernel windows: .*{reason}.*--outlook-kernel auto"):
             choose_kernel("windows", v, logits, *windows, dropout)
