@@ -1,0 +1,265 @@
+"""Triton programs of outlook attention for windows of 3 x 3 pixels, 2 apart, 1 pixel of padding. Imports Triton.
+
+Window (i, j) reads and writes its places 0..8 = 3 ky + kx, the pixels (2i - 1 + ky, 2j - 1 + kx). Cell (i, j) is the
+four pixels (2i, 2j) to (2i + 1, 2j + 1), its first, second, third and fourth. Of all pairs of window and place nine lie
+in a cell, and each pair lies in one:
+
+                          first   second   third   fourth
+    window (i, j)         4       5        7       8
+    window (i, j + 1)             3                6
+    window (i + 1, j)                      1       2
+    window (i + 1, j + 1)                          0
+
+So a program that owns a block of cells (in raster order, from image to image) gathers all that is written to them: no
+atomics, every sum in a fixed order. What is read is gathered likewise in the backward pass, by the transposed weights.
+Only pixels near the block are read by others as well, mostly from caches; neighbouring programs are those of the heads,
+which lie side by side in memory. Sums are float32.
+
+    v, out, grad, grad_v   (B, H, W, heads * D)
+    logits, grad_logits    (B, h, w, heads * 81): 9 times place written, plus place read
+    lse                    (heads, 9, B * h * w) float32: log2 of the sum of exp2 over each row of scaled logits
+
+A cell and the window of the same place have the same number; BLOCK of them are a program's. D is the head dimension.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SIZES = ("height", "width", "rows", "columns", "cells", "heads")  # one compiled program serves all of them
+
+
+@triton.jit
+def cells_of_program(cells, heads, BLOCK: tl.constexpr):
+    """Numbers of its BLOCK cells; the last program has the last cell several times and writes the same every time."""
+    return tl.minimum(tl.program_id(0) // heads * BLOCK + tl.arange(0, BLOCK), cells - 1)
+
+
+@triton.jit
+def position(number, rows, columns):
+    """Image of cells (or windows), and their row and column in it; with two divisions, which are slow."""
+    image = number // (rows * columns)
+    rest = number - image * (rows * columns)
+    row = rest // columns
+    return image, row, rest - row * columns
+
+
+@triton.jit
+def first_pixels(image, row, column, height, width, heads, head, D: tl.constexpr):
+    """Offsets (BLOCK, D) of each cell's first pixel in v; any other is a fixed number of elements away."""
+    pixel = (image * height + 2 * row) * width + 2 * column
+    return pixel.to(tl.int64)[:, None] * (heads * D) + (head * D + tl.arange(0, D))[None, :]
+
+
+@triton.jit
+def in_image(row, column, height, width, DOWN: tl.constexpr, RIGHT: tl.constexpr):
+    """Which of the nine places of the window that is (DOWN, RIGHT) of each cell are pixels; (BLOCK,) each.
+
+    None is where there is no such window: its centre, the first pixel of the cell there, is outside the image.
+    """
+    there = (2 * (row + DOWN) < height) & (2 * (column + RIGHT) < width)
+    inside = ()
+    for k in tl.static_range(9):
+        y = 2 * (row + DOWN) - 1 + k // 3
+        x = 2 * (column + RIGHT) - 1 + k % 3
+        inside = inside + (there & (y >= 0) & (y < height) & (x >= 0) & (x < width),)
+    return inside
+
+
+@triton.jit
+def nine_pixels(pixels, inside, width, channels, DOWN: tl.constexpr, RIGHT: tl.constexpr):
+    """The places of that window, 0 outside the image; `pixels` points to the cells' first pixels. (BLOCK, D) each."""
+    values = ()
+    for k in tl.static_range(9):
+        away = ((2 * DOWN - 1 + k // 3) * width + 2 * RIGHT - 1 + k % 3) * channels
+        values = values + (tl.load(pixels + away, mask=inside[k][:, None], other=0.0).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def add_products(total, weights, values):
+    """total + the sum of nine products, (BLOCK,) by (BLOCK, D)."""
+    for k in tl.static_range(9):
+        total += weights[k][:, None] * values[k]
+    return total
+
+
+@triton.jit
+def add_written(pixels, window, values, scale_log2e, P: tl.constexpr):
+    """Add what windows write to their place P: the softmax over row P of their logits, times what they read."""
+    row = ()
+    for q in tl.static_range(9):
+        row = row + (tl.load(window + P * 9 + q).to(tl.float32),)
+    top = row[0]
+    for q in tl.static_range(1, 9):
+        top = tl.maximum(top, row[q])
+    top *= scale_log2e
+    powers = ()
+    total = tl.zeros_like(top)
+    for q in tl.static_range(9):
+        power = tl.exp2(row[q] * scale_log2e - top)
+        powers = powers + (power,)
+        total += power
+    share = 1.0 / total
+    weights = ()
+    for q in tl.static_range(9):
+        weights = weights + (powers[q] * share,)
+    return add_products(pixels, weights, values)
+
+
+@triton.jit
+def store_cells(pixels, inside, first, second, third, fourth, width, channels):
+    """The four pixels of each cell, where they lie in the image; they are places 4, 5, 7 and 8 of its own window."""
+    kind = pixels.dtype.element_ty
+    tl.store(pixels, first.to(kind), mask=inside[4][:, None])
+    tl.store(pixels + channels, second.to(kind), mask=inside[5][:, None])
+    tl.store(pixels + width * channels, third.to(kind), mask=inside[7][:, None])
+    tl.store(pixels + (width + 1) * channels, fourth.to(kind), mask=inside[8][:, None])
+
+
+@triton.jit(do_not_specialize=SIZES)
+def outlook_forward(
+    v, logits, out, height, width, rows, columns, cells, heads, scale_log2e, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out of BLOCK cells and one head."""
+    head = tl.program_id(0) % heads
+    number = cells_of_program(cells, heads, BLOCK)
+    image, row, column = position(number, rows, columns)
+    right = tl.where(column + 1 < columns, 1, 0)
+    below = tl.where(row + 1 < rows, columns, 0)
+    pixel = first_pixels(image, row, column, height, width, heads, head, D)
+    # A neighbour that isn't there has this window's logits, and its values are all 0.
+    window = logits + (number.to(tl.int64) * heads + head) * 81
+
+    # The window with most places comes last: few registers hold sums until then.
+    zero = tl.zeros([BLOCK, D], tl.float32)
+    inside = in_image(row, column, height, width, 1, 1)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 1, 1)
+    fourth = add_written(zero, window + (right + below) * heads * 81, values, scale_log2e, 0)
+    inside = in_image(row, column, height, width, 1, 0)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 1, 0)
+    third = add_written(zero, window + below * heads * 81, values, scale_log2e, 1)
+    fourth = add_written(fourth, window + below * heads * 81, values, scale_log2e, 2)
+    inside = in_image(row, column, height, width, 0, 1)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 0, 1)
+    second = add_written(zero, window + right * heads * 81, values, scale_log2e, 3)
+    fourth = add_written(fourth, window + right * heads * 81, values, scale_log2e, 6)
+    inside = in_image(row, column, height, width, 0, 0)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 0, 0)
+    first = add_written(zero, window, values, scale_log2e, 4)
+    second = add_written(second, window, values, scale_log2e, 5)
+    third = add_written(third, window, values, scale_log2e, 7)
+    fourth = add_written(fourth, window, values, scale_log2e, 8)
+    store_cells(out + pixel, inside, first, second, third, fourth, width, heads * D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def outlook_backward_logits(
+    grad, v, logits, grad_logits, lse, height, width, rows, columns, cells, heads, scale, scale_log2e,
+    D: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """grad_logits and lse of BLOCK windows and one head.
+
+    With weights A and dA = grad of the places times their values, it is A * (dA - sum of A * dA over the row).
+    """
+    head = tl.program_id(0) % heads
+    number = cells_of_program(cells, heads, BLOCK)
+    place = tl.arange(0, 16)  # 9 of them are there
+    image, row, column = position(number, rows, columns)
+    y = (2 * row - 1)[:, None] + (place // 3)[None, :]
+    x = (2 * column - 1)[:, None] + (place % 3)[None, :]
+    inside = (place < 9)[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    pixel = (image[:, None] * height + y) * width + x
+    offset = (pixel.to(tl.int64) * (heads * D) + head * D)[:, :, None] + tl.arange(0, D)[None, None, :]
+    at_written = tl.load(grad + offset, mask=inside[:, :, None], other=0.0)
+    at_read = tl.load(v + offset, mask=inside[:, :, None], other=0.0)
+    if WIDEN:
+        at_written = at_written.to(tl.float32)
+        at_read = at_read.to(tl.float32)
+    # Nothing is written outside the image: there the gradient is 0, and so is that of the logits.
+    grad_weights = tl.dot(at_written, tl.permute(at_read, (0, 2, 1)), input_precision="tf32x3")  # (BLOCK, 16, 16)
+
+    start = tl.program_id(0) // heads * BLOCK
+    logits += (start.to(tl.int64) * heads + head) * 81
+    grad_logits += (start.to(tl.int64) * heads + head) * 81
+    row_of_nine = ((number - start) * (heads * 81))[:, None] + (place * 9)[None, :]
+    element = row_of_nine[:, :, None] + place[None, None, :]
+    entry = ((place < 9)[:, None] & (place < 9)[None, :])[None, :, :]
+    logit = tl.load(logits + element, mask=entry, other=0.0)
+    if WIDEN:
+        logit = logit.to(tl.float32)
+    # The product with the identity lies in registers as grad_weights does: sums over rows need few shuffles.
+    identity = tl.where(place[:, None] == place[None, :], 1.0, 0.0).to(logit.dtype)
+    logit = tl.dot(logit, tl.broadcast_to(identity[None, :, :], (BLOCK, 16, 16)), input_precision="tf32x3")
+    logit = tl.where((place < 9)[None, None, :], logit, -1e30)
+    top = tl.max(logit, 2) * scale_log2e
+    power = tl.exp2(logit * scale_log2e - top[:, :, None])
+    total = tl.sum(power, 2)
+    sums = lse + (head * 9 + place)[None, :].to(tl.int64) * cells + number[:, None]
+    tl.store(sums, top + tl.log2(total), mask=(place < 9)[None, :])
+    share = 1.0 / total
+    along_row = tl.sum(power * grad_weights, 2) * share
+    gradient = power * (grad_weights - along_row[:, :, None]) * (scale * share)[:, :, None]
+    tl.store(grad_logits + element, gradient.to(grad_logits.dtype.element_ty), mask=entry)
+
+
+@triton.jit
+def nine_sums(lse, cells):
+    """The log sums of the nine rows of windows."""
+    sums = ()
+    for p in tl.static_range(9):
+        sums = sums + (tl.load(lse + p * cells),)
+    return sums
+
+
+@triton.jit
+def add_returned(pixels, window, sums, grads, scale_log2e, Q: tl.constexpr):
+    """Add the gradient of what windows read at place Q: column Q of their weights, times the gradients there."""
+    weights = ()
+    for p in tl.static_range(9):
+        logit = tl.load(window + p * 9 + Q).to(tl.float32)
+        weights = weights + (tl.exp2(logit * scale_log2e - sums[p]),)
+    return add_products(pixels, weights, grads)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def outlook_backward_values(
+    grad, logits, lse, grad_v, height, width, rows, columns, cells, heads, scale_log2e,
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grad_v of BLOCK cells and one head, from the lse of `outlook_backward_logits`."""
+    head = tl.program_id(0) % heads
+    number = cells_of_program(cells, heads, BLOCK)
+    image, row, column = position(number, rows, columns)
+    right = tl.where(column + 1 < columns, 1, 0)
+    below = tl.where(row + 1 < rows, columns, 0)
+    pixel = first_pixels(image, row, column, height, width, heads, head, D)
+    # A neighbour that isn't there has this window's weights, and its gradients are all 0.
+    window = logits + (number.to(tl.int64) * heads + head) * 81
+    lse += head.to(tl.int64) * 9 * cells + number
+
+    zero = tl.zeros([BLOCK, D], tl.float32)
+    inside = in_image(row, column, height, width, 1, 1)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 1, 1)
+    sums = nine_sums(lse + right + below, cells)
+    fourth = add_returned(zero, window + (right + below) * heads * 81, sums, grads, scale_log2e, 0)
+    inside = in_image(row, column, height, width, 1, 0)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 1, 0)
+    sums = nine_sums(lse + below, cells)
+    third = add_returned(zero, window + below * heads * 81, sums, grads, scale_log2e, 1)
+    fourth = add_returned(fourth, window + below * heads * 81, sums, grads, scale_log2e, 2)
+    inside = in_image(row, column, height, width, 0, 1)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 0, 1)
+    sums = nine_sums(lse + right, cells)
+    second = add_returned(zero, window + right * heads * 81, sums, grads, scale_log2e, 3)
+    fourth = add_returned(fourth, window + right * heads * 81, sums, grads, scale_log2e, 6)
+    inside = in_image(row, column, height, width, 0, 0)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 0, 0)
+    sums = nine_sums(lse, cells)
+    first = add_returned(zero, window, sums, grads, scale_log2e, 4)
+    second = add_returned(second, window, sums, grads, scale_log2e, 5)
+    third = add_returned(third, window, sums, grads, scale_log2e, 7)
+    fourth = add_returned(fourth, window, sums, grads, scale_log2e, 8)
+    store_cells(grad_v + pixel, inside, first, second, third, fourth, width, heads * D)
