@@ -3,7 +3,7 @@
 `outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
 
     triton      three fused programs, for 3 x 3 windows that are 2 pixels apart, on CUDA devices
-    windows     strided views, matrix products, sums of slices: kernel 3, stride 2, padding 1; any device, for CPUs
+    windows     strided views, matrix products, sums of slices, for the same windows; on any device, meant for CPUs
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
 
 An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
@@ -63,13 +63,13 @@ def outlook_attention(
         kernel: A name in `KERNELS`, or "auto": the fastest that fits.
 
     Returns:
-        (B, H, W, C), in the type of `v`.
+        (B, H, W, C), in the type of `v`, or autocast's.
 
     Raises:
         UserError: `kernel` can't do this.
     """
     chosen = choose_kernel(kernel, v, logits, kernel_size, stride, padding, dropout)
-    return chosen.outlook_attention(v, logits, kernel_size, stride, padding, scale, dropout)
+    return chosen.outlook_attention(_as_in_products(v), logits, kernel_size, stride, padding, scale, dropout)
 
 
 def choose_kernel(
@@ -92,3 +92,11 @@ def choose_kernel(
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
     return chosen
+
+
+def _as_in_products(v: Tensor) -> Tensor:
+    """In the type that autocast has matrix products in."""
+    device = v.device.type
+    if v.is_meta or v.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return v
+    return v.to(torch.get_autocast_dtype(device))

@@ -44,88 +44,93 @@ def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int
 
 @torch.library.custom_op("volo::outlook_windows", mutates_args=())
 def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
-    out = v.new_empty(v.shape)
+    out = _map_of_pairs(v, logits)
     scratch = _Scratch(v, logits)
-    with torch.autocast(v.device.type, enabled=False):
-        for part in scratch.groups:
-            weights = scratch.softmax(logits[part], scale).to(v.dtype)
-            mixed = _product(weights, scratch.cut(v[part], scratch.first), scratch.second)
-            _add_up(mixed, out[part])
-    return out
+    for part in scratch.groups:
+        weights = _softmax(logits[part], scale, v.dtype)
+        values = scratch.cut(v[part], scratch.first)
+        _add_up(scratch.product(weights, values, scratch.second), out[part])
+    return out[:, : v.shape[1], : v.shape[2]]
 
 
 @torch.library.custom_op("volo::outlook_windows_backward", mutates_args=())
 def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of v and of the logits. Weights are computed anew: that takes less than keeping them."""
-    grad_v, grad_logits = v.new_empty(v.shape), logits.new_empty(logits.shape)
+    """Gradients of v and of the logits. To compute weights anew takes no longer than to keep them."""
+    grad_v, grad_logits = _map_of_pairs(v, logits), logits.new_empty(logits.shape)
     scratch = _Scratch(v, logits)
-    with torch.autocast(v.device.type, enabled=False):
-        for part in scratch.groups:
-            weights = scratch.softmax(logits[part], scale)
-            grads = scratch.cut(grad[part], scratch.first)
-            mixed = _product(weights.to(v.dtype).mT, grads, scratch.second)
-            _add_up(mixed, grad_v[part])
-            values = scratch.cut(v[part], scratch.second)
-            grad_weights = torch.bmm(grads.flatten(0, 3).flatten(1, 2), values.flatten(0, 3).flatten(1, 2).mT)
-            _softmax_backward(grad_weights.view_as(weights), weights, scale, grad_logits[part])
-    return grad_v, grad_logits
+    for part in scratch.groups:
+        weights = _softmax(logits[part], scale, _accurate(logits))
+        grads = scratch.cut(grad[part], scratch.first)
+        _add_up(scratch.product(weights.to(v.dtype).mT, grads, scratch.second), grad_v[part])
+        values = scratch.cut(v[part], scratch.second)  # where the sums were, which are done with
+        grad_weights = torch.bmm(_matrices(grads), _matrices(values).mT).view_as(weights)
+        _softmax_backward(grad_weights, weights, scale, grad_logits[part])
+    return grad_v[:, : v.shape[1], : v.shape[2]], grad_logits
 
 
 class _Scratch:
     """Memory for one group of images after the other: a padded map and two sets of windows."""
 
     def __init__(self, v: Tensor, logits: Tensor) -> None:
-        batch, height, width = logits.shape[:3]
-        heads = self.heads = logits.shape[-1] // _PLACES**2
+        batch, rows, columns, heads = len(v), *logits.shape[1:3], _heads(logits)
         depth = v.shape[-1] // heads
-        self.groups = image_groups(batch, height * width * _PLACES * v.shape[-1], v.device)
+        self.groups = image_groups(batch, rows * columns * _PLACES * v.shape[-1], v.device)
         images = min(self.groups[0].stop, batch) if self.groups else 0
-        # Zero but for the pixels inside, which every group writes anew.
-        self.padded = v.new_zeros(images, heads, 2 * height + 1, 2 * width + 1, depth)
-        self.first = v.new_empty(images, heads, height, width, 3, 3, depth)
-        self.second = torch.empty_like(self.first)
+        padded = v.new_zeros(images, heads, 2 * rows + 1, 2 * columns + 1, depth)
+        self._pixels = padded[:, :, 1 : v.shape[1] + 1, 1 : v.shape[2] + 1].permute(0, 2, 3, 1, 4)
+        self._windows = padded.unfold(2, 3, 2).unfold(3, 3, 2).permute(0, 1, 2, 3, 5, 6, 4)
+        self.first = v.new_empty(self._windows.shape)
+        self.second = v.new_empty(self._windows.shape)
 
     def cut(self, x: Tensor, out: Tensor) -> Tensor:
         """Cut maps (N, H, W, heads * D) into windows (N, heads, h, w, 3, 3, D)."""
-        images, height, width = x.shape[:3]
-        padded, out = self.padded[:images], out[:images]
-        by_head = x.unflatten(-1, (padded.shape[1], -1)).permute(0, 3, 1, 2, 4)
-        padded[:, :, 1 : height + 1, 1 : width + 1] = by_head
-        return out.copy_(padded.unfold(2, 3, 2).unfold(3, 3, 2).permute(0, 1, 2, 3, 5, 6, 4))
+        images = len(x)
+        self._pixels[:images] = x.unflatten(-1, self._pixels.shape[-2:])
+        return out[:images].copy_(self._windows[:images])
 
-    def softmax(self, logits: Tensor, scale: float) -> Tensor:
-        """(N, h, w, heads * 81) -> weights (N, heads, h, w, 9, 9) in float32 or float64."""
-        rows = logits.unflatten(-1, (self.heads, _PLACES, _PLACES)).permute(5, 0, 3, 1, 2, 4)
-        # The nine to be normalised come first: torch takes rows of nine one by one, but many columns at once.
-        rows = torch.empty(rows.shape, dtype=_accurate(rows), device=rows.device).copy_(rows)
-        return rows.mul_(scale).softmax(0).permute(1, 2, 3, 4, 5, 0).contiguous()
+    def product(self, weights: Tensor, windows: Tensor, out: Tensor) -> Tensor:
+        """Multiply (N, heads, h, w, 9, 9) by (N, heads, h, w, 3, 3, D)."""
+        out = out[: len(windows)]
+        torch.bmm(weights.flatten(0, 3), _matrices(windows), out=_matrices(out))
+        return out
 
 
-def _product(weights: Tensor, windows: Tensor, out: Tensor) -> Tensor:
-    """(N, heads, h, w, 9, 9) times (N, heads, h, w, 3, 3, D)."""
-    out = out[: len(windows)]
-    torch.bmm(weights.flatten(0, 3), windows.flatten(0, 3).flatten(1, 2), out=out.flatten(0, 3).flatten(1, 2))
-    return out
+def _heads(logits: Tensor) -> int:
+    return logits.shape[-1] // _PLACES**2
+
+
+def _matrices(windows: Tensor) -> Tensor:
+    """(N, heads, h, w, 3, 3, D) as (N * heads * h * w, 9, D)."""
+    return windows.view(-1, _PLACES, windows.shape[-1])
+
+
+def _map_of_pairs(v: Tensor, logits: Tensor) -> Tensor:
+    """An empty map (B, 2 h, 2 w, C): one row and column larger than `v` where its are odd."""
+    return v.new_empty(v.shape[0], 2 * logits.shape[1], 2 * logits.shape[2], v.shape[3])
 
 
 def _add_up(windows: Tensor, out: Tensor) -> None:
-    """Add windows (N, heads, h, w, 3, 3, D) up to maps (N, H, W, heads * D). The windows are overwritten."""
-    windows[:, :, :, :-1, :, 2] += windows[:, :, :, 1:, :, 0]
-    windows[:, :, :-1, :, 2, 1:] += windows[:, :, 1:, :, 0, 1:]
-    maps = out.unflatten(-1, (windows.shape[1], -1))
-    for row in range(2):
-        for column in range(2):
-            pixels = maps[:, row::2, column::2]  # of an odd map, one fewer than there are windows
-            pixels.copy_(
-                windows[:, :, : pixels.shape[1], : pixels.shape[2], 1 + row, 1 + column].permute(0, 2, 3, 1, 4)
-            )
+    """Add windows (N, heads, h, w, 3, 3, D) up to maps (N, 2 h, 2 w, heads * D). The windows are overwritten."""
+    windows[:, :, :, :-1, :, 2].add_(windows[:, :, :, 1:, :, 0])
+    windows[:, :, :-1, :, 2, 1:].add_(windows[:, :, 1:, :, 0, 1:])
+    images, heads, rows, columns = windows.shape[:4]
+    pairs = out.view(images, rows, 2, columns, 2, heads, -1)
+    pairs.copy_(windows[..., 1:, 1:, :].permute(0, 2, 4, 3, 5, 1, 6))
+
+
+def _softmax(logits: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """(N, h, w, heads * 81) -> weights (N, heads, h, w, 9, 9)."""
+    rows = logits.unflatten(-1, (_heads(logits), _PLACES, _PLACES)).permute(5, 0, 3, 1, 2, 4)
+    # The nine to be normalised come first: torch takes rows of nine one by one, but many columns at once.
+    columns = torch.empty(rows.shape, dtype=_accurate(logits), device=logits.device).copy_(rows)
+    weights = columns.mul_(scale).softmax(0).permute(1, 2, 3, 4, 5, 0)
+    return torch.empty(weights.shape, dtype=dtype, device=logits.device).copy_(weights)
 
 
 def _softmax_backward(grad: Tensor, weights: Tensor, scale: float, out: Tensor) -> None:
     """Both (N, heads, h, w, 9, 9) -> (N, h, w, heads * 81)."""
     weighted = weights * grad
-    inner = weighted.sum(-1, keepdim=True)
-    result = torch.addcmul(weighted, weights, inner, value=-1).mul_(scale)
+    result = weighted.addcmul_(weights, weighted.sum(-1, keepdim=True), value=-1).mul_(scale)
     out.unflatten(-1, (weights.shape[1], _PLACES, _PLACES)).copy_(result.permute(0, 2, 3, 1, 4, 5))
 
 
@@ -135,12 +140,12 @@ def _accurate(x: Tensor) -> torch.dtype:
 
 @_attend.register_fake
 def _(v: Tensor, logits: Tensor, scale: float) -> Tensor:
-    return v.new_empty(v.shape)
+    return _map_of_pairs(v, logits)[:, : v.shape[1], : v.shape[2]]
 
 
 @_attend_backward.register_fake
 def _(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), logits.new_empty(logits.shape)
+    return _map_of_pairs(v, logits)[:, : v.shape[1], : v.shape[2]], logits.new_empty(logits.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
