@@ -45,7 +45,8 @@ def compile_program(name: str, architecture: int, dtype: torch.dtype, head_dim: 
     signature = {key: _type_of(key, TRITON_TYPES[dtype], constants) for key in program.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
         cubin.flush()

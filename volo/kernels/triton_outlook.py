@@ -111,7 +111,7 @@ def _launch(
     block, warps = block_of(program, v.dtype, channels // heads)
     grid = (heads * -(-cells // block),)
     sizes = (height, width, rows, columns, cells, heads)
-    constants = {"D": channels // heads, "BLOCK": block, "num_warps": warps, **options}
+    constants = {"D": channels // heads, "BLOCK": block, **options, "num_warps": warps, "enable_fp_fusion": True}
     with torch.cuda.device_of(v):
         getattr(triton_programs, program)[grid](*tensors, *sizes, *scales, **constants)
 
