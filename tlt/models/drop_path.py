@@ -43,14 +43,10 @@ def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], drop_path: nn.Modu
     of DropPath at a rate of 1 - S / B, hence the same mean of output and gradients.
     """
     if drop_path.training and isinstance(drop_path, StochasticDepth) and drop_path.mode == "subset":
-        kept = drop_path.kept(x.shape[0])
-        if kept < x.shape[0]:
-            index = torch.randperm(x.shape[0], device=x.device)[:kept]
-            skip, rows = _Split.apply(x, index)
-            return _Join.apply(skip, rows, branch(rows), index, divisor)
-        update = branch(x)
-    else:
-        update = drop_path(branch(x))
+        index = torch.randperm(x.shape[0], device=x.device)[: drop_path.kept(x.shape[0])]
+        skip, rows = _Split.apply(x, index)
+        return _Join.apply(skip, rows, branch(rows), index, divisor)
+    update = drop_path(branch(x))
     return x + (update if divisor == 1.0 else update / divisor)
 
 
@@ -85,16 +81,13 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        skip, _, update, index, ctx.divisor = inputs
-        ctx.dtypes = skip.dtype, update.dtype
+        _, _, _, index, ctx.divisor = inputs
         ctx.save_for_backward(index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        skip_dtype, update_dtype = ctx.dtypes
-        grad_update = grad.index_select(0, index) * _factor(grad, index, ctx.divisor)
-        return grad.to(skip_dtype), None, grad_update.to(update_dtype), None, None
+        return grad, None, grad.index_select(0, index) * _factor(grad, index, ctx.divisor), None, None
 
 
 def _factor(skip: Tensor, index: Tensor, divisor: float) -> float:
