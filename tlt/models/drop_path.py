@@ -100,16 +100,13 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        skip, _, update, index, ctx.divisor = inputs
-        ctx.dtypes = skip.dtype, update.dtype
+        _, _, _, index, ctx.divisor = inputs
         ctx.save_for_backward(index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        skip_dtype, update_dtype = ctx.dtypes
-        grad_update = grad.index_select(0, index) * _factor(grad, index, ctx.divisor)
-        return grad.to(skip_dtype), None, grad_update.to(update_dtype), None, None
+        return grad, None, grad.index_select(0, index) * _factor(grad, index, ctx.divisor), None, None
 
 
 def _factor(skip: Tensor, index: Tensor, divisor: float) -> float:
