@@ -1,4 +1,4 @@
-"""What a step keeps, predicted without computing, against what autograd saves; which blocks recompute so that it fits."""
+"""What a step keeps, predicted without computing, against what autograd saves; what is recomputed so that it fits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import volo  # noqa: F401  (registers the models)
 from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING
 from volo.engine.activation_memory import Activations, Block, Size, activations_of
+from volo.engine.args import parse_train
 from volo.engine.fake_step import StepShape, forward_marks
 from volo.engine.flops import flops_per_image
+from volo.engine.memory_budget import fixed_memory
 
 NAMES = ["volo_test", "lvvit_test"]
 
@@ -122,6 +124,19 @@ def test_gmacs(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name, img_size=224)
     assert round(flops_per_image(model, (3, 224, 224)) / 2e9, 2) == GMACS[name]
+
+
+@pytest.mark.parametrize(
+    ("flags", "optimizer", "ema"), [("", 2, 0), ("--opt sgd --model-ema", 1, 1), ("--opt lion", 1, 0)]
+)
+def test_what_stays_from_step_to_step(flags: str, optimizer: int, ema: int) -> None:
+    model = build("volo_test")
+    model.set_dense_head(False)
+    args = parse_train(["--data-backend", "synthetic", *flags.split()])
+    found = fixed_memory(args, model, torch.device("cpu"))
+    trained = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert found.weights == sum(v.numel() * v.element_size() for v in model.state_dict().values())
+    assert (found.gradients, found.optimizer, found.ema) == (trained, optimizer * trained, ema * found.weights)
 
 
 def test_gmacs_of_d5_at_512_px() -> None:

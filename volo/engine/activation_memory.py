@@ -89,23 +89,26 @@ class Activations:
         """The same level for each block."""
         return [level] * len(self.blocks)
 
-    def fit(self, batch: int, budget: float) -> list[str]:
+    def fit(self, batch: int, budget: float, choice: Sequence[str] = LEVELS) -> list[str]:
         """Levels with which the activations fit, cheapest first: the most bytes for an operation done twice.
 
         Of blocks alike the first goes first: by the time it is computed anew, those behind it have been let go. Where
         nothing fits, everything is computed anew.
+
+        Args:
+            choice: Levels that may be used, from the most memory to the least.
         """
         levels = self.everywhere(NOTHING)
-        for index, level in self._candidates():
+        for index, level in self._candidates(choice):
             if self.peak(batch, levels) <= budget:
                 break
-            levels[index] = max(level, levels[index], key=LEVELS.index)
-        return self._given_back(levels, batch, budget)
+            levels[index] = max(level, levels[index], key=choice.index)
+        return self._given_back(levels, batch, budget, choice)
 
-    def _given_back(self, levels: list[str], batch: int, budget: float) -> list[str]:
+    def _given_back(self, levels: list[str], batch: int, budget: float, choice: Sequence[str]) -> list[str]:
         """Blocks keep again what fits after all, those first that compute most anew."""
         for index in sorted(range(len(levels)), key=lambda i: -self.blocks[i].flops[levels[i]]):
-            for less in LEVELS[: LEVELS.index(levels[index])]:
+            for less in choice[: choice.index(levels[index])]:
                 tried = [*levels[:index], less, *levels[index + 1 :]]
                 if self.peak(batch, tried) <= budget:
                     levels = tried
@@ -117,11 +120,11 @@ class Activations:
         anew = sum(block.flops[level] for block, level in zip(self.blocks, levels, strict=True))
         return anew / max(3 * sum(block.flops[EVERYTHING] for block in self.blocks), 1)
 
-    def _candidates(self) -> list[tuple[int, str]]:
+    def _candidates(self, choice: Sequence[str]) -> list[tuple[int, str]]:
         """(Block, level) by operations done twice for each byte that is freed, each compared with the level before."""
         prices = {}
         for index, block in enumerate(self.blocks):
-            for before, level in itertools.pairwise(LEVELS):
+            for before, level in itertools.pairwise(choice):
                 freed = block.kept[before].per_image - block.kept[level].per_image
                 if freed > 0:
                     prices[index, level] = (block.flops[level] - block.flops[before]) / freed
