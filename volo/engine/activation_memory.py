@@ -17,6 +17,9 @@ from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
 from tlt.models.token_labeling import TokenLabelModel
 from volo.engine.fake_step import Mark, StepShape, forward_marks
 
+# Gradients that a block's backward pass has at the most at once, in outputs of the block: its own and its MLP's hidden
+# layer's, which is three to four times as wide.
+_IN_FLIGHT = 4
 _BATCHES = 16, 32  # that the two terms are read off; no batch costs more than another
 MOST_IMAGES = 1 << 16  # that a batch is searched up to
 
@@ -60,10 +63,9 @@ class Activations:
     between: tuple[Size, ...]
 
     def peak(self, batch: int, levels: Sequence[str]) -> float:
-        """Bytes held at the most: at the end of the forward pass, or when a block has been computed anew.
+        """Bytes held at the most: at the end of the forward pass, or when a block, computed anew, is gone through.
 
-        By then the blocks behind it have been left, those before it have not. Gradients of activations are left out:
-        they take the place of what is being let go.
+        By then the blocks behind it have been let go, those before it have not.
 
         Args:
             batch: Images.
@@ -73,7 +75,8 @@ class Activations:
         for block, before, level in zip(self.blocks, self.between, levels, strict=False):
             held += before.at(batch)
             kept = block.kept[level].at(batch)
-            highest = max(highest, held + max(kept, block.kept[NOTHING].at(batch)))
+            gradients = _IN_FLIGHT * block.kept[EVERYTHING].per_image * batch
+            highest = max(highest, held + max(kept, block.kept[NOTHING].at(batch)) + gradients)
             held += kept
         return max(highest, held + self.between[-1].at(batch))
 
