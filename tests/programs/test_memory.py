@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import timm
 import torch
 
 from tests.programs.conftest import QUICK, Ended, metrics
+from volo import cli
 from volo.engine.flops import flops_per_image
 from volo.programs import train
 
@@ -85,3 +87,15 @@ def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.M
     ended = call("train", f"{flags} --experiment full")
     assert ended.code == 2 and len(ended.err.strip().splitlines()) == 1
     assert "-b 8" in ended.err and "CUDA out of memory" in ended.err and "--activation-memory auto" in ended.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(call: Call, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for model in ("--model volo_d1 -b 32", "--model lvvit_s -b 32"):
+        assert cli.benchmark(f"activations {model} --amp --amp-dtype bfloat16 --json".split()) == 0
+        rows = json.loads(capsys.readouterr().out)["recomputed"]
+        assert all(0.85 < row["ratio"] < 1.15 for row in rows.values()), rows
+    ended = call("train", f"{flags} --activation-memory auto --experiment auto")
+    assert ended.code == 0 and "8 images; blocks: 6 keep everything" in ended.out
+    assert "largest batch on this GPU" in call("train", f"{flags} --dry-run").out
