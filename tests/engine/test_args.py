@@ -287,6 +287,8 @@ def test_data_dir_as_a_flag() -> None:
         ("--compat no-label-crop", "--compat no-label-crop takes a row out of upstream"),
         ("--compat upstream label-crop no-label-crop", "keep one of them"),
         ("--compat label-crop", "--compat label-crop has no effect without --token-label-data"),
+        ("--amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision: keep one of them"),
+        ("--model-dtype bfloat16 --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
         ("--token-label --compat half-ids", "--compat half-ids has no effect without --token-label-data"),
         ("--compat mixtoken-rng", "--compat mixtoken-rng has no effect without MixToken"),
         ("--token-label --no-mix-token --compat mixtoken-rng", "has no effect without MixToken"),

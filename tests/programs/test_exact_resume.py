@@ -42,7 +42,14 @@ def assert_same(whole: Path, cut: Path) -> None:
         assert without_times(cut / name) == without_times(whole / name), name
 
 
-@pytest.mark.parametrize("more", [pytest.param("-j 2", marks=pytest.mark.faults), "-j 0 --amp --checkpoint-sync"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("-j 2", marks=pytest.mark.faults),
+        "-j 0 --amp --checkpoint-sync",
+        pytest.param("-j 0 --model-dtype bfloat16", marks=pytest.mark.faults),
+    ],
+)
 def test_fault_11_interrupted_at_several_updates(
     call: Callable[..., Ended],
     make_dataset: Callable[..., Path],
@@ -91,7 +98,7 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("more", ["", "--grad-compression bf16"])
+@pytest.mark.parametrize("more", ["", "--grad-compression bf16", "--model-dtype bfloat16"])
 def test_fault_11_interrupted_on_two_ranks(
     make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path, more: str
 ) -> None:

@@ -198,6 +198,8 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
     _check_mixing(args)
     _check_drop_path(args)
+    if args.amp and args.model_dtype != "float32":
+        raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
     return notes + _remarks(args)
 
 

@@ -50,6 +50,40 @@ _LOSS = (
     ),
 )
 
+_OUTLOOK = (
+    Group(
+        "Sizes",
+        (
+            flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images"),
+            flag(
+                "--shapes",
+                default=["28x28x192x6", "28x28x384x12"],
+                nargs="+",
+                metavar="HxWxCxHEADS",
+                help="cells, channels and heads; by default those of VOLO-D1 and D5 at 224 pixels",
+            ),
+            flag(
+                "--dtypes",
+                default=["float32", "bfloat16"],
+                nargs="+",
+                choices=("float32", "bfloat16", "float16"),
+                help="but for float32 under autocast",
+            ),
+            switch("--layer", help="the whole layer with its projections, not only what lies between them"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            switch("--no-compile", help="without the compiled arms"),
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--rounds", default=15, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
+            flag("--calls", default=1, type=POSITIVE, metavar="N", help="of an arm in each round; more for a GPU"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
 _LABELS = (
     Group(
         "Sizes",
@@ -291,6 +325,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "outlook": Command("Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK),
     "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
     "augmentation": Command(
         "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION

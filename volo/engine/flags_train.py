@@ -202,6 +202,12 @@ PRECISION = Group(
     (
         switch("--amp", help="mixed precision"),
         flag("--amp-dtype", default=None, choices=("float16", "bfloat16"), help="(float16 on GPUs, bfloat16 on CPUs)"),
+        flag(
+            "--model-dtype",
+            default="float32",
+            choices=("float32", "bfloat16"),
+            help="bfloat16: compute in bfloat16 throughout, with float32 master weights",
+        ),
         switch("--apex-amp", help="the same as --amp"),
         switch("--native-amp", help="the same as --amp"),
         switch("--channels-last", help="channels-last memory layout"),

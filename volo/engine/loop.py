@@ -118,11 +118,12 @@ def train_epoch(
     """Train for the epoch `state.epoch`; `state.update` advances by one per optimizer step.
 
     Args:
-        model: What is called: the bare model of `state`, or its compiled or distributed wrapper.
+        model: What is called: the bare model of `state` or its working copy, compiled or distributed as may be.
 
     Raises:
         NonFiniteError: Too many steps in a row were skipped.
     """
+    precision.begin()
     set_train_mode(model, settings.freeze_bn)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     meter = _Meter(state, len(loader), world, precision, settings, reporter)

@@ -6,6 +6,7 @@ because float16 there is about 50 times slower. A step whose gradients are not f
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from volo.engine.master_weights import WorkingCopy
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -38,6 +40,13 @@ def resolve_amp_dtype(amp: bool, requested: str | None, device: torch.device) ->
     return DTYPES[requested or ("float16" if device.type == "cuda" else "bfloat16")]
 
 
+def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
+    """The autocast dtype of `--model-dtype` or `--amp`, None for float32; raises as `resolve_amp_dtype`."""
+    if getattr(args, "model_dtype", "float32") == "bfloat16":  # runs of before know no such flag
+        return torch.bfloat16
+    return resolve_amp_dtype(args.amp, args.amp_dtype, device)
+
+
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients, a scalar tensor; not finite if any element isn't."""
     return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -52,6 +61,7 @@ class Precision:
         clip_grad: Clipping threshold, None for none.
         clip_mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
         max_nonfinite: `check()` raises after more than this many skipped steps in a row.
+        working_copy: The bfloat16 copy of the model that computes, None where the model itself does.
     """
 
     def __init__(
@@ -61,8 +71,9 @@ class Precision:
         clip_grad: float | None = None,
         clip_mode: str = "norm",
         max_nonfinite: int = 10,
+        working_copy: WorkingCopy | None = None,
     ) -> None:
-        self.device, self.amp_dtype = device, amp_dtype
+        self.device, self.amp_dtype, self.working_copy = device, amp_dtype, working_copy
         self.clip_grad, self.clip_mode = clip_grad, clip_mode
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
@@ -72,6 +83,11 @@ class Precision:
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)
         self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the present step
         self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
+
+    def begin(self) -> None:
+        """Before training goes on: what was loaded into the model is what computes."""
+        if self.working_copy is not None:
+            self.working_copy.take_weights()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which the forward pass and the loss run."""
@@ -90,6 +106,8 @@ class Precision:
         Returns the 2-norm of the gradients before clipping, a scalar on the device. All ranks agree on whether to step,
         because they hold the same all-reduced gradients.
         """
+        if self.working_copy is not None:
+            self.working_copy.give_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = total_norm(parameters)
@@ -105,6 +123,8 @@ class Precision:
         else:
             _step_unless(broken, optimizer)
         optimizer.zero_grad(set_to_none=True)
+        if self.working_copy is not None:
+            self.working_copy.take_weights()
         return norm
 
     def _clip(self, parameters: list[nn.Parameter], norm: Tensor) -> None:

@@ -59,9 +59,12 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
         dense = isinstance(setup.objective, TokenLabelObjective) and setup.objective.dense
         logger.line(setup.teacher.describe(model, (config["in_chans"], height, width), dense))
     dtype = setup.precision.amp_dtype
+    precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
+    if setup.precision.working_copy is not None:
+        precision = "bfloat16, float32 master weights"
     logger.line(
         f"learning rate {setup.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
-        f"{str(dtype).removeprefix('torch.') + ' autocast' if dtype else 'float32'}, {torch.get_num_threads()} threads"
+        f"{precision}, {torch.get_num_threads()} threads"
     )
 
 
@@ -72,5 +75,7 @@ def tell_memory(args: Namespace, setup: Setup, world: World, logger: Logger) -> 
     config = setup.state.metadata["model_config"]
     size = (config["in_chans"], *config["img_size"])
     shape = step_shape(setup.objective, size, world.device, setup.precision.amp_dtype)
-    for line in memory_report(args, setup.state.model, shape, world.device):
+    copy = setup.precision.working_copy
+    computing = setup.state.model if copy is None else copy.module
+    for line in memory_report(args, setup.state.model, computing, shape, world.device):
         logger.line(line)

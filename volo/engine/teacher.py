@@ -30,7 +30,7 @@ from volo.engine.compilation import feature_compiler
 from volo.engine.distributed import World
 from volo.engine.flops import flops_per_image
 from volo.engine.model import TimmModel, eval_settings, place_model
-from volo.engine.precision import resolve_amp_dtype
+from volo.engine.precision import compute_dtype
 
 
 class Stopwatch:
@@ -152,7 +152,7 @@ def load_teacher(
     except UserError as error:
         raise UserError(_with_our_flags(str(error))) from error
     _compare_classes(args, model, student, recorded.get("class_names"), class_names)
-    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    dtype = compute_dtype(args, world.device)
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
     record = {"teacher": name, "sha256": sha256_of(path) if path else _weights_sha256(model)}
     own = eval_settings(asked, model, recorded)

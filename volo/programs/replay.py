@@ -26,10 +26,11 @@ from volo.engine.data import open_folders, open_labels, train_loader
 from volo.engine.distributed import World, choose_device
 from volo.engine.finetune import load_weights
 from volo.engine.loop import set_train_mode
+from volo.engine.master_weights import WorkingCopy
 from volo.engine.model import add_dense_head, build_model, eval_settings, prepare_model
 from volo.engine.nonfinite import FOLDER
 from volo.engine.objective import StepKey, make_objective
-from volo.engine.precision import resolve_amp_dtype
+from volo.engine.precision import compute_dtype
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
@@ -100,9 +101,11 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
     objective = make_objective(args, model, settings["input_size"][1:])
     model = prepare_model(model, args, World(0, 0, 1, world.device))
     load_weights(model, weights, use_ema=False)
+    if getattr(args, "model_dtype", "float32") == "bfloat16":
+        model = WorkingCopy(model).module
     set_train_mode(model, args.freeze_bn)
     loader = train_loader(args, folders.train, labels, settings, world)
-    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    dtype = compute_dtype(args, world.device)
     found: list[str] = []
     watch(model, found)
     batches = loader.epoch(record["epoch"], record["update_in_epoch"])

@@ -31,6 +31,7 @@ from volo.engine.data_wait import Advisor
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.engine.master_weights import WorkingCopy
 from volo.engine.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.engine.model import (
     TimmModel,
@@ -46,7 +47,7 @@ from volo.engine.nonfinite import NonFiniteRecorder
 from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.engine.optim import create_optimizer
 from volo.engine.pace import Pace
-from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.precision import Precision, compute_dtype
 from volo.engine.preempt import STOP, Stopped, ask_for_requeue
 from volo.engine.restart import Continued, continued_run
 from volo.engine.run_directory import choose_directory, settings_of
@@ -120,8 +121,12 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         for skips in (loader.skips, validation.skips):
             logger.skipped("skipped-image", skips.known_images())
 
-    amp_dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    precision = Precision(world.device, amp_dtype, args.clip_grad, args.clip_mode, args.max_nonfinite)
+    dtype = compute_dtype(args, world.device)
+    if args.activation_memory is not None:  # copies of the model are to recompute as it does
+        shape = step_shape(objective, settings["input_size"], world.device, dtype)
+        logger.line(fit_activations(args, model, shape, world))
+    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
+    precision = Precision(world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy)
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     state = TrainState(
         model,
@@ -139,11 +144,8 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         },
         updates_per_epoch=len(loader),
     )
-    if args.activation_memory is not None:
-        shape = step_shape(objective, settings["input_size"], world.device, amp_dtype)
-        logger.line(fit_activations(args, model, shape, world))
     schedule = LrSchedule(args, lr, len(loader))
-    called = wrap_model(model, args, world)
+    called = wrap_model(model if working_copy is None else working_copy.module, args, world)
     average = None
     if state.ema is not None and not args.model_ema_force_cpu:
         average = compile_model(state.ema.module, args)
@@ -261,7 +263,8 @@ def validate_epoch(
 ) -> dict[str, Evaluation]:
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
     state = setup.state
-    models = {"model": (state.model, setup.model)}
+    # The master weights where a copy of them computes: what is validated is what is saved.
+    models = {"model": (state.model, setup.model if setup.precision.working_copy is None else state.model)}
     if state.ema is not None and setup.average is not None:
         models["ema"] = (state.ema.module, setup.average)
     if world.size > 1:
