@@ -50,23 +50,19 @@ def test_only_recomputing_everything_repeats_linear_layers(name: str, make_image
         model.set_recompute({block: level for block, _ in model.named_blocks()})
         with FlopCounterMode(display=False) as counter:
             loss_of(model, images).backward()
-        flops = counter.get_flop_counts()["Global"]
-        counts[level] = flops[torch.ops.aten.mm] + flops[torch.ops.aten.addmm]
+        flops = {str(op): number for op, number in counter.get_flop_counts()["Global"].items()}
+        counts[level] = sum(flops.get(op, 0) for op in ("aten.mm", "aten.addmm", "tlt.onednn_linear"))
     assert counts[POINTWISE] == counts[NOTHING] < counts[EVERYTHING]
 
 
-@pytest.mark.parametrize("level", [POINTWISE, EVERYTHING])
-@pytest.mark.parametrize(("name", "smaller"), [("volo_test", {"layers": (1, 1, 0, 0)}), ("lvvit_test", {"depth": 1})])
-def test_a_step_that_recomputes_compiles(
-    name: str, smaller: dict[str, int], level: str, make_images: Callable[..., Tensor]
-) -> None:
+def test_a_step_that_recomputes_compiles(make_images: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
-    model, images = build(name, **smaller), make_images(2, 64)
+    model, images = build("lvvit_test", depth=2), make_images(2, 64)
     expected = loss_of(model, images)
     expected.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    model.set_recompute({block: level for block, _ in model.named_blocks()})
+    model.set_recompute({"blocks.0": POINTWISE, "blocks.1": EVERYTHING})
     compiled = torch.compile(lambda x: loss_of(model, x), fullgraph=True, backend="aot_eager")(images)
     compiled.backward()
     torch.testing.assert_close(compiled, expected)

@@ -100,6 +100,17 @@ def test_loss_compares_both_forms_of_one_loss(capsys: pytest.CaptureFixture[str]
     assert found["dense/sparse"]["work"] == pytest.approx(dense["work_bytes"] / sparse["work_bytes"])
 
 
+@LINUX
+def test_activations_take_what_is_predicted() -> None:
+    line = "activations --model volo_d0 --img-size 64 -b 16 --device cpu --json"
+    # In a process of its own: what it does to malloc stays.
+    command = [sys.executable, str(ROOT / "benchmark.py"), *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout)["recomputed"]
+    assert all(0.85 < row["ratio"] < 1.15 for row in rows.values()), rows
+    assert rows["everything"]["measured"] < rows["pointwise"]["measured"] < rows["nothing"]["measured"]
+
+
 @pytest.mark.parametrize("more", ["", "--no-ema"])
 def test_checkpoint_tells_both_ways_of_saving_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str

@@ -17,6 +17,9 @@ from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
 from tlt.models.token_labeling import TokenLabelModel
 from volo.engine.fake_step import Mark, StepShape, forward_marks
 
+# Gradients that a block's backward pass has at the most at once, in outputs of the block: its own and its MLP's hidden
+# layer's, which is three to four times as wide.
+_IN_FLIGHT = 4
 _BATCHES = 16, 32  # that the two terms are read off; no batch costs more than another
 MOST_IMAGES = 1 << 16  # that a batch is searched up to
 
@@ -60,10 +63,9 @@ class Activations:
     between: tuple[Size, ...]
 
     def peak(self, batch: int, levels: Sequence[str]) -> float:
-        """Bytes held at the most: at the end of the forward pass, or when a block has been computed anew.
+        """Bytes held at the most: at the end of the forward pass, or when a block, computed anew, is gone through.
 
-        By then the blocks behind it have been left, those before it have not. Gradients of activations are left out:
-        they take the place of what is being let go.
+        By then the blocks behind it have been let go, those before it have not.
 
         Args:
             batch: Images.
@@ -73,7 +75,8 @@ class Activations:
         for block, before, level in zip(self.blocks, self.between, levels, strict=False):
             held += before.at(batch)
             kept = block.kept[level].at(batch)
-            highest = max(highest, held + max(kept, block.kept[NOTHING].at(batch)))
+            gradients = _IN_FLIGHT * block.kept[EVERYTHING].per_image * batch
+            highest = max(highest, held + max(kept, block.kept[NOTHING].at(batch)) + gradients)
             held += kept
         return max(highest, held + self.between[-1].at(batch))
 
@@ -89,23 +92,26 @@ class Activations:
         """The same level for each block."""
         return [level] * len(self.blocks)
 
-    def fit(self, batch: int, budget: float) -> list[str]:
+    def fit(self, batch: int, budget: float, choice: Sequence[str] = LEVELS) -> list[str]:
         """Levels with which the activations fit, cheapest first: the most bytes for an operation done twice.
 
         Of blocks alike the first goes first: by the time it is computed anew, those behind it have been let go. Where
         nothing fits, everything is computed anew.
+
+        Args:
+            choice: Levels that may be used, from the most memory to the least.
         """
         levels = self.everywhere(NOTHING)
-        for index, level in self._candidates():
+        for index, level in self._candidates(choice):
             if self.peak(batch, levels) <= budget:
                 break
-            levels[index] = max(level, levels[index], key=LEVELS.index)
-        return self._given_back(levels, batch, budget)
+            levels[index] = max(level, levels[index], key=choice.index)
+        return self._given_back(levels, batch, budget, choice)
 
-    def _given_back(self, levels: list[str], batch: int, budget: float) -> list[str]:
+    def _given_back(self, levels: list[str], batch: int, budget: float, choice: Sequence[str]) -> list[str]:
         """Blocks keep again what fits after all, those first that compute most anew."""
         for index in sorted(range(len(levels)), key=lambda i: -self.blocks[i].flops[levels[i]]):
-            for less in LEVELS[: LEVELS.index(levels[index])]:
+            for less in choice[: choice.index(levels[index])]:
                 tried = [*levels[:index], less, *levels[index + 1 :]]
                 if self.peak(batch, tried) <= budget:
                     levels = tried
@@ -117,11 +123,11 @@ class Activations:
         anew = sum(block.flops[level] for block, level in zip(self.blocks, levels, strict=True))
         return anew / max(3 * sum(block.flops[EVERYTHING] for block in self.blocks), 1)
 
-    def _candidates(self) -> list[tuple[int, str]]:
+    def _candidates(self, choice: Sequence[str]) -> list[tuple[int, str]]:
         """(Block, level) by operations done twice for each byte that is freed, each compared with the level before."""
         prices = {}
         for index, block in enumerate(self.blocks):
-            for before, level in itertools.pairwise(LEVELS):
+            for before, level in itertools.pairwise(choice):
                 freed = block.kept[before].per_image - block.kept[level].per_image
                 if freed > 0:
                     prices[index, level] = (block.flops[level] - block.flops[before]) / freed

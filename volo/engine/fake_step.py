@@ -139,9 +139,9 @@ def forward_marks(model: nn.Module, shape: StepShape, batch: int, blocks: Iterab
             stack.enter_context(_AbsentGpu())
         stack.enter_context(tally)
         stack.enter_context(_autocast(shape.device_type, shape.amp_dtype))
-        loss = torch.func.functional_call(_Loss(model), state, (images, {"dense": True} if shape.dense else {}))
+        held = torch.func.functional_call(_Loss(model), state, (images, {"dense": True} if shape.dense else {}))
         mark()
-        del loss
+        del held
     return marks
 
 
@@ -155,13 +155,16 @@ def _without_contents(value: Tensor, device_type: str) -> Tensor:
 
 
 class _Loss(nn.Module):
-    """A model and what its losses keep: the logits in float32. The token-label loss keeps nothing larger."""
+    """A model and what its losses hold at the most: logits in float32, and gradients of their size.
+
+    That is what the token-label loss holds, too, but for a part of its labels (docs/performance.md).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor, options: dict[str, Any]) -> Tensor:
+    def forward(self, images: Tensor, options: dict[str, Any]) -> list[Tensor]:
         outputs = self.model(images, **options)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return torch.stack([each.float().logsumexp(-1).mean() for each in outputs]).sum()
+        logits = [each.float() for each in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        return [*(each.logsumexp(-1) for each in logits), *map(torch.empty_like, logits)]

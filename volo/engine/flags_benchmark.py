@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from volo.benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
 from volo.engine.flag_rules import Need, check_needs
 from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
-from volo.engine.flags_speed import ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
+from volo.engine.flags_speed import ACTIVATIONS, ACTIVATIONS_NEEDS, ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
 
 
 @dataclass(frozen=True)
@@ -317,6 +317,9 @@ COMMANDS: dict[str, Command] = {
     "all": Command("Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
     "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP, TRAIN_NEEDS),
     "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE, INFER_NEEDS),
+    "activations": Command(
+        "Memory of a training step's activations, predicted and measured.", ACTIVATIONS, ACTIVATIONS_NEEDS
+    ),
     "alignment": Command(
         "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
     ),

@@ -74,6 +74,11 @@ TRAIN_NEEDS = (
     Need(("amp_dtype",), "--amp", lambda a: a.amp),
     Need(("torchcompile_mode", "torchcompile_scope"), "--torchcompile", lambda a: a.torchcompile is not None),
 )
+ACTIVATIONS = (
+    Group("Model", (*_rows("model", "img_size"), BATCH_SIZE, *_rows("amp", "amp_dtype", "outlook_kernel"))),
+    Group("Measuring", (_MEASURING[0], *_OUTPUT)),
+)
+ACTIVATIONS_NEEDS = TRAIN_NEEDS[1:2]
 INFERENCE = (
     Group("Model", (*_rows("model", "img_size"), BATCH_SIZE)),
     Group("Precision and speed", _rows(*(name for name in _PRECISION if name != "model_dtype"))),

@@ -34,14 +34,16 @@ class FixedMemory:
     gradients: int
     optimizer: int
     ema: int
+    working_copy: int = 0  # of --model-dtype bfloat16, with its gradients
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.ema
+        return self.weights + self.gradients + self.optimizer + self.ema + self.working_copy
 
     def __str__(self) -> str:
-        parts = (("weights", self.weights), ("gradients", self.gradients), ("optimizer", self.optimizer))
-        shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in (*parts, ("EMA", self.ema)) if size)
+        names = ("weights", "gradients", "optimizer", "EMA", "bfloat16 copy")
+        sizes = (self.weights, self.gradients, self.optimizer, self.ema, self.working_copy)
+        shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in zip(names, sizes, strict=True) if size)
         return f"{shown} = {self.total / GIB:.2f} GiB"
 
 
@@ -50,7 +52,8 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> Fix
     trained = _bytes(p for p in model.parameters() if p.requires_grad)
     weights = _bytes([*model.parameters(), *model.buffers()])
     ema = weights if args.model_ema and not args.model_ema_force_cpu else 0
-    return FixedMemory(weights, trained, round(trained * _optimizer_share(args, device)), ema)
+    copy = (weights + trained) // 2 if args.model_dtype == "bfloat16" else 0
+    return FixedMemory(weights, trained, round(trained * _optimizer_share(args, device)), ema, copy)
 
 
 def _optimizer_share(args: Namespace, device: torch.device) -> float:
@@ -90,7 +93,8 @@ def fit_activations(args: Namespace, model: nn.Module, shape: StepShape, world: 
     set_train_mode(model, args.freeze_bn)
     found = activations_of(model, shape)
     budget = _budget(args, model, world)
-    levels = found.fit(args.batch_size, budget)
+    # Compilers leave out of a compiled block what is cheap to compute anew by themselves.
+    levels = found.fit(args.batch_size, budget, (NOTHING, EVERYTHING) if args.torchcompile else LEVELS)
     peak = found.peak(args.batch_size, levels)
     if peak > budget:
         raise UserError(
@@ -125,8 +129,7 @@ def _budget(args: Namespace, model: nn.Module, world: World) -> float:
     free, total = torch.cuda.mem_get_info(world.device)
     unused = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     fixed = fixed_memory(args, model, world.device)
-    # Weights and EMA are there already.
-    own = free + unused - fixed.gradients - fixed.optimizer - MARGIN * total
+    own = free + unused - (fixed.total - fixed.weights) - MARGIN * total  # weights are there already
     return min(from_all(own))
 
 

@@ -22,13 +22,20 @@ _CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}
 _CONTEXT = 1.0  # GiB that CUDA takes for itself before the first tensor
 
 
-def memory_report(args: Namespace, model: nn.Module, shape: StepShape, device: torch.device) -> list[str]:
-    """Lines for the log; `model` is set to training."""
+def memory_report(
+    args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device
+) -> list[str]:
+    """Lines for the log.
+
+    Args:
+        master: What is optimized.
+        model: What computes, that or its copy in bfloat16; it is set to training.
+    """
     set_train_mode(model, args.freeze_bn)
-    fixed = fixed_memory(args, model, device)
+    fixed = fixed_memory(args, master, device)
     lines = [f"memory without activations: {fixed}"]
     try:
-        gmacs = flops_per_image(model, shape.input_size) / 2e9
+        gmacs = flops_per_image(master, shape.input_size) / 2e9
         found = activations_of(model, shape)
     except (NotImplementedError, RuntimeError, UserError) as error:  # what a model does that takes values
         reason = str(error).strip().split("\n")[0]

@@ -75,5 +75,7 @@ def tell_memory(args: Namespace, setup: Setup, world: World, logger: Logger) -> 
     config = setup.state.metadata["model_config"]
     size = (config["in_chans"], *config["img_size"])
     shape = step_shape(setup.objective, size, world.device, setup.precision.amp_dtype)
-    for line in memory_report(args, setup.state.model, shape, world.device):
+    copy = setup.precision.working_copy
+    computing = setup.state.model if copy is None else copy.module
+    for line in memory_report(args, setup.state.model, computing, shape, world.device):
         logger.line(line)

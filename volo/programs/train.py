@@ -122,6 +122,9 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
             logger.skipped("skipped-image", skips.known_images())
 
     dtype = compute_dtype(args, world.device)
+    if args.activation_memory is not None:  # copies of the model are to recompute as it does
+        shape = step_shape(objective, settings["input_size"], world.device, dtype)
+        logger.line(fit_activations(args, model, shape, world))
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
     precision = Precision(world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy)
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
@@ -141,12 +144,8 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         },
         updates_per_epoch=len(loader),
     )
-    computing = model if working_copy is None else working_copy.module
-    if args.activation_memory is not None:
-        shape = step_shape(objective, settings["input_size"], world.device, dtype)
-        logger.line(fit_activations(args, computing, shape, world))
     schedule = LrSchedule(args, lr, len(loader))
-    called = wrap_model(computing, args, world)
+    called = wrap_model(model if working_copy is None else working_copy.module, args, world)
     average = None
     if state.ema is not None and not args.model_ema_force_cpu:
         average = compile_model(state.ema.module, args)
