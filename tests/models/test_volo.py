@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import timm
 import torch
@@ -103,34 +101,6 @@ def test_initial_weights_are_the_published_ones():
         assert weight.std().item() == pytest.approx(0.02, rel=0.15)
     assert all(not m.bias.any() for m in model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None)
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.15)
-
-
-def outlook_by_loops(v, logits, heads, k, stride, padding, scale):
-    """Outlook attention window by window and pixel by pixel, in float64."""
-    batch, height, width, channels = v.shape
-    d = channels // heads
-    out = torch.zeros_like(v)
-    for b, i, j, head in torch.cartesian_prod(*map(torch.arange, (batch, *logits.shape[1:3], heads))).tolist():
-        part = slice(head * d, (head + 1) * d)
-        rows = logits[b, i, j].reshape(heads, k * k, k * k)[head]
-        weights = (rows * scale).softmax(-1)
-        pixels = [(i * stride - padding + y, j * stride - padding + x) for y in range(k) for x in range(k)]
-        values = [
-            v[b, y, x, part] if 0 <= y < height and 0 <= x < width else torch.zeros(d, dtype=v.dtype) for y, x in pixels
-        ]
-        for place, (y, x) in enumerate(pixels):
-            if 0 <= y < height and 0 <= x < width:
-                out[b, y, x, part] += sum(weight * value for weight, value in zip(weights[place], values, strict=True))
-    return out
-
-
-@pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 3)])
-def test_outlook_attention_equals_loops(height, width):
-    torch.manual_seed(0)
-    v = torch.randn(2, height, width, 4, dtype=torch.float64)
-    logits = torch.randn(2, math.ceil(height / 2), math.ceil(width / 2), 2 * 81, dtype=torch.float64)
-    result = outlook_attention(v, logits, scale=0.7)
-    torch.testing.assert_close(result, outlook_by_loops(v, logits, 2, 3, 2, 1, 0.7), rtol=1e-12, atol=1e-12)
 
 
 def test_outlook_dropout_thins_the_weights_and_keeps_their_mean():

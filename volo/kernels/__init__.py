@@ -2,6 +2,7 @@
 
 `outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
 
+    windows     strided views, matrix products, sums of slices: kernel 3, stride 2, padding 1; any device, for CPUs
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
 
 An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from volo.kernels import reference
+from volo.kernels import reference, windows
 
 
 class Kernel(Protocol):
@@ -26,12 +28,14 @@ class Kernel(Protocol):
     ) -> Tensor:
         """Attend."""
 
-    def unfit(self, v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+    def unfit(
+        self, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+    ) -> str | None:
         """Why it can't do this, None where it can."""
 
 
 # The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {"reference": reference}
+KERNELS: dict[str, Kernel] = {"windows": windows, "reference": reference}
 
 
 def outlook_attention(
@@ -63,20 +67,27 @@ def outlook_attention(
     Raises:
         UserError: `kernel` can't do this.
     """
-    chosen = choose_kernel(kernel, v, kernel_size, stride, padding, dropout)
+    chosen = choose_kernel(kernel, v, logits, kernel_size, stride, padding, dropout)
     return chosen.outlook_attention(v, logits, kernel_size, stride, padding, scale, dropout)
 
 
-def choose_kernel(kernel: str, v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> Kernel:
+def choose_kernel(
+    kernel: str, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+) -> Kernel:
     """The implementation behind a name, or the fastest that fits where the name is "auto".
+
+    Tensors without contents always get the reference, so that what is counted on them depends on no kernel. So does
+    `torch.export` where the name is "auto": an exported program then needs torch's own operations alone.
 
     Raises:
         UserError: The named one doesn't fit.
     """
+    if v.is_meta or (kernel == "auto" and torch.compiler.is_exporting()):
+        return reference
     if kernel == "auto":
-        return next(k for k in KERNELS.values() if k.unfit(v, kernel_size, stride, padding, dropout) is None)
+        return next(k for k in KERNELS.values() if k.unfit(v, logits, kernel_size, stride, padding, dropout) is None)
     chosen = KERNELS[kernel]
-    reason = chosen.unfit(v, kernel_size, stride, padding, dropout)
+    reason = chosen.unfit(v, logits, kernel_size, stride, padding, dropout)
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
     return chosen

@@ -24,6 +24,6 @@ def outlook_attention(
     return out.permute(0, 2, 3, 1)
 
 
-def unfit(v: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
     """It does everything."""
     return None
