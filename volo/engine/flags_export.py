@@ -9,11 +9,10 @@ from tlt.errors import UserError
 from volo.engine.flag_rules import check_pixels, check_weights
 from volo.engine.flag_table import FlagParser, Group, Number, flag, switch
 from volo.engine.flags_eval import MODEL, PREPROCESSING
-from volo.engine.flags_train import OUTLOOK_KERNEL
 
 # The endings that files of a format have.
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
-OPSET = 18  # the oldest that has what VOLO's fold needs (Col2Im), so the one that most runtimes know
+OPSET = 18  # the lowest that torch's exporter writes, so the one that most runtimes know
 
 GROUPS = (
     Group(
@@ -37,7 +36,7 @@ GROUPS = (
             switch("--debug", help="show the traceback of an error that is normally told in one line"),
         ),
     ),
-    Group("Model", (*MODEL, OUTLOOK_KERNEL)),
+    Group("Model", MODEL),
     Group("Images", PREPROCESSING, "The size is the file's; the rest is only recorded in it."),
 )
 

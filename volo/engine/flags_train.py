@@ -13,7 +13,7 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-OUTLOOK_KERNELS = ("auto", "windows", "reference")
+OUTLOOK_KERNELS = ("auto", "windows", "reference", "slices")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
 OUTLOOK_KERNEL = flag(
     "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
