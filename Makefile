@@ -2,14 +2,16 @@
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
+# make benchmark-gpu   on a GPU: its tests, then every number that has a target; needs no network (PYTHON=python3)
 # make lint   ruff, mypy, shellcheck, hadolint                               make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
 DEMO_ARGS ?=
+BENCHMARK_ARGS ?=
 
-.PHONY: demo test test-faults test-slurm test-docker lint clean
+.PHONY: demo test test-faults test-slurm test-docker benchmark-gpu lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -37,6 +39,9 @@ test-docker: $(VENV)/.installed-test
 	@for tool in buildah debootstrap; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
 	  test -z "$$missing" || (set -x; apt-get update -qq && apt-get install --yes --no-install-recommends $$missing)
 	$(BIN)/python -m pytest -m docker tests/docker $(TEST_ARGS)
+
+benchmark-gpu:
+	PYTHON=$(PYTHON) .ci/benchmark-gpu $(BENCHMARK_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

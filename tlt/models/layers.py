@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from timm.layers import DropPath, Mlp, trunc_normal_
+from timm.layers import Mlp, trunc_normal_
 from torch import Tensor, nn
+
+from tlt.models.drop_path import add_branch, drop_path_layer
 
 
 class SelfAttention(nn.Module):
@@ -65,16 +67,8 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape."""
-        x = x + self._scaled(self.drop_path1(self.attn(self.norm1(x))))
-        return x + self._scaled(self.drop_path2(self.mlp(self.norm2(x))))
-
-    def _scaled(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1.0 else branch / self.residual_scale
-
-
-def drop_path_layer(rate: float) -> nn.Module:
-    """Stochastic depth at `rate`, or nothing at all where the rate is zero."""
-    return DropPath(rate) if rate > 0.0 else nn.Identity()
+        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), self.drop_path1, self.residual_scale)
+        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), self.drop_path2, self.residual_scale)
 
 
 def init_linear(module: nn.Module) -> None:

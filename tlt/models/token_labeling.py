@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
+from tlt.models.drop_path import StochasticDepth
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 
@@ -205,6 +206,17 @@ class TokenLabelModel(nn.Module):
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, use_reentrant=False)
         return block(x)
+
+    def set_drop_path_mode(self, mode: str) -> None:
+        """Choose how stochastic depth drops residual branches in training.
+
+        Args:
+            mode: "mask" multiplies them by 0, as published; "subset" computes them for a fixed number of images only
+                (see `tlt.models.drop_path.add_branch`).
+        """
+        for module in self.modules():
+            if isinstance(module, StochasticDepth):
+                module.mode = mode
 
     # Heads ---------------------------------------------------------------------------------------------------------
 

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from volo.benchmarks.conditions import conditions, heading
 from volo.benchmarks.data_memory import PACKED, Measured
 from volo.benchmarks.rounds import Timing
 
 CROPS, BATCHES = "crops", "batches"
 TIMM = "timm"
-_PACKAGES = (
-    "torch",
-    "torchvision",
-    "timm",
-    "pillow",
-    "pillow-simd",
-    "numpy",
-    "nvidia-dali-cuda130",
-    "nvidia-dali-cuda120",
-)
 
 
 class Arm(NamedTuple):
@@ -62,9 +49,11 @@ def show_times(args: Namespace, parts: Sequence[Timed], images: str, device: tor
     """All that was timed, with `images` in words."""
     if args.json:
         found = {"images": images, "size": args.img_size, "batch_size": args.batch_size}
-        return json.dumps(_conditions(args) | found | {"device": str(device), "parts": [_as_json(p) for p in parts]})
+        return json.dumps(
+            conditions(args.command_line) | found | {"device": str(device), "parts": [_as_json(p) for p in parts]}
+        )
     lines = [
-        *_heading(args),
+        *heading(args.command_line),
         f"{images}, in the page cache, to {args.img_size} x {args.img_size} in batches of {args.batch_size}; device "
         f"{device}. Medians of {args.rounds} rounds in turns; one thread in the main process and in each worker. "
         "Crops: uint8, with ours their plans and labels of an archive. Batches: warped, coloured, normalised, erased "
@@ -79,9 +68,9 @@ def show_memory(args: Namespace, found: Sequence[Measured]) -> str:
     """All memory that was measured."""
     if args.json:
         rows = [asdict(row) | {"anonymous_per_worker": _each(row, found)} for row in found]
-        return json.dumps(_conditions(args) | {"memory": rows})
+        return json.dumps(conditions(args.command_line) | {"memory": rows})
     lines = [
-        *_heading(args),
+        *heading(args.command_line),
         "Memory in MB of the main process and its data workers together, after loading from all over a data set of so "
         "many made-up images with a label archive (smaps_rollup). PSS counts a page that n processes share 1/n in each "
         "one, so that a sum has it once; files are libraries, which other programs share too, and labels.",
@@ -137,39 +126,3 @@ def _as_json(part: Timed) -> dict[str, Any]:
         for arm in _arms(part)
     ]
     return {"recipe": part.recipe, "workers": part.workers, "loaders": rows, "not_measured": part.missing}
-
-
-def _heading(args: Namespace) -> list[str]:
-    found = _conditions(args)
-    hardware = ", ".join(f"{name} {value}" for name, value in found["hardware"].items())
-    return [
-        f"`{found['command']}`",
-        "",
-        f"{hardware}; {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
-        "",
-    ]
-
-
-def _conditions(args: Namespace) -> dict[str, Any]:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    hardware = {
-        "CPU": _cpu_name(),
-        "CPUs to run on": cpus,
-        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-    }
-    versions = {"Python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"command": args.command_line, "hardware": hardware, "versions": versions}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

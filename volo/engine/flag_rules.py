@@ -114,7 +114,11 @@ _NEEDS_TRAIN = (
     ),
     Need(("remode", "recount"), "--reprob", lambda a: a.reprob > 0),
     Need(AUGMENTATION_FLAGS, "augmentation (--no-aug)", lambda a: not a.no_aug),
-    Need(("outlooker_drop_path",), "--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs),
+    Need(
+        ("outlooker_drop_path", "drop_path_mode"),
+        "--drop-path above 0",
+        lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs,
+    ),
     Need(("decay_epochs",), "--sched step", lambda a: a.sched == "step"),
     Need(
         ("decay_rate",),
@@ -190,6 +194,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
     _check_mixing(args)
+    _check_drop_path(args)
     return notes + _remarks(args)
 
 
@@ -385,6 +390,17 @@ def _settle_compat(args: Namespace) -> list[str]:
 def _check_mixing(args: Namespace) -> None:
     if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
         raise UserError("--cutmix-minmax takes two numbers, the least and the most")
+
+
+def _check_drop_path(args: Namespace) -> None:
+    if args.drop_path_mode == "mask" or args.drop_path is None:
+        return
+    # Whole images are dropped, to the nearest number of them, and never all.
+    if args.batch_size == 1 or args.batch_size * args.drop_path < 0.5:
+        raise UserError(
+            f"--drop-path-mode {args.drop_path_mode} drops nothing at --drop-path {args.drop_path:g} with "
+            f"--batch-size {args.batch_size}: leave it out, or take larger batches"
+        )
 
 
 def _remarks(args: Namespace) -> list[str]:

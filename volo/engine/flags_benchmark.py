@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from volo.benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
 from volo.engine.flag_rules import Need, check_needs
 from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
+from volo.engine.flags_speed import ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,40 @@ _LOSS = (
         (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
             flag("--repeats", default=5, type=POSITIVE, metavar="N", help="timed runs; the median counts"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_OUTLOOK = (
+    Group(
+        "Sizes",
+        (
+            flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images"),
+            flag(
+                "--shapes",
+                default=["28x28x192x6", "28x28x384x12"],
+                nargs="+",
+                metavar="HxWxCxHEADS",
+                help="cells, channels and heads; by default those of VOLO-D1 and D5 at 224 pixels",
+            ),
+            flag(
+                "--dtypes",
+                default=["float32", "bfloat16"],
+                nargs="+",
+                choices=("float32", "bfloat16", "float16"),
+                help="but for float32 under autocast",
+            ),
+            switch("--layer", help="the whole layer with its projections, not only what lies between them"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            switch("--no-compile", help="without the compiled arms"),
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--rounds", default=15, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
+            flag("--calls", default=1, type=POSITIVE, metavar="N", help="of an arm in each round; more for a GPU"),
             *_OUTPUT,
         ),
     ),
@@ -279,11 +314,15 @@ _SCALING_NEEDS = (
 )
 
 COMMANDS: dict[str, Command] = {
+    "all": Command("Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
+    "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP, TRAIN_NEEDS),
+    "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE, INFER_NEEDS),
     "alignment": Command(
         "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
     ),
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "outlook": Command("Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK),
     "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
     "augmentation": Command(
         "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
@@ -302,9 +341,8 @@ def benchmark_parser(command: str | None = None) -> FlagParser:
         prog = f"benchmark.py {command}"
         return FlagParser(prog, f"{prog} [flags]", chosen.description, chosen.groups)
     row = flag("command", default=None, choices=tuple(COMMANDS), help="what to measure; COMMAND --help shows its flags")
-    return FlagParser(
-        "benchmark.py", "benchmark.py COMMAND [flags]", "Measure this machine.", (Group("Command", (row,)),)
-    )
+    usage = "benchmark.py COMMAND [flags], or benchmark.py --all [flags]"
+    return FlagParser("benchmark.py", usage, "Measure this machine.", (Group("Command", (row,)),))
 
 
 def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
@@ -315,6 +353,8 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
         UserError: An unknown subcommand or flag, a wrong value, or a flag that would have no effect.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if words and words[0] == "--all":
+        words[0] = "all"
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
     parser = benchmark_parser(command)
     args = Namespace(

@@ -14,6 +14,7 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 OUTLOOK_KERNELS = ("auto", "windows", "reference", "slices")
+DROP_PATH_MODES = ("mask", "subset")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
 OUTLOOK_KERNEL = flag(
     "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
@@ -129,6 +130,9 @@ REGULARISATION = Group(
         flag("--smoothing", default=0.1, type=SHARE, metavar="S", help="label smoothing"),
         flag("--drop", default=0.0, type=SHARE, metavar="P", help="dropout rate"),
         flag("--drop-path", default=None, type=SHARE, metavar="P", help="stochastic depth rate (the model's own)"),
+        flag(
+            "--drop-path-mode", default="mask", choices=DROP_PATH_MODES, help="mask what is dropped, or skip its work"
+        ),
         flag("--drop-connect", default=None, type=SHARE, metavar="P", help="old name of --drop-path"),
         flag("--drop-block", default=None, type=SHARE, metavar="P", help="DropBlock rate; no model here has it"),
         switch("--outlooker-drop-path", help="stochastic depth in the outlooker stage as well (published: not there)"),

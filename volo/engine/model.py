@@ -13,6 +13,7 @@ from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from tlt.errors import UserError
+from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.engine.ddp import DdpSettings, distribute
 from volo.engine.distributed import World
@@ -43,7 +44,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> Timm
 
     Raises:
         UserError: Unknown model name (the nearest ones are shown), an argument the model doesn't know, published
-            weights that don't exist or can't be fetched, or an outlook kernel for a model without outlook attention.
+            weights that don't exist or can't be fetched, or a flag for a part that the model doesn't have.
     """
     name = args.model
     if not timm.is_model(name):
@@ -64,6 +65,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> Timm
             "them with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
         ) from error
     set_outlook_kernel(model, getattr(args, "outlook_kernel", "auto"))
+    set_drop_path_mode(model, getattr(args, "drop_path_mode", "mask"))
     return model
 
 
@@ -152,6 +154,19 @@ def set_outlook_kernel(model: nn.Module, kernel: str) -> None:
     if not isinstance(model, VOLO):
         raise UserError(f"--outlook-kernel {kernel} has no effect: only VOLO has outlook attention; leave it out")
     model.set_outlook_kernel(kernel)
+
+
+def set_drop_path_mode(model: nn.Module, mode: str) -> None:
+    """Apply `--drop-path-mode`.
+
+    Raises:
+        UserError: The model's residual branches are none of ours.
+    """
+    if mode == "mask":
+        return
+    if not isinstance(model, TokenLabelModel):
+        raise UserError(f"--drop-path-mode {mode} needs --model volo_... or lvvit_...: others can't skip branches")
+    model.set_drop_path_mode(mode)
 
 
 def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from tlt.models.layers import drop_path_layer
+from tlt.models.drop_path import add_branch, drop_path_layer
 from volo.kernels import outlook_attention
 
 
@@ -111,8 +111,8 @@ class Outlooker(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)."""
-        x = x + self.drop_path1(self.attn(self.norm1(x)))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
+        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), self.drop_path1)
+        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), self.drop_path2)
 
 
 class ClassAttention(nn.Module):

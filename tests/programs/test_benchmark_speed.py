@@ -1,0 +1,234 @@
+"""benchmark.py train, infer and --all: peers are peers, an arm that fails is told, and the arithmetic."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from volo import cli
+from volo.benchmarks import all as whole
+from volo.benchmarks import arms, infer, phases, targets, train
+from volo.benchmarks.contest import Found, Row
+from volo.benchmarks.rounds import Timing
+from volo.benchmarks.targets import EXPERIMENTS, Experiment, Target
+from volo.benchmarks.timm_volo import TimmVolo
+from volo.engine.flags_benchmark import parse_benchmark
+
+CPU = torch.device("cpu")
+QUICK = "--device cpu --rounds 1 --warm-up 1 --json"
+SMALL = f"--model volo_test --img-size 64 -b 2 {QUICK}"
+
+
+def called(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
+    assert cli.benchmark(line.split()) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def arm(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return dict(targets.arm(found, name))
+
+
+def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
+    net.mix_token, net.beta = True, 1.0
+    images, box = torch.randn(2, 3, 64, 64), (1, 0, 4, 2)
+    monkeypatch.setattr("timm.models.volo.rand_bbox", lambda *size, scale=1: box)
+    cls_token, tokens, _ = net.forward_train(images)
+    logits, own = TimmVolo(net)(images, dense=True, mix_box=torch.tensor(box, dtype=torch.int32))
+    torch.testing.assert_close(own, tokens)
+    torch.testing.assert_close(logits, net.head(cls_token))
+    with torch.no_grad():
+        torch.testing.assert_close(TimmVolo(net.eval())(images), net(images))
+
+
+def test_train_times_ours_and_timm_from_one_start(capsys: pytest.CaptureFixture[str]) -> None:
+    found = called(capsys, f"train --model volo_d1 --img-size 32 -b 2 --drop-path 0.1 --peer timm {QUICK}")
+    assert [row["arm"] for row in found["arms"]] == ["ours", "timm"]
+    for row in found["arms"]:
+        assert row["not_measured"] is None and row["images/s"] > 0
+        assert set(row["seconds_per_image_of"]) == {"data", "forward", "backward", "optimizer"}
+        assert row["peak_bytes_per_image"]["forward"] > 0
+    ours, peer = found["arms"]
+    assert peer["ours/arm"] == pytest.approx(ours["images/s"] / peer["images/s"])
+    assert peer["flops_per_image"] == ours["flops_per_image"] > 0
+
+
+def test_a_peer_with_other_weights_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build = arms.build_bare
+
+    def damaged(arm: arms.Arm, first: nn.Module) -> Any:
+        model = build(arm, first)
+        if arm.name != arms.OURS:
+            with torch.no_grad():
+                model.aux_head.bias[0] += 0.1
+        return model
+
+    for module in (train, infer):
+        monkeypatch.setattr(module, "build_bare", damaged)
+        assert cli.benchmark([module.__name__.rpartition(".")[2], *f"{SMALL} --peer reference".split()]) == 2
+        error = capsys.readouterr().err
+        assert "--peer reference is no peer: from the same weights" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("broken", ["reference", "ours"])
+def test_an_arm_that_fails_is_told_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel for this\nand much more")
+
+    compiled = train.compiled
+    monkeypatch.setattr(train, "compiled", lambda arm, model: fail if arm.name == broken else compiled(arm, model))
+    line = f"train {SMALL} --peer reference"
+    if broken == "ours":
+        assert cli.benchmark(line.split()) == 2
+        assert "--model volo_test can't be measured here: no kernel for this" in capsys.readouterr().err
+        return
+    found = called(capsys, line)
+    assert arm(found, "reference")["not_measured"] == "no kernel for this" and arm(found, "ours")["images/s"] > 0
+    assert cli.benchmark(line.removesuffix(" --json").replace(" --json", "").split()) == 0
+    assert "| reference | not measured: no kernel for this |" in capsys.readouterr().out
+
+
+def test_work_that_subset_skips_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"train --model volo_test --img-size 64 -b 4 --drop-path 0.9 --drop-path-mode subset --peer mask {QUICK}"
+    found = called(capsys, line)
+    whole_work, done = (arm(found, name)["flops_per_image"] for name in ("mask", "ours"))
+    assert done < 0.97 * whole_work
+
+
+def test_images_of_a_folder_are_loaded_in_the_step(
+    make_dataset: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = called(capsys, f"train {SMALL} --peer reference --data {make_dataset()} --amp --amp-dtype bfloat16")
+    # A made-up batch is there already.
+    assert arm(found, "ours")["seconds_per_image_of"]["data"] > 0 and arm(found, "ours")["dtype"] == "bfloat16"
+
+
+def test_infer_folds_ours_and_leaves_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"infer --model volo_d1 --img-size 32 -b 2 --peer timm unfolded {QUICK}"
+    args = parse_benchmark(line.split())
+    ours, _, unfolded = arms.arms_of(args)
+    first = arms.build_first(ours).eval()
+    norms = [
+        sum(isinstance(m, nn.BatchNorm2d) for m in infer.evaluated(each, first, CPU).modules())
+        for each in (ours, unfolded)
+    ]
+    assert norms == [0, 3]
+    found = called(capsys, line)
+    assert [row["arm"] for row in found["arms"]] == ["ours", "timm", "unfolded"]
+    assert all(row["images/s"] > 0 for row in found["arms"])
+
+
+def test_utilisation_and_ratio_by_hand() -> None:
+    ours = Row("ours", torch.float32, flops=3e9, wall=Timing(0.5, 0.4, 0.6))
+    peer = Row("timm", torch.bfloat16, flops=3e9, wall=Timing(1.5, 1.4, 1.6))
+    found = Found("cpu", "step", [ours, peer], {torch.float32: 60e9, torch.bfloat16: 20e9}, [])
+    assert found.ratio("timm") == pytest.approx(3)
+    assert found.utilisation(ours) == pytest.approx(0.1) and found.utilisation(peer) == pytest.approx(0.1)
+
+
+def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([10.0, 11.0, 14.0, 100.0, 100.5, 101.0])
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(clock))
+    parts = phases.Phases(CPU)
+    for _ in range(2):
+        parts.start()
+        parts.mark("forward")
+        parts.mark("backward")
+    assert parts.take() == {"forward": 1.5, "backward": 3.5} and parts.take() == {}
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        ("train --peer eager", "--peer eager is ours without --torchcompile"),
+        ("train --model lvvit_t --peer timm", "--peer timm: timm has no lvvit_t"),
+        ("infer --model volo_test --peer timm-compile", "--peer timm: timm has no volo_test"),
+        ("train --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
+        ("train --workers 2", "--workers 2 has no effect without --data DIR"),
+        ("train --model volo_d", "--model volo_d: no such model; did you mean"),
+        ("--all --only d1 --device cpu", "--only d1: on this device there are d1-fp32"),
+        ("--all --peer reference", "invalid choice: 'reference'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.benchmark(line.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("experiment", [each for rows in EXPERIMENTS.values() for each in rows], ids=lambda e: e.name)
+def test_every_experiment_is_a_command_line(experiment: Experiment) -> None:
+    peers = ["--peer", *experiment.peers] if experiment.peers else []
+    args = parse_benchmark([*experiment.line.split(), *peers])
+    if args.command in ("train", "infer"):
+        there = {each.name for each in arms.arms_of(args)}
+        assert there == {"ours", *experiment.peers} and all(there >= set(t.arms) for t in experiment.targets)
+
+
+@pytest.fixture
+def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = SMALL.replace("--json", "").replace("--device cpu", "")
+    speed = targets.speed("ours")
+    rows = (
+        Experiment("fine", f"train {line}", (Target("low", 1e-9, "/s", speed), Target("high", 1e9, "/s", speed))),
+        Experiment("wrong", "train --modle volo_test", (Target("none", 1, "x", speed),)),
+    )
+    monkeypatch.setattr(whole, "EXPERIMENTS", {"cpu": rows, "cuda": (Experiment("gpu", "", rows[0].targets),)})
+    monkeypatch.setattr(whole, "perform", _with_peer(whole.perform))
+
+
+def _with_peer(perform: Callable[..., whole.Outcome]) -> Callable[..., whole.Outcome]:
+    """timm has no volo_test."""
+
+    def run(experiment: Experiment, *rest: Any) -> whole.Outcome:
+        line = experiment.line + " --peer reference" * (experiment.name == "fine")
+        return perform(Experiment(experiment.name, line, experiment.targets), *rest)
+
+    return run
+
+
+def test_all_tells_reached_missed_and_why_not(
+    experiments: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.benchmark(["--all", "--device", "cpu", "--output", str(tmp_path / "x")]) == 0
+    told = capsys.readouterr().out
+    assert told == (tmp_path / "x/benchmark.md").read_text()
+    found = json.loads((tmp_path / "x/benchmark.json").read_text())
+    low, high, none, *gpu = found["targets"]
+    assert (low["verdict"], high["verdict"]) == ("reached", "missed") and low["measured"] == high["measured"] > 0
+    assert (
+        none["verdict"].startswith("not measured: ")
+        and "unknown flag --modle, did you mean --model?" in none["verdict"]
+    )
+    assert [row["verdict"] for row in gpu] == ["not measured: no GPU here"] * 2
+    assert "| low | >= 1e-09/s | " in told and "### fine" in told and "| reference | " in told
+    assert found["experiments"]["fine"]["found"]["arms"][0]["images/s"] == low["measured"]
+
+
+def test_all_without_time_says_so(experiments: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.benchmark(["--all", "--device", "cpu", "--minutes", "1e-6", "--only", "fine"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("1e-06 minutes of --minutes are over") >= 2 and "GPU" not in out.split("| what |")[1]
+
+
+def test_a_number_at_most() -> None:
+    target = Target("memory", 190, " MiB", targets.memory("ours"), most=True)
+    found = {"arms": [{"arm": "ours", "peak_bytes_per_image": {"forward": 180 * 2**20}}]}
+    outcome = whole.Outcome(Experiment("x", "", (target,)), "x", 1.0, found)
+    assert whole.measured(target, outcome) == (180, "reached") and target.verdict(191) == "missed"
+    lines = whole.report(
+        Namespace(command_line="benchmark.py --all"), [whole.Outcome(outcome.experiment, "", 0, found)]
+    )
+    assert "| memory | <= 190 MiB | 180 MiB | reached |" in lines

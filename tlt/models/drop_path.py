@@ -1,0 +1,101 @@
+"""Stochastic depth (arXiv 1603.09382), by a mask over the samples or by leaving out the work of those that are dropped.
+
+B samples, of which S are kept; C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+_UNIT = 1 << 16  # of the share of samples that are kept
+
+
+class StochasticDepth(DropPath):
+    """Sets the branch of some samples to 0, as timm's DropPath ("mask"), or leaves it out ("subset"; `add_branch`)."""
+
+    mode = "mask"
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(rate)
+        # In integers: torch.compile may take a module's float for a run-time value, and refuses sizes made of one.
+        self._keep = round((1.0 - rate) * _UNIT)
+
+    def kept(self, batch: int) -> int:
+        """How many of `batch` samples mode "subset" keeps: the nearest number to the rate's, but at least one."""
+        return max(1, (batch * self._keep + _UNIT // 2) // _UNIT)
+
+
+def drop_path_layer(rate: float) -> nn.Module:
+    """Stochastic depth at `rate`, or nothing at all where the rate is zero."""
+    return StochasticDepth(rate) if rate > 0.0 else nn.Identity()
+
+
+def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], drop_path: nn.Module, divisor: float = 1.0) -> Tensor:
+    """x + drop_path(branch(x)) / divisor, x being (B, ..., C); `branch` must treat samples apart.
+
+    In training, mode "subset" draws S of the B samples without replacement from torch's generator of the device,
+    independently for each call, and adds B / S times the branch of those alone. What happens to one sample has the law
+    of DropPath at a rate of 1 - S / B, hence the same mean of output and gradients.
+    """
+    if drop_path.training and isinstance(drop_path, StochasticDepth) and drop_path.mode == "subset":
+        kept = drop_path.kept(x.shape[0])
+        if kept < x.shape[0]:
+            index = torch.randperm(x.shape[0], device=x.device)[:kept]
+            skip, rows = _Split.apply(x, index)
+            return _Join.apply(skip, rows, branch(rows), index, divisor)
+        update = branch(x)
+    else:
+        update = drop_path(branch(x))
+    return x + (update if divisor == 1.0 else update / divisor)
+
+
+# Autograd's own gradients of index_select and index_add fill a zero tensor of x's size by atomic additions, and add it
+# to the gradient of the skip connection in another pass. No index occurs twice, so that plain copies will do.
+
+
+class _Split(torch.autograd.Function):
+    """x (B, ...), index (S,) -> x for the skip connection, and its rows (S, ...)."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_skip: Tensor, grad_rows: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad_skip.index_copy(0, index, grad_skip.index_select(0, index) + grad_rows), None
+
+
+class _Join(torch.autograd.Function):
+    """skip (B, ...) with B / S / divisor times `update` (S, ...) added to the rows of `index`, which `rows` are."""
+
+    @staticmethod
+    def forward(skip: Tensor, rows: Tensor, update: Tensor, index: Tensor, divisor: float) -> Tensor:
+        changed = torch.add(rows, update, alpha=_factor(skip, index, divisor))  # of the wider type, as x + update is
+        return skip.to(changed.dtype).index_copy(0, index, changed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        skip, _, update, index, ctx.divisor = inputs
+        ctx.dtypes = skip.dtype, update.dtype
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        skip_dtype, update_dtype = ctx.dtypes
+        grad_update = grad.index_select(0, index) * _factor(grad, index, ctx.divisor)
+        return grad.to(skip_dtype), None, grad_update.to(update_dtype), None, None
+
+
+def _factor(skip: Tensor, index: Tensor, divisor: float) -> float:
+    return skip.shape[0] / (index.shape[0] * divisor)

@@ -1,0 +1,95 @@
+"""`benchmark.py infer`: images/s of evaluation, ours with BatchNorm folded against timm's VOLO on the same weights.
+
+The work is `model(images)` in evaluation: both heads, the published sum of theirs. Before anything is timed the logits
+of all arms are compared.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt.models.folding import fold_batchnorm
+from volo.benchmarks.arms import Arm, arms_of, build_bare, build_first, compiled, place
+from volo.benchmarks.contest import Found, NoPeerError, hold
+from volo.benchmarks.memory import peak_of
+from volo.benchmarks.phases import Phases
+from volo.benchmarks.speed_report import show
+from volo.engine.distributed import choose_device
+from volo.engine.flops import flops_per_image
+from volo.engine.model import eval_settings
+from volo.engine.precision import Precision, resolve_amp_dtype
+
+_LARGEST_DIFFERENCE = 1e-3  # of logits, relative, in float32
+_UNFOLDED = ("unfolded", "reference")
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    print(show(args, measure(args)), flush=True)
+    return 0
+
+
+class Inference:
+    """Batches through one model, the same images each time."""
+
+    def __init__(self, called: Callable[..., Any], images: Tensor, precision: Precision) -> None:
+        self.called, self.images, self.precision = called, images, precision
+        self.phases = Phases(precision.device)
+
+    @torch.inference_mode()
+    def run(self, steps: int) -> int:
+        """Do so many batches and return how many images they had."""
+        for _ in range(steps):
+            self.phases.start()
+            with self.precision.autocast():
+                self.called(self.images)
+            self.phases.mark("forward")
+        return steps * len(self.images)
+
+    def memory(self) -> dict[str, float]:
+        """Bytes per image above the weights, at the peak."""
+        peak = peak_of(lambda: self.run(1), self.precision.device)[1]
+        self.phases.take()
+        return {"forward": peak / len(self.images)}
+
+
+def measure(args: Namespace) -> Found:
+    """Build, compare, warm up and time all arms. Raises UserError: as `volo.benchmarks.contest.hold`."""
+    device = choose_device(args.device, 0)
+    arms = arms_of(args)
+    first = build_first(arms[0]).eval()
+    size = eval_settings(arms[0].flags, first)["input_size"]
+    images = torch.randn(args.batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
+    flops = flops_per_image(first, size)
+    with torch.inference_mode():
+        expected = first.to(device)(images[:2]).double()
+    first.to("cpu")
+
+    def make(arm: Arm) -> Inference:
+        model = evaluated(arm, first, device)
+        compare(arm, model, images[:2], expected)
+        precision = Precision(device, resolve_amp_dtype(arm.flags.amp, arm.flags.amp_dtype, device))
+        return Inference(compiled(arm, model), images, precision)
+
+    return hold(args, "inference", arms, device, make, lambda arm: flops)
+
+
+def evaluated(arm: Arm, first: nn.Module, device: torch.device) -> nn.Module:
+    """The arm's model on the device in evaluation, its stem folded unless the arm is to keep it."""
+    model: nn.Module = place(arm, build_bare(arm, first), device).eval()
+    if arm.name not in _UNFOLDED:
+        fold_batchnorm(model)
+    return model
+
+
+@torch.inference_mode()
+def compare(arm: Arm, model: nn.Module, images: Tensor, expected: Tensor) -> None:
+    """Raises NoPeerError: The arm's logits are others."""
+    off = float((model(images).double() - expected).abs().max() / expected.abs().max())
+    if off > _LARGEST_DIFFERENCE:
+        raise NoPeerError(f"--peer {arm.name} is no peer: from the same weights its logits are off by {off:.1e}")
