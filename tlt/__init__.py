@@ -6,7 +6,7 @@ Importing it registers `lvvit_t`, `lvvit_s`, `lvvit_m` and `lvvit_l` with timm. 
 import sys
 from pathlib import Path
 
-_NAMES = ("train", "validate", "generate_label", "benchmark", "report", "show_attention", "preflight")
+_NAMES = ("train", "validate", "generate_label", "benchmark", "report", "show_attention", "export", "preflight")
 _PROGRAMS = {*_NAMES, *(f"volo-{name.replace('_', '-')}" for name in _NAMES), "tlt"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from volo.engine import args, flags_attention, flags_benchmark, flags_preflight, flags_report
+from volo.engine import args, flags_attention, flags_benchmark, flags_export, flags_preflight, flags_report
 from volo.engine.console import run_program
 from volo.engine.preempt import STOP
 
@@ -38,6 +38,11 @@ def report(argv: Sequence[str] | None = None) -> int:
 def show_attention(argv: Sequence[str] | None = None) -> int:
     """`python show_attention.py`, `volo-show-attention`: draw attention maps (`volo.programs.show_attention`)."""
     return run_program(flags_attention.parse_show_attention, "volo.programs.show_attention", argv)
+
+
+def export(argv: Sequence[str] | None = None) -> int:
+    """`python export.py`, `volo-export`: write a model for other programs (`volo.programs.export`)."""
+    return run_program(flags_export.parse_export, "volo.programs.export", argv)
 
 
 def preflight(argv: Sequence[str] | None = None) -> int:

@@ -458,3 +458,11 @@ def test_only_programs_of_this_project_register_the_models_late(
     monkeypatch.setattr(sys, "argv", command[:1])
     monkeypatch.setattr(sys, "orig_argv", ["python", *command])
     assert tlt._starts_program() == ours
+
+
+def test_every_program_beside_the_readme_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = [str(path) for path in ROOT.glob("*.py") if path.name != "setup.py"]
+    assert len(programs) > 5
+    for program in programs:
+        monkeypatch.setattr(sys, "argv", [program])
+        assert tlt._starts_program(), program

@@ -31,6 +31,7 @@ from volo.engine.config import load_yaml
 from volo.engine.console import run_program
 from volo.engine.flag_table import Flag, FlagParser
 from volo.engine.flags_benchmark import COMMANDS, benchmark_parser, parse_benchmark
+from volo.engine.flags_export import export_parser, parse_export
 from volo.engine.flags_preflight import parse_preflight, preflight_parser
 from volo.engine.flags_report import parse_report, report_parser
 
@@ -39,6 +40,7 @@ PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParse
     "validate": (parse_validate, validate_parser(), []),
     "generate_label": (parse_generate_label, generate_label_parser(), []),
     "benchmark": (parse_benchmark, benchmark_parser(next(iter(COMMANDS))), [*COMMANDS]),
+    "export": (parse_export, export_parser(), []),
     "report": (parse_report, report_parser(), []),
     "preflight": (parse_preflight, preflight_parser(), []),
 }

@@ -216,7 +216,7 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need
     """
     _check_refused(args, flags, _REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
-    _check_pixels(args)
+    check_pixels(args)
     _check_workers(args)
     return check_weights(args, flags, needs)
 
@@ -291,7 +291,12 @@ def _check_dataset(args: Namespace, root: str | None, shown: str) -> None:
         raise UserError(f"{shown} is missing: the folder that holds the images")
 
 
-def _check_pixels(args: Namespace) -> None:
+def check_pixels(args: Namespace) -> None:
+    """Refuse pixel means, deviations and image sizes that can't be.
+
+    Raises:
+        UserError: Which.
+    """
     for dest in ("mean", "std"):
         values = getattr(args, dest)
         if values is not None and len(values) not in (1, 3):
@@ -318,7 +323,7 @@ def _check_workers(args: Namespace) -> None:
 
 def _check_data(args: Namespace) -> None:
     _check_dataset(args, args.data_dir, "DATA_DIR")
-    _check_pixels(args)
+    check_pixels(args)
     _check_workers(args)
     if args.validation_batch_size is not None and args.validation_batch_size_multiplier != 1:
         raise UserError("--validation-batch-size and --validation-batch-size-multiplier both set it: keep one of them")

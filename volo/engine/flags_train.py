@@ -14,7 +14,7 @@ from volo.engine.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference")
+OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference", "slices")
 DROP_PATH_MODES = ("mask", "subset")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
 COMPILE = (

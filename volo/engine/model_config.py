@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from timm.data import ImageNetInfo
+
 from tlt.errors import UserError
 
 
@@ -28,6 +30,13 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
         if not _CHECKS[key](value):
             raise UserError(f"{path}: model_config has {key} {str(value)[:60]!r}, which cannot be")
     return known
+
+
+def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
+    """The names that a checkpoint holds; without them ImageNet's for 1000 classes, else none."""
+    if recorded.get("class_names"):
+        return list(recorded["class_names"])
+    return [ImageNetInfo().index_to_description(i) for i in range(num_classes)] if num_classes == 1000 else []
 
 
 def _whole(value: Any, least: int = 1) -> bool:

@@ -5,6 +5,7 @@
     triton      three fused programs, for 3 x 3 windows that are 2 pixels apart, on CUDA devices
     windows     strided views, matrix products, sums of slices, for the same windows; on any device, meant for CPUs
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
+    slices      the windows' arithmetic by slices, products and sums alone: what exported models hold
 
 An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
 says for which of them it can't be used.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from volo.kernels import reference, triton_outlook, windows
+from volo.kernels import reference, slices, triton_outlook, windows
 
 
 class Kernel(Protocol):
@@ -36,7 +37,12 @@ class Kernel(Protocol):
 
 
 # The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {"triton": triton_outlook, "windows": windows, "reference": reference}
+KERNELS: dict[str, Kernel] = {
+    "triton": triton_outlook,
+    "windows": windows,
+    "reference": reference,
+    "slices": slices,
+}
 
 
 def outlook_attention(
@@ -77,14 +83,17 @@ def choose_kernel(
 ) -> Kernel:
     """The implementation behind a name, or the fastest that fits where the name is "auto".
 
-    Tensors without contents always get the reference, so that what is counted on them depends on no kernel. So does
-    `torch.export` where the name is "auto": an exported program then needs torch's own operations alone.
+    Tensors without contents always get the reference, so that what is counted on them depends on no kernel. Where the
+    name is "auto", `torch.export` gets `slices`, or the reference where that doesn't fit: an exported program then
+    holds no operation of our own.
 
     Raises:
         UserError: The named one doesn't fit.
     """
-    if v.is_meta or (kernel == "auto" and torch.compiler.is_exporting()):
+    if v.is_meta:
         return reference
+    if kernel == "auto" and torch.compiler.is_exporting():
+        return slices if slices.unfit(v, logits, kernel_size, stride, padding, dropout) is None else reference
     if kernel == "auto":
         return next(k for k in KERNELS.values() if k.unfit(v, logits, kernel_size, stride, padding, dropout) is None)
     chosen = KERNELS[kernel]

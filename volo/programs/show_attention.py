@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import ImageNetInfo
 
 from tlt.data.dataset import BatchKey, EvalDataset
 from tlt.data.device_stage import EvalStage
@@ -26,6 +25,7 @@ from volo.attention_view import choose_layers, view
 from volo.engine.annotator import load_annotator
 from volo.engine.distributed import choose_device
 from volo.engine.model import eval_settings
+from volo.engine.model_config import class_names
 
 
 def run(args: Namespace) -> int:
@@ -71,13 +71,6 @@ def read_images(paths: list[str], settings: dict[str, Any]) -> torch.Tensor:
         path, reason = batch.skipped[0]
         raise UserError(f"image {printable(path)}: {reason}")
     return batch.images
-
-
-def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
-    """The names that the checkpoint holds; without them ImageNet's for 1000 classes, else none."""
-    if recorded.get("class_names"):
-        return list(recorded["class_names"])
-    return [ImageNetInfo().index_to_description(i) for i in range(num_classes)] if num_classes == 1000 else []
 
 
 def output_path(output: str, number: int, count: int) -> Path:

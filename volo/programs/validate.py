@@ -26,17 +26,14 @@ from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm
-from tlt.models.token_labeling import TokenLabelModel
-from tlt.weights import read_checkpoint
 from volo.engine.compilation import compile_errors_told, compile_model
 from volo.engine.data import validation_loader
 from volo.engine.distributed import World, init_world, primary_first, shut_down
-from volo.engine.finetune import load_weights
 from volo.engine.loop import Evaluation, evaluate
 from volo.engine.metrics import Sums
-from volo.engine.model import TimmModel, build_model, eval_settings, place_model
-from volo.engine.model_config import model_config_of
+from volo.engine.model import TimmModel, place_model
 from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.trained_model import load_trained
 
 CHECKPOINT_ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
@@ -89,17 +86,10 @@ def checkpoint_files(spec: str) -> list[Path | None]:
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint; return its row of the results."""
-    checkpoint = read_checkpoint(path) if path is not None else {}
-    config = model_config_of(checkpoint, path or "") or {}
-    args = with_recorded(args, config, checkpoint, path)
-    model = build_model(args, config.get("kwargs") if args.model == config.get("name") else None)
-    if path is not None:
-        load_weights(model, path, args.use_ema, checkpoint)
-    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
-        model.set_dense_head(False)
+    trained = load_trained(args, path)
+    model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
     parameters = sum(p.numel() for p in model.parameters())
-    fold_batchnorm(model.eval())
-    settings = eval_settings(args, model, config)
+    fold_batchnorm(model)
 
     folder = open_folder(args, config, model, world)
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
@@ -117,22 +107,6 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     if world.is_primary:
         print(result, flush=True)
     return _row(args, parameters, settings, result) | (real.accuracy() if real else {})
-
-
-def with_recorded(args: Namespace, config: dict[str, Any], checkpoint: dict[str, Any], path: Path | None) -> Namespace:
-    """Fill in what the flags leave open: model, class count and image size, from the checkpoint.
-
-    Raises:
-        UserError: Nobody says which model it is.
-    """
-    filled = Namespace(**vars(args))
-    filled.model = args.model or config.get("name") or checkpoint.get("arch")
-    if not filled.model:
-        raise UserError(f"{path} doesn't say which model it is: give --model")
-    filled.num_classes = args.num_classes or config.get("num_classes")
-    if args.img_size is None and args.input_size is None and "img_size" in config:
-        filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
-    return filled
 
 
 def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageSource:

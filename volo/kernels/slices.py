@@ -1,0 +1,47 @@
+"""Outlook attention for windows of 3 x 3 at stride 2 by slices, products and sums alone, for exported models.
+
+Other programs than torch know those operations, where they may lack fold (ONNX's Col2Im, which TensorRT doesn't have).
+
+In shapes: B images, H x W cells, h x w windows, D channels per head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def outlook_attention(
+    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float
+) -> Tensor:
+    """As `volo.kernels.outlook_attention`; the softmax is computed in float32 at least."""
+    height, width = v.shape[1:3]
+    rows, columns = logits.shape[1:3]
+    heads = logits.shape[-1] // 81
+    # An odd map has no pixel where its last windows end.
+    padded = F.pad(v, (0, 0, 1, 2 * columns - width, 1, 2 * rows - height))
+    places = [padded[:, y : y + 2 * rows - 1 : 2, x : x + 2 * columns - 1 : 2] for y in range(3) for x in range(3)]
+    values = torch.stack(places, dim=3).unflatten(-1, (heads, -1)).transpose(3, 4)  # (B, h, w, heads, 9, D)
+    weights = (logits * scale).unflatten(-1, (heads, 9, 9))
+    weights = weights.softmax(-1, dtype=torch.promote_types(v.dtype, torch.float32)).to(v.dtype)
+    mixed = (F.dropout(weights, dropout) @ values).unflatten(-2, (3, 3))  # (B, h, w, heads, 3, 3, D)
+    out = _join(_join(mixed, 1, -3), 2, -2)  # (B, 2h, 2w, heads, D)
+    return out[:, :height, :width].flatten(3)
+
+
+def _join(windows: Tensor, axis: int, places: int) -> Tensor:
+    """Add up, along one axis, what n windows write to 2n lines; their three places stand in axis `places`.
+
+    The middle place falls on an even line, the last one and the next window's first on the odd line after it.
+    """
+    first, even, odd = windows.unbind(places)
+    following = F.pad(first, (0, 0) * (first.ndim - 1 - axis) + (-1, 1))  # of the next window, nothing after the last
+    return torch.stack((even, odd + following), axis + 1).flatten(axis, axis + 1)
+
+
+def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+    """Other windows than VOLO's."""
+    if (kernel_size, stride, padding) != (3, 2, 1):
+        return f"is for kernel 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"
+    return None
