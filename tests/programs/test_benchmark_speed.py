@@ -141,9 +141,15 @@ def test_a_bfloat16_copy_computes_and_the_peer_has_autocast(capsys: pytest.Captu
 def test_images_of_a_folder_are_loaded_in_the_step(
     make_dataset: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = called(capsys, f"train {SMALL} --peer reference --data {make_dataset()} --amp --amp-dtype bfloat16")
-    # A made-up batch is there already.
+    line = f"train {SMALL} --peer reference --data {make_dataset()} --amp --amp-dtype bfloat16"
+    found = called(capsys, line)
     assert arm(found, "ours")["seconds_per_image_of"]["data"] > 0 and arm(found, "ours")["dtype"] == "bfloat16"
+    ours = arms.arms_of(parse_benchmark(line.split()))[0]
+    made_up = arms.arms_of(parse_benchmark(f"train {SMALL} --peer reference".split()))[0]
+    for each, again in ((ours, False), (made_up, True)):  # made-up batches come again, an epoch's are new
+        batches = train._Case(each, CPU).step(each).batches
+        first, _, third = (next(batches).images for _ in range(3))
+        assert torch.equal(first, third) == again
 
 
 def test_infer_folds_ours_and_leaves_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +172,8 @@ def test_utilisation_and_ratio_by_hand() -> None:
     peer = Row("timm", torch.bfloat16, flops=3e9, wall=Timing(1.5, 1.4, 1.6))
     found = Found("cpu", "step", [ours, peer], {torch.float32: 60e9, torch.bfloat16: 20e9}, [])
     assert found.ratio("timm") == pytest.approx(3)
+    told = speed_report.as_json(Namespace(model="", batch_size=1, rounds=1, steps=1, warm_up=1), found)
+    assert targets.faster("timm", "ours")(told) == pytest.approx(1 / 3) and targets.speed("timm")(told) == 1 / 1.5
     assert found.utilisation(ours) == pytest.approx(0.1) and found.utilisation(peer) == pytest.approx(0.1)
 
 

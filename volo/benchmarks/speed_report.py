@@ -54,7 +54,7 @@ def table(facts: Mapping[str, Any]) -> list[str]:
     columns += [f"MiB an image, {name}" for name in memory] + [f"{name}, ms" for name in parts]
     lines = [
         f"{facts['model']}, {facts['what']}, {batch} images a batch on {facts['device']}; medians "
-        f" (lowest-highest) of {facts['rounds']} rounds in turns, {facts['steps']} batches "
+        f"(lowest-highest) of {facts['rounds']} rounds in turns, {facts['steps']} batches "
         f"each, after {facts['warm_up']}; MFU against {'; '.join(facts['peaks'])}",
         "",
         f"| {' | '.join(columns)} |",
