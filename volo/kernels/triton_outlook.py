@@ -1,8 +1,8 @@
 """Outlook attention in three Triton programs (`volo.kernels.triton_programs`), for 3 x 3 windows 2 pixels apart.
 
 They are custom ops of torch, `volo::outlook_attention` and its backward op, so that compile and export see one node
-each with known shapes, and the flop counter a formula. Nothing but v and the logits is kept for the backward pass. Triton is
-imported by the first call.
+each with known shapes, and the flop counter a formula. Nothing but v and the logits is kept for the backward pass.
+Triton is imported by the first call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WINDOWS = 16  # windows of a program that computes the gradient of logits; 4 warps each, like all of them
+PROGRAMS = ("outlook_forward", "outlook_backward_logits", "outlook_backward_values")
 
 
 def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
@@ -68,7 +68,7 @@ def outlook_attention(
 def _forward(v: Tensor, logits: Tensor, scale: float) -> Tensor:
     """(B, H, W, C), (B, h, w, heads * 81) -> (B, H, W, C); both contiguous."""
     out = torch.empty_like(v)
-    _launch("outlook_forward", (v, logits, out), v, logits, (scale * LOG2_E,), BLOCK=_cells(v, logits))
+    _launch("outlook_forward", (v, logits, out), v, logits, (scale * LOG2_E,))
     return out
 
 
@@ -80,27 +80,27 @@ def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Te
     scales = (scale, scale * LOG2_E)
     of_logits = (grad, v, logits, grad_logits, lse)
     # The interpreter multiplies the bits of bfloat16.
-    _launch("outlook_backward_logits", of_logits, v, logits, scales, BLOCK=WINDOWS, WIDEN=not v.is_cuda)
-    of_values = (grad, logits, lse, grad_v)
-    _launch("outlook_backward_values", of_values, v, logits, scales[1:], BLOCK=_cells(v, logits))
+    _launch("outlook_backward_logits", of_logits, v, logits, scales, WIDEN=not v.is_cuda)
+    _launch("outlook_backward_values", (grad, logits, lse, grad_v), v, logits, scales[1:])
     return grad_v, grad_logits
 
 
-def _cells(v: Tensor, logits: Tensor) -> int:
-    """Cells of a program of 4 warps: 8 channels a thread."""
-    return 1024 // (v.shape[-1] * 81 // logits.shape[-1])
+def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]:
+    """Cells (or windows) of a program and its warps, for values of that type.
+
+    Chosen so that registers don't spill (`volo.kernels.triton_offline`): 16 bytes of a pixel in a thread, or 8 windows
+    of 16 x 16 products.
+    """
+    row = head_dim * dtype.itemsize  # bytes
+    if program == "outlook_backward_logits":
+        return max(1, min(8, 512 // row)), 2
+    return 2048 // row, 4
 
 
 def _launch(
-    name: str,
-    tensors: tuple[Tensor, ...],
-    v: Tensor,
-    logits: Tensor,
-    scales: tuple[float, ...],
-    BLOCK: int,
-    **options: Any,
+    program: str, tensors: tuple[Tensor, ...], v: Tensor, logits: Tensor, scales: tuple[float, ...], **options: bool
 ) -> None:
-    """Start a program for every head and BLOCK cells."""
+    """Start one for every head and block of cells."""
     from volo.kernels import triton_programs
 
     _, height, width, channels = v.shape
@@ -108,10 +108,12 @@ def _launch(
     cells, heads = batch * rows * columns, outputs // 81
     if cells == 0:
         return
-    grid = (heads * -(-cells // BLOCK),)
+    block, warps = block_of(program, v.dtype, channels // heads)
+    grid = (heads * -(-cells // block),)
     sizes = (height, width, rows, columns, cells, heads)
+    constants = {"D": channels // heads, "BLOCK": block, "num_warps": warps, **options}
     with torch.cuda.device_of(v):
-        getattr(triton_programs, name)[grid](*tensors, *sizes, *scales, D=channels // heads, BLOCK=BLOCK, **options)
+        getattr(triton_programs, program)[grid](*tensors, *sizes, *scales, **constants)
 
 
 @_forward.register_fake

@@ -21,7 +21,7 @@ which lie side by side in memory. Sums are float32.
 
 A cell and the window of the same place have the same number; BLOCK of them are a program's. D is the head dimension.
 """
-# mypy: disable-error-code="no-untyped-def, assignment"
+# mypy: ignore-errors
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ def cells_of_program(cells, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def position(number, rows, columns):
-    """Row and column of cells (or windows) in their image."""
-    return (number // columns) % rows, number % columns
+    """Image of cells (or windows), and their row and column in it; with two divisions, which are slow."""
+    image = number // (rows * columns)
+    rest = number - image * (rows * columns)
+    row = rest // columns
+    return image, row, rest - row * columns
 
 
 @triton.jit
-def first_pixels(number, rows, columns, height, width, heads, head, D: tl.constexpr):
+def first_pixels(image, row, column, height, width, heads, head, D: tl.constexpr):
     """Offsets (BLOCK, D) of each cell's first pixel in v; any other is a fixed number of elements away."""
-    row, column = position(number, rows, columns)
-    pixel = ((number // (rows * columns)) * height + 2 * row) * width + 2 * column
+    pixel = (image * height + 2 * row) * width + 2 * column
     return pixel.to(tl.int64)[:, None] * (heads * D) + (head * D + tl.arange(0, D))[None, :]
 
 
@@ -77,17 +79,16 @@ def nine_pixels(pixels, inside, width, channels, DOWN: tl.constexpr, RIGHT: tl.c
 
 
 @triton.jit
-def weighted(weights, values):
-    """Sum of nine products, (BLOCK,) by (BLOCK, D)."""
-    total = weights[0][:, None] * values[0]
-    for k in tl.static_range(1, 9):
+def add_products(total, weights, values):
+    """total + the sum of nine products, (BLOCK,) by (BLOCK, D)."""
+    for k in tl.static_range(9):
         total += weights[k][:, None] * values[k]
     return total
 
 
 @triton.jit
-def written(window, values, scale_log2e, P: tl.constexpr):
-    """What windows write to their place P: the softmax over row P of their logits, times what they read."""
+def add_written(pixels, window, values, scale_log2e, P: tl.constexpr):
+    """Add what windows write to their place P: the softmax over row P of their logits, times what they read."""
     row = ()
     for q in tl.static_range(9):
         row = row + (tl.load(window + P * 9 + q).to(tl.float32),)
@@ -101,10 +102,11 @@ def written(window, values, scale_log2e, P: tl.constexpr):
         power = tl.exp2(row[q] * scale_log2e - top)
         powers = powers + (power,)
         total += power
+    share = 1.0 / total
     weights = ()
     for q in tl.static_range(9):
-        weights = weights + (powers[q] * (1.0 / total),)
-    return weighted(weights, values)
+        weights = weights + (powers[q] * share,)
+    return add_products(pixels, weights, values)
 
 
 @triton.jit
@@ -124,27 +126,32 @@ def outlook_forward(
     """out of BLOCK cells and one head."""
     head = tl.program_id(0) % heads
     number = cells_of_program(cells, heads, BLOCK)
-    row, column = position(number, rows, columns)
+    image, row, column = position(number, rows, columns)
     right = tl.where(column + 1 < columns, 1, 0)
     below = tl.where(row + 1 < rows, columns, 0)
-    pixel = first_pixels(number, rows, columns, height, width, heads, head, D)
+    pixel = first_pixels(image, row, column, height, width, heads, head, D)
     # A neighbour that isn't there has this window's logits, and its values are all 0.
     window = logits + (number.to(tl.int64) * heads + head) * 81
 
+    # The window with most places comes last: few registers hold sums until then.
+    zero = tl.zeros([BLOCK, D], tl.float32)
+    inside = in_image(row, column, height, width, 1, 1)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 1, 1)
+    fourth = add_written(zero, window + (right + below) * heads * 81, values, scale_log2e, 0)
+    inside = in_image(row, column, height, width, 1, 0)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 1, 0)
+    third = add_written(zero, window + below * heads * 81, values, scale_log2e, 1)
+    fourth = add_written(fourth, window + below * heads * 81, values, scale_log2e, 2)
+    inside = in_image(row, column, height, width, 0, 1)
+    values = nine_pixels(v + pixel, inside, width, heads * D, 0, 1)
+    second = add_written(zero, window + right * heads * 81, values, scale_log2e, 3)
+    fourth = add_written(fourth, window + right * heads * 81, values, scale_log2e, 6)
     inside = in_image(row, column, height, width, 0, 0)
     values = nine_pixels(v + pixel, inside, width, heads * D, 0, 0)
-    first = written(window, values, scale_log2e, 4)
-    second = written(window, values, scale_log2e, 5)
-    third = written(window, values, scale_log2e, 7)
-    fourth = written(window, values, scale_log2e, 8)
-    values = nine_pixels(v + pixel, in_image(row, column, height, width, 0, 1), width, heads * D, 0, 1)
-    second += written(window + right * heads * 81, values, scale_log2e, 3)
-    fourth += written(window + right * heads * 81, values, scale_log2e, 6)
-    values = nine_pixels(v + pixel, in_image(row, column, height, width, 1, 0), width, heads * D, 1, 0)
-    third += written(window + below * heads * 81, values, scale_log2e, 1)
-    fourth += written(window + below * heads * 81, values, scale_log2e, 2)
-    values = nine_pixels(v + pixel, in_image(row, column, height, width, 1, 1), width, heads * D, 1, 1)
-    fourth += written(window + (right + below) * heads * 81, values, scale_log2e, 0)
+    first = add_written(zero, window, values, scale_log2e, 4)
+    second = add_written(second, window, values, scale_log2e, 5)
+    third = add_written(third, window, values, scale_log2e, 7)
+    fourth = add_written(fourth, window, values, scale_log2e, 8)
     store_cells(out + pixel, inside, first, second, third, fourth, width, heads * D)
 
 
@@ -160,11 +167,11 @@ def outlook_backward_logits(
     head = tl.program_id(0) % heads
     number = cells_of_program(cells, heads, BLOCK)
     place = tl.arange(0, 16)  # 9 of them are there
-    row, column = position(number, rows, columns)
+    image, row, column = position(number, rows, columns)
     y = (2 * row - 1)[:, None] + (place // 3)[None, :]
     x = (2 * column - 1)[:, None] + (place % 3)[None, :]
     inside = (place < 9)[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-    pixel = ((number // (rows * columns)) * height)[:, None] * width + y * width + x
+    pixel = (image[:, None] * height + y) * width + x
     offset = (pixel.to(tl.int64) * (heads * D) + head * D)[:, :, None] + tl.arange(0, D)[None, None, :]
     at_written = tl.load(grad + offset, mask=inside[:, :, None], other=0.0)
     at_read = tl.load(v + offset, mask=inside[:, :, None], other=0.0)
@@ -174,18 +181,27 @@ def outlook_backward_logits(
     # Nothing is written outside the image: there the gradient is 0, and so is that of the logits.
     grad_weights = tl.dot(at_written, tl.permute(at_read, (0, 2, 1)), input_precision="tf32x3")  # (BLOCK, 16, 16)
 
-    window = (number.to(tl.int64) * heads + head) * 81
-    element = window[:, None, None] + ((place * 9)[:, None] + place[None, :])[None, :, :]
+    start = tl.program_id(0) // heads * BLOCK
+    logits += (start.to(tl.int64) * heads + head) * 81
+    grad_logits += (start.to(tl.int64) * heads + head) * 81
+    row_of_nine = ((number - start) * (heads * 81))[:, None] + (place * 9)[None, :]
+    element = row_of_nine[:, :, None] + place[None, None, :]
     entry = ((place < 9)[:, None] & (place < 9)[None, :])[None, :, :]
-    logit = tl.load(logits + element, mask=entry, other=0.0).to(tl.float32) * scale_log2e
+    logit = tl.load(logits + element, mask=entry, other=0.0)
+    if WIDEN:
+        logit = logit.to(tl.float32)
+    # The product with the identity lies in registers as grad_weights does: sums over rows need few shuffles.
+    identity = tl.where(place[:, None] == place[None, :], 1.0, 0.0).to(logit.dtype)
+    logit = tl.dot(logit, tl.broadcast_to(identity[None, :, :], (BLOCK, 16, 16)), input_precision="tf32x3")
     logit = tl.where((place < 9)[None, None, :], logit, -1e30)
-    top = tl.max(logit, 2)
-    power = tl.exp2(logit - top[:, :, None])
+    top = tl.max(logit, 2) * scale_log2e
+    power = tl.exp2(logit * scale_log2e - top[:, :, None])
     total = tl.sum(power, 2)
     sums = lse + (head * 9 + place)[None, :].to(tl.int64) * cells + number[:, None]
     tl.store(sums, top + tl.log2(total), mask=(place < 9)[None, :])
-    along_row = tl.sum(power * grad_weights, 2) / total
-    gradient = power * (grad_weights - along_row[:, :, None]) * (scale / total)[:, :, None]
+    share = 1.0 / total
+    along_row = tl.sum(power * grad_weights, 2) * share
+    gradient = power * (grad_weights - along_row[:, :, None]) * (scale * share)[:, :, None]
     tl.store(grad_logits + element, gradient.to(grad_logits.dtype.element_ty), mask=entry)
 
 
@@ -199,13 +215,13 @@ def nine_sums(lse, cells):
 
 
 @triton.jit
-def returned(window, sums, grads, scale_log2e, Q: tl.constexpr):
-    """Gradient of what windows read at their place Q: column Q of their weights, times the gradients at all places."""
+def add_returned(pixels, window, sums, grads, scale_log2e, Q: tl.constexpr):
+    """Add the gradient of what windows read at place Q: column Q of their weights, times the gradients there."""
     weights = ()
     for p in tl.static_range(9):
         logit = tl.load(window + p * 9 + Q).to(tl.float32)
         weights = weights + (tl.exp2(logit * scale_log2e - sums[p]),)
-    return weighted(weights, grads)
+    return add_products(pixels, weights, grads)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -216,30 +232,34 @@ def outlook_backward_values(
     """grad_v of BLOCK cells and one head, from the lse of `outlook_backward_logits`."""
     head = tl.program_id(0) % heads
     number = cells_of_program(cells, heads, BLOCK)
-    row, column = position(number, rows, columns)
+    image, row, column = position(number, rows, columns)
     right = tl.where(column + 1 < columns, 1, 0)
     below = tl.where(row + 1 < rows, columns, 0)
-    pixel = first_pixels(number, rows, columns, height, width, heads, head, D)
+    pixel = first_pixels(image, row, column, height, width, heads, head, D)
     # A neighbour that isn't there has this window's weights, and its gradients are all 0.
     window = logits + (number.to(tl.int64) * heads + head) * 81
     lse += head.to(tl.int64) * 9 * cells + number
 
+    zero = tl.zeros([BLOCK, D], tl.float32)
+    inside = in_image(row, column, height, width, 1, 1)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 1, 1)
+    sums = nine_sums(lse + right + below, cells)
+    fourth = add_returned(zero, window + (right + below) * heads * 81, sums, grads, scale_log2e, 0)
+    inside = in_image(row, column, height, width, 1, 0)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 1, 0)
+    sums = nine_sums(lse + below, cells)
+    third = add_returned(zero, window + below * heads * 81, sums, grads, scale_log2e, 1)
+    fourth = add_returned(fourth, window + below * heads * 81, sums, grads, scale_log2e, 2)
+    inside = in_image(row, column, height, width, 0, 1)
+    grads = nine_pixels(grad + pixel, inside, width, heads * D, 0, 1)
+    sums = nine_sums(lse + right, cells)
+    second = add_returned(zero, window + right * heads * 81, sums, grads, scale_log2e, 3)
+    fourth = add_returned(fourth, window + right * heads * 81, sums, grads, scale_log2e, 6)
     inside = in_image(row, column, height, width, 0, 0)
     grads = nine_pixels(grad + pixel, inside, width, heads * D, 0, 0)
     sums = nine_sums(lse, cells)
-    first = returned(window, sums, grads, scale_log2e, 4)
-    second = returned(window, sums, grads, scale_log2e, 5)
-    third = returned(window, sums, grads, scale_log2e, 7)
-    fourth = returned(window, sums, grads, scale_log2e, 8)
-    grads = nine_pixels(grad + pixel, in_image(row, column, height, width, 0, 1), width, heads * D, 0, 1)
-    sums = nine_sums(lse + right, cells)
-    second += returned(window + right * heads * 81, sums, grads, scale_log2e, 3)
-    fourth += returned(window + right * heads * 81, sums, grads, scale_log2e, 6)
-    grads = nine_pixels(grad + pixel, in_image(row, column, height, width, 1, 0), width, heads * D, 1, 0)
-    sums = nine_sums(lse + below, cells)
-    third += returned(window + below * heads * 81, sums, grads, scale_log2e, 1)
-    fourth += returned(window + below * heads * 81, sums, grads, scale_log2e, 2)
-    grads = nine_pixels(grad + pixel, in_image(row, column, height, width, 1, 1), width, heads * D, 1, 1)
-    sums = nine_sums(lse + right + below, cells)
-    fourth += returned(window + (right + below) * heads * 81, sums, grads, scale_log2e, 0)
+    first = add_returned(zero, window, sums, grads, scale_log2e, 4)
+    second = add_returned(second, window, sums, grads, scale_log2e, 5)
+    third = add_returned(third, window, sums, grads, scale_log2e, 7)
+    fourth = add_returned(fourth, window, sums, grads, scale_log2e, 8)
     store_cells(grad_v + pixel, inside, first, second, third, fourth, width, heads * D)
