@@ -257,6 +257,9 @@ def test_all_tells_reached_missed_and_why_not(
 
 
 def test_all_without_time_says_so(experiments: None, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = whole.EXPERIMENTS["cpu"][0]
+    late = whole.perform(fine, Namespace(peer="timm", minutes=3.0), "cpu", -1.0)
+    assert late.reason == "the 3 minutes of --minutes are over"
     assert cli.benchmark(["--all", "--device", "cpu", "--minutes", "1e-6", "--only", "fine"]) == 0
     out = capsys.readouterr().out
     assert out.count("1e-06 minutes of --minutes are over") >= 2 and "GPU" not in out.split("| what |")[1]
