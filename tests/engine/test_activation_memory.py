@@ -1,4 +1,4 @@
-"""What a step keeps, predicted without computing, against what autograd saves; which blocks recompute so that it fits."""
+"""What a step keeps, predicted without computing, against what autograd saves; which blocks recompute so it fits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Training in bfloat16 with float32 master weights (`--model-dtype bfloat16`).
 
 The float32 model stays what is optimized, averaged, validated and saved. A copy of it in bfloat16 computes: before a
-step its gradients go to the master weights, after it the weights come back. Autocast casts weights in every forward pass
-and gradients in every backward pass, and adds the float32 position embedding to the activations, which are float32 from
-there on; here all of that is bfloat16.
+step its gradients go to the master weights, after it the weights come back. Autocast casts weights in every forward
+pass and gradients in every backward pass, and adds the float32 position embedding to the activations, which are float32
+from there on; here all of that is bfloat16.
 """
 
 from __future__ import annotations
