@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from volo import cli
 from volo.benchmarks import all as whole
-from volo.benchmarks import arms, infer, phases, targets, train
+from volo.benchmarks import arms, infer, phases, speed_report, targets, train
 from volo.benchmarks.contest import Found, Row
 from volo.benchmarks.rounds import Timing
 from volo.benchmarks.targets import EXPERIMENTS, Experiment, Target
@@ -23,6 +24,7 @@ from volo.benchmarks.timm_volo import TimmVolo
 from volo.engine.flags_benchmark import parse_benchmark
 
 CPU = torch.device("cpu")
+SECONDS = {"ours": (0.25, 0.2, 0.4), "timm": (1.0, 1.0, 1.0)}
 QUICK = "--device cpu --rounds 1 --warm-up 1 --json"
 SMALL = f"--model volo_test --img-size 64 -b 2 {QUICK}"
 
@@ -107,12 +109,47 @@ def test_work_that_subset_skips_is_not_counted(capsys: pytest.CaptureFixture[str
     assert done < 0.97 * whole_work
 
 
+def test_a_bfloat16_copy_computes_and_the_peer_has_autocast(capsys: pytest.CaptureFixture[str]) -> None:
+    found = called(capsys, f"train {SMALL} --model-dtype bfloat16 --drop-path 0.1 --peer amp")
+    assert [row["dtype"] for row in found["arms"]] == ["bfloat16", "bfloat16"]
+    args = parse_benchmark(
+        [
+            "train",
+            "--model",
+            "volo_d1",
+            "--img-size",
+            "32",
+            "-b",
+            "2",
+            "--model-dtype",
+            "bfloat16",
+            "--peer",
+            "timm",
+            "amp",
+        ]
+    )
+    assert [(each.flags.model_dtype, each.flags.amp) for each in arms.arms_of(args)] == [
+        ("bfloat16", False),
+        ("float32", True),
+        ("float32", True),
+    ]
+    step = train._Case(arms.arms_of(args)[0], CPU).step(arms.arms_of(args)[0])
+    assert {p.dtype for p in step.called.parameters()} == {torch.float32, torch.bfloat16}
+    assert {p.dtype for p in step.parameters} == {torch.float32}
+
+
 def test_images_of_a_folder_are_loaded_in_the_step(
     make_dataset: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = called(capsys, f"train {SMALL} --peer reference --data {make_dataset()} --amp --amp-dtype bfloat16")
-    # A made-up batch is there already.
+    line = f"train {SMALL} --peer reference --data {make_dataset()} --amp --amp-dtype bfloat16"
+    found = called(capsys, line)
     assert arm(found, "ours")["seconds_per_image_of"]["data"] > 0 and arm(found, "ours")["dtype"] == "bfloat16"
+    ours = arms.arms_of(parse_benchmark(line.split()))[0]
+    made_up = arms.arms_of(parse_benchmark(f"train {SMALL} --peer reference".split()))[0]
+    for each, again in ((ours, False), (made_up, True)):  # made-up batches come again, an epoch's are new
+        batches = train._Case(each, CPU).step(each).batches
+        first, _, third = (next(batches).images for _ in range(3))
+        assert torch.equal(first, third) == again
 
 
 def test_infer_folds_ours_and_leaves_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,6 +172,8 @@ def test_utilisation_and_ratio_by_hand() -> None:
     peer = Row("timm", torch.bfloat16, flops=3e9, wall=Timing(1.5, 1.4, 1.6))
     found = Found("cpu", "step", [ours, peer], {torch.float32: 60e9, torch.bfloat16: 20e9}, [])
     assert found.ratio("timm") == pytest.approx(3)
+    told = speed_report.as_json(Namespace(model="", batch_size=1, rounds=1, steps=1, warm_up=1), found)
+    assert targets.faster("timm", "ours")(told) == pytest.approx(1 / 3) and targets.speed("timm")(told) == 1 / 1.5
     assert found.utilisation(ours) == pytest.approx(0.1) and found.utilisation(peer) == pytest.approx(0.1)
 
 
@@ -153,6 +192,8 @@ def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     "line,message",
     [
         ("train --peer eager", "--peer eager is ours without --torchcompile"),
+        ("train --peer amp --amp", "--peer amp is ours without --model-dtype bfloat16"),
+        ("train --peer timm --amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision"),
         ("train --model lvvit_t --peer timm", "--peer timm: timm has no lvvit_t"),
         ("infer --model volo_test --peer timm-compile", "--peer timm: timm has no volo_test"),
         ("train --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
@@ -179,24 +220,23 @@ def test_every_experiment_is_a_command_line(experiment: Experiment) -> None:
 
 @pytest.fixture
 def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = SMALL.replace("--json", "").replace("--device cpu", "")
+    """One whose process prints what was found, and one that the program itself refuses."""
+    ours, peer = (Row(name, torch.float32, wall=Timing(*t), cpu=Timing(*t), start=1.0) for name, t in SECONDS.items())
+    found = Found("cpu", "step", [ours, replace(peer, missing="no compiler", wall=None)], {torch.float32: 1.0}, [])
+    case = Namespace(model="volo_test", batch_size=2, rounds=1, steps=1, warm_up=1)
+    told = json.dumps(speed_report.as_json(case, found))
+    program = f"import sys\nif 'volo_test' in sys.argv: sys.exit(print({told!r}))\n{whole._PROGRAM}"
+    monkeypatch.setattr(whole, "_PROGRAM", program)
     speed = targets.speed("ours")
     rows = (
-        Experiment("fine", f"train {line}", (Target("low", 1e-9, "/s", speed), Target("high", 1e9, "/s", speed))),
-        Experiment("wrong", "train --modle volo_test", (Target("none", 1, "x", speed),)),
+        Experiment(
+            "fine",
+            "train --model volo_test",
+            (Target("low", 2, "/s", speed), Target("high", 5, "/s", speed), targets._ratio("ours", "timm", 1, "ratio")),
+        ),
+        Experiment("wrong", "train --modle volo_d1", (Target("none", 1, "x", speed),)),
     )
-    monkeypatch.setattr(whole, "EXPERIMENTS", {"cpu": rows, "cuda": (Experiment("gpu", "", rows[0].targets),)})
-    monkeypatch.setattr(whole, "perform", _with_peer(whole.perform))
-
-
-def _with_peer(perform: Callable[..., whole.Outcome]) -> Callable[..., whole.Outcome]:
-    """timm has no volo_test."""
-
-    def run(experiment: Experiment, *rest: Any) -> whole.Outcome:
-        line = experiment.line + " --peer reference" * (experiment.name == "fine")
-        return perform(Experiment(experiment.name, line, experiment.targets), *rest)
-
-    return run
+    monkeypatch.setattr(whole, "EXPERIMENTS", {"cpu": rows, "cuda": (Experiment("gpu", "", rows[0].targets[:1]),)})
 
 
 def test_all_tells_reached_missed_and_why_not(
@@ -206,18 +246,20 @@ def test_all_tells_reached_missed_and_why_not(
     told = capsys.readouterr().out
     assert told == (tmp_path / "x/benchmark.md").read_text()
     found = json.loads((tmp_path / "x/benchmark.json").read_text())
-    low, high, none, *gpu = found["targets"]
-    assert (low["verdict"], high["verdict"]) == ("reached", "missed") and low["measured"] == high["measured"] > 0
-    assert (
-        none["verdict"].startswith("not measured: ")
-        and "unknown flag --modle, did you mean --model?" in none["verdict"]
-    )
-    assert [row["verdict"] for row in gpu] == ["not measured: no GPU here"] * 2
-    assert "| low | >= 1e-09/s | " in told and "### fine" in told and "| reference | " in told
-    assert found["experiments"]["fine"]["found"]["arms"][0]["images/s"] == low["measured"]
+    low, high, ratio, none, gpu = found["targets"]
+    assert (low["verdict"], high["verdict"]) == ("reached", "missed") and low["measured"] == high["measured"] == 4
+    assert ratio["verdict"] == "not measured: timm: no compiler"
+    assert none["verdict"].startswith("not measured: ")
+    assert "unknown flag --modle, did you mean --model?" in none["verdict"]
+    assert gpu["verdict"] == "not measured: no GPU here"
+    assert "| low | >= 2/s | 4/s | reached |" in told and "### fine" in told
+    assert "| ours | 4 | 500.0 (400.0-800.0) |" in told and "| timm | not measured: no compiler |" in told
 
 
 def test_all_without_time_says_so(experiments: None, capsys: pytest.CaptureFixture[str]) -> None:
+    fine = whole.EXPERIMENTS["cpu"][0]
+    late = whole.perform(fine, Namespace(peer="timm", minutes=3.0), "cpu", -1.0)
+    assert late.reason == "the 3 minutes of --minutes are over"
     assert cli.benchmark(["--all", "--device", "cpu", "--minutes", "1e-6", "--only", "fine"]) == 0
     out = capsys.readouterr().out
     assert out.count("1e-06 minutes of --minutes are over") >= 2 and "GPU" not in out.split("| what |")[1]

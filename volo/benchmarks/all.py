@@ -25,7 +25,8 @@ from volo.benchmarks.targets import EXPERIMENTS, Experiment, Target, arm
 from volo.engine.distributed import choose_device
 
 _ROOT = str(Path(__file__).resolve().parents[2])
-_PROGRAM = "from volo.cli import benchmark; import sys; sys.exit(benchmark())"
+# Under its own name, so that nothing heavy is imported before the flags are checked.
+_PROGRAM = "import sys; sys.argv[0] = 'volo-benchmark'; from volo.cli import benchmark; sys.exit(benchmark())"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reference": _PLAIN | {"outlook_kernel": "reference"},
     "eager": {"torchcompile": None, "torchcompile_mode": None, "torchcompile_scope": None},
     "mask": {"drop_path_mode": "mask"},
+    "amp": {"model_dtype": "float32", "amp": True, "amp_dtype": "bfloat16"},
     "unfolded": {},
 }
 
@@ -78,6 +79,8 @@ def arms_of(args: Namespace) -> list[Arm]:
             timm_name(args.model)
         if name == "eager" and ours.torchcompile is None:
             raise UserError("--peer eager is ours without --torchcompile: add that flag, or leave the peer out")
+        if name == "amp" and ours.model_dtype == "float32":
+            raise UserError("--peer amp is ours without --model-dtype bfloat16: add that flag, or leave the peer out")
         if name == "mask" and ours.drop_path_mode == "mask":
             raise UserError("--peer mask is ours without --drop-path-mode subset: add that flag, or leave the peer out")
         arms.append(Arm(name, _changed(ours, name)))
@@ -101,15 +104,14 @@ def train_flags(args: Namespace) -> Namespace:
 
 
 def _changed(ours: Namespace, name: str) -> Namespace:
-    known = vars(ours)
-    changes = {dest: value for dest, value in CHANGES[name].items() if dest in known}
+    changes = dict(CHANGES[name])
     if not ours.model.startswith("volo"):
         changes.pop("outlook_kernel", None)
     if name.startswith("timm") and ours.torchcompile_mode is not None and changes["torchcompile"]:
         changes["torchcompile_mode"] = ours.torchcompile_mode
-    if getattr(ours, "model_dtype", "float32") == "bfloat16" and name in ("timm", "timm-compile", "reference"):
-        changes |= {"model_dtype": "float32", "amp": True, "amp_dtype": "bfloat16"}
-    return Namespace(**(known | changes))
+    if ours.model_dtype == "bfloat16" and name in ("timm", "timm-compile", "reference"):
+        changes |= CHANGES["amp"]
+    return Namespace(**(vars(ours) | changes))
 
 
 def build_first(arm: Arm) -> TimmModel:

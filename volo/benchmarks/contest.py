@@ -17,7 +17,7 @@ from volo.benchmarks.peak_flops import measured_peak, shown_peak
 from volo.benchmarks.phases import Phases
 from volo.benchmarks.rounds import Timing, by_clocks, cpu_seconds
 from volo.engine.compilation import compile_errors_told
-from volo.engine.precision import resolve_amp_dtype
+from volo.engine.precision import compute_dtype
 
 
 class Runner(Protocol):
@@ -109,7 +109,7 @@ def hold(
     rows: dict[str, Row] = {}
     runners: dict[str, Runner] = {}
     for arm in arms:
-        row = Row(arm.name, dtype_of(arm.flags, device), flops(arm))
+        row = Row(arm.name, compute_dtype(arm.flags, device) or torch.float32, flops(arm))
         try:
             runner = make(arm)
             began = time.perf_counter()
@@ -134,13 +134,6 @@ def described(device: torch.device) -> str:
     """The device in words."""
     threads = torch.get_num_threads()
     return f"{threads} CPU thread{'s'[: threads > 1]}" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def dtype_of(flags: Namespace, device: torch.device) -> torch.dtype:
-    """The type that most of the arithmetic is in."""
-    if getattr(flags, "model_dtype", "float32") != "float32":
-        return torch.bfloat16
-    return resolve_amp_dtype(flags.amp, flags.amp_dtype, device) or torch.float32
 
 
 def take_turns(args: Namespace, rows: dict[str, Row], runners: dict[str, Runner]) -> dict[str, Row]:

@@ -23,7 +23,7 @@ from volo.engine.compilation import begin_step
 from volo.engine.distributed import choose_device
 from volo.engine.flops import flops_per_image
 from volo.engine.model import eval_settings
-from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.precision import Precision, compute_dtype
 
 _LARGEST_DIFFERENCE = 1e-3  # of logits, relative, in float32
 _UNFOLDED = ("unfolded", "reference")
@@ -75,10 +75,10 @@ def measure(args: Namespace) -> Found:
     def make(arm: Arm) -> Inference:
         model = evaluated(arm, first, device)
         compare(arm, model, images[:2], expected)
-        precision = Precision(device, resolve_amp_dtype(arm.flags.amp, arm.flags.amp_dtype, device))
+        precision = Precision(device, compute_dtype(arm.flags, device))
         return Inference(compiled(arm, model), images, precision)
 
-    return hold(args, "inference", arms, device, make, lambda arm: flops)
+    return hold(args, f"inference at {size[1]} x {size[2]} px", arms, device, make, lambda arm: flops)
 
 
 def evaluated(arm: Arm, first: nn.Module, device: torch.device) -> nn.Module:

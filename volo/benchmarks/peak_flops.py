@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from tlt.models.linear import Linear
 from volo.benchmarks.phases import synchronize
 
 _SIDE = {"cuda": 8192, "cpu": 1024}
-_REPEATS = 5
+_REPEATS = 6
 
 
+@torch.no_grad()
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the quickest of a few products of square matrices, with the settings that the process has."""
+    """FLOP/s of the quickest of a few products of square matrices, torch's own and those of the models' linear layers
+    (which may be another library's)."""
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    quickest = float("inf")
-    for _ in range(_REPEATS + 1):
-        synchronize(device)
-        began = time.perf_counter()
-        left @ right
-        synchronize(device)
-        quickest = min(quickest, time.perf_counter() - began)
-    return 2 * side**3 / quickest
+    layer = Linear(side, side, bias=False, device=device, dtype=dtype)
+    ways: tuple[Callable[[], Tensor], ...] = (lambda: left @ right, lambda: layer(left))
+    return 2 * side**3 / min(_seconds(way, device) for way in ways for _ in range(_REPEATS))
+
+
+def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def shown_peak(peak: float, device: torch.device, dtype: torch.dtype) -> str:

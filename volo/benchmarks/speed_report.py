@@ -42,7 +42,7 @@ def as_json(args: Namespace, found: Found) -> dict[str, Any]:
         }
         for row in found.rows
     ]
-    case = {name: getattr(args, name) for name in ("model", "img_size", "batch_size", "rounds", "steps", "warm_up")}
+    case = {name: getattr(args, name) for name in ("model", "batch_size", "rounds", "steps", "warm_up")}
     return case | {"what": found.what, "device": found.device, "peaks": found.shown_peaks, "arms": rows}
 
 
@@ -53,8 +53,8 @@ def table(facts: Mapping[str, Any]) -> list[str]:
     columns = ["arm", "images/s", "ms a batch", "ours is", "CPU ms an image", "MFU", "start, s"]
     columns += [f"MiB an image, {name}" for name in memory] + [f"{name}, ms" for name in parts]
     lines = [
-        f"{facts['model']}, {facts['what']}, {batch} images at {facts['img_size'] or 'its own'} px on "
-        f"{facts['device']}; medians (lowest-highest) of {facts['rounds']} rounds in turns, {facts['steps']} batches "
+        f"{facts['model']}, {facts['what']}, {batch} images a batch on {facts['device']}; medians "
+        f"(lowest-highest) of {facts['rounds']} rounds in turns, {facts['steps']} batches "
         f"each, after {facts['warm_up']}; MFU against {'; '.join(facts['peaks'])}",
         "",
         f"| {' | '.join(columns)} |",

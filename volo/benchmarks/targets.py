@@ -105,7 +105,8 @@ def _outlook(channels: int, peer: str) -> Callable[[Json], float | None]:
 def _cpu() -> tuple[Experiment, ...]:
     quick, timm = "--rounds 3 --warm-up 1", ("timm", "timm-compile")
     step = f"train --model volo_d1 -b 8 --drop-path 0.1 {quick} {_COMPILED}"
-    deep = f"train --model volo_d5 -b 4 --amp --drop-path 0.75 --drop-path-mode subset {quick}"
+    narrow = f"{step} --model-dtype bfloat16"
+    deep = f"train --model volo_d5 -b 4 --model-dtype bfloat16 --drop-path 0.75 --drop-path-mode subset {quick}"
     return (
         Experiment(
             "outlook",
@@ -116,7 +117,7 @@ def _cpu() -> tuple[Experiment, ...]:
             ),
         ),
         Experiment("d1-fp32", step, _against_timm("ours", 1.15, 1.03, "CPU: D1 step, float32"), timm),
-        Experiment("d1-bf16", f"{step} --amp", _against_timm("ours", 1.7, 1.4, "CPU: D1 step, bfloat16"), timm),
+        Experiment("d1-bf16", narrow, _against_timm("ours", 1.7, 1.4, "CPU: D1 step, bfloat16"), timm),
         Experiment("d5-subset", deep, (_ratio("ours", "mask", 1.4, "CPU: D5 step, subset against mask"),), ("mask",)),
         Experiment(
             "d1-infer",
@@ -157,7 +158,7 @@ def _gpu() -> tuple[Experiment, ...]:
 
 def _gpu_step(model: str, side: int, batch: int, drop_path: float, goal: float, subset: float | None) -> Experiment:
     where, plain = f"GPU: {model.upper()} step at {side}", "ours" if subset is None else "mask"
-    line = f"train --model volo_{model} --img-size {side} -b {batch} --drop-path {drop_path} --amp --amp-dtype bfloat16"
+    line = f"train --model volo_{model} --img-size {side} -b {batch} --drop-path {drop_path} --model-dtype bfloat16"
     line += f" --channels-last {_COMPILED} --steps 5 --rounds 5 --warm-up 3"
     targets = [Target(where, goal, " images/s", speed(plain), (plain,)), *_against_timm(plain, 2, 1.3, where)]
     if subset is not None:
@@ -166,7 +167,8 @@ def _gpu_step(model: str, side: int, batch: int, drop_path: float, goal: float, 
     if (model, side) in _GPU_MEMORY:
         most = _GPU_MEMORY[model, side]
         targets.append(Target(f"{where}, activation memory an image", most, " MiB", memory(plain), (plain,), most=True))
-    peers = ("timm", "timm-compile") if subset is None else ("mask", "timm", "timm-compile")
+    more = ("mask",) if subset is not None else ("amp",) if model == "d1" else ()
+    peers = (*more, "timm", "timm-compile")
     return Experiment(f"{model}-{side}", line, tuple(targets), peers)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,7 +25,7 @@ from volo.engine.distributed import choose_device
 from volo.engine.flops import flops_per_image
 from volo.engine.model import TimmModel, eval_settings
 from volo.engine.objective import make_objective
-from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.precision import Precision, compute_dtype
 
 _LARGEST_DIFFERENCE = 1e-3  # of logits and losses, relative, in float32
 
@@ -40,7 +41,8 @@ def measure(args: Namespace) -> Found:
     device = choose_device(args.device, 0)
     arms = arms_of(args)
     case = _Case(arms[0], device)
-    return hold(args, "training step", arms, device, case.step, case.flops)
+    height, width = case.settings["input_size"][1:]
+    return hold(args, f"training step at {height} x {width} px", arms, device, case.step, case.flops)
 
 
 class _Case:
@@ -65,7 +67,7 @@ class _Case:
         if arm.name != OURS:
             self._compare(arm, model)
         batches = self._batches()
-        return TrainStep(model, compiled(arm, model), arm.flags, self.objective, batches, self.device)
+        return TrainStep(model, partial(compiled, arm), arm.flags, self.objective, batches, self.device)
 
     def flops(self, arm: Arm) -> float:
         """Of the step of ours that does the same arithmetic, per image."""
@@ -79,7 +81,7 @@ class _Case:
 
     def _timm_likes_channels_last(self, arm: Arm) -> bool:
         stem = build_bare(arm, self.first).net.patch_embed.to(self.device)
-        precision = Precision(self.device, resolve_amp_dtype(arm.flags.amp, arm.flags.amp_dtype, self.device))
+        precision = Precision(self.device, compute_dtype(arm.flags, self.device))
         return channels_last_is_faster(stem, self.prepared[0].images, precision)
 
     def _batches(self) -> Iterator[Batch]:

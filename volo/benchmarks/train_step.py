@@ -17,10 +17,11 @@ from volo.benchmarks.phases import Phases
 from volo.engine.compilation import begin_step
 from volo.engine.data import open_folders, open_labels, train_loader
 from volo.engine.distributed import World
+from volo.engine.master_weights import WorkingCopy
 from volo.engine.model import TimmModel
 from volo.engine.objective import Objective, StepKey
 from volo.engine.optim import create_optimizer, set_lr
-from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.precision import Precision, compute_dtype
 
 _SEED = 0
 _LR = 1e-5
@@ -32,7 +33,7 @@ class TrainStep:
 
     Args:
         bare: The model whose parameters are trained, on its device.
-        called: What is called for it.
+        compiled: Makes of a model what is called.
         flags: train.py's.
         batches: Endless.
     """
@@ -40,22 +41,24 @@ class TrainStep:
     def __init__(
         self,
         bare: TimmModel,
-        called: Callable[..., Any],
+        compiled: Callable[[TimmModel], Callable[..., Any]],
         flags: Namespace,
         objective: Objective,
         batches: Iterator[Batch],
         device: torch.device,
     ) -> None:
-        self.called, self.objective, self.batches, self.device = called, objective, batches, device
-        amp_dtype = resolve_amp_dtype(flags.amp, flags.amp_dtype, device)
-        self.precision = Precision(device, amp_dtype, flags.clip_grad, flags.clip_mode)
+        self.objective, self.batches, self.device = objective, batches, device
+        bare.train()
+        working_copy = WorkingCopy(bare) if flags.model_dtype == "bfloat16" else None
+        dtype = compute_dtype(flags, device)
+        self.precision = Precision(device, dtype, flags.clip_grad, flags.clip_mode, working_copy=working_copy)
+        self.called = compiled(bare if working_copy is None else working_copy.module)
         self.optimizer = create_optimizer(flags, bare, device)
         set_lr(self.optimizer, _LR)
         self.parameters = [p for p in bare.parameters() if p.requires_grad]
         self.phases = Phases(device)
         self.loss = torch.zeros(())
         self._updates = count()
-        bare.train()
 
     def run(self, steps: int) -> int:
         """Do so many steps and return how many images they had; `phases` has their parts."""

@@ -356,12 +356,11 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
         UserError: An unknown subcommand or flag, a wrong value, or a flag that would have no effect.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    typed = shlex.join(["benchmark.py", *words])
     if words and words[0] == "--all":
         words[0] = "all"
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
     parser = benchmark_parser(command)
-    args = Namespace(
-        command=command, command_line=shlex.join(["benchmark.py", *words]), **vars(parser.parse_args(words[1:]))
-    )
+    args = Namespace(command=command, command_line=typed, **vars(parser.parse_args(words[1:])))
     check_needs(args, parser.flags, COMMANDS[command].needs)
     return args

@@ -6,14 +6,14 @@ from volo.engine.flag_rules import Need
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_train import TRAIN_GROUPS
 
-TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask")
+TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask", "amp")
 INFER_PEERS = ("timm", "timm-compile", "reference", "eager", "unfolded")
 SYNTHETIC = "synthetic"
 _OF_TRAIN = {row.dest: row for group in TRAIN_GROUPS for row in group.flags}
 
 
 def _rows(*names: str) -> tuple[Flag, ...]:
-    return tuple(_OF_TRAIN[name] for name in names if name in _OF_TRAIN)
+    return tuple(_OF_TRAIN[name] for name in names)
 
 
 _PRECISION = (
@@ -58,7 +58,8 @@ TRAIN_STEP = (
         (_peers(TRAIN_PEERS),),
         "timm: its VOLO with both heads, in eager mode. timm-compile: the same compiled. reference: ours in eager mode "
         "with the reference kernel and nothing else that is fast. eager: ours without --torchcompile. mask: ours "
-        "without --drop-path-mode subset. All with the same weights, loss, optimizer and type of numbers.",
+        "without --drop-path-mode subset. amp: ours with autocast instead of --model-dtype bfloat16, as timm and "
+        "reference have it then. All with the same weights, loss, optimizer and type of products.",
     ),
     Group(
         "Data",
