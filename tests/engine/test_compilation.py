@@ -88,24 +88,17 @@ def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
     names = list(model.state_dict())
     assert compile_model(model, flags(name)) is model and list(model.state_dict()) == names
     training, evaluation = KINDS[name]
-    seen = []
-    for step, batch in enumerate((8, 8, 5, 7)):
+    for step, batch in enumerate((8, 5, 7)):  # and, with the subset, as many numbers of samples as blocks
         torch.testing.assert_close(gradients(model, batch, step), gradients(eager, batch, step))
-        seen.append(graphs())
-    # Blocks of one kind keep different numbers of samples: those that come second are compiled for any number.
-    assert seen[0] == seen[1] == training + (drop_path_mode == "subset")
-    # The second size is compiled for any size.
-    assert seen[2] == seen[3] == seen[0] + training
+        assert graphs() == training
     for each in (eager, model):
         each.eval()
     with torch.inference_mode():
         for batch in (8, 5):
             x = torch.randn(batch, 3, 32, 32)
             torch.testing.assert_close(model(x), eager(x))
-    assert graphs() <= seen[3] + 2 * evaluation
-    before = graphs()
     gradients(model.train(), 8, 0)
-    assert graphs() == before
+    assert graphs() == training + evaluation
 
 
 def test_autocast_has_graphs_of_its_own_and_agrees() -> None:
