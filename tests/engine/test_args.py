@@ -311,6 +311,9 @@ def test_data_dir_as_a_flag() -> None:
         ("--no-aug --hflip 0.3", "--hflip 0.3 has no effect without augmentation (--no-aug)"),
         ("--no-aug --aug-order published", "--aug-order published has no effect without augmentation (--no-aug)"),
         ("--outlooker-drop-path", "without --drop-path above 0"),
+        ("--drop-path-mode subset", "--drop-path-mode subset has no effect without --drop-path above 0"),
+        ("--drop-path-mode subset --drop-path 0.75 -b 1", "drops nothing at --drop-path 0.75 with --batch-size 1"),
+        ("--drop-path-mode subset --drop-path 0.1 -b 4", "drops nothing at --drop-path 0.1 with --batch-size 4"),
         ("--torchcompile eager --torchcompile-mode reduce-overhead", "without --torchcompile inductor"),
         ("--mixup-prob 0.5", "without --mixup or --cutmix"),
         ("--mixup 0.2 --mixup-switch-prob 0.1", "without --mixup and --cutmix"),
@@ -390,6 +393,8 @@ def test_what_says_what_happens_anyway_is_taken() -> None:
     flags = "/data --sched step --cooldown-epochs 0 --no-aug --outlooker-drop-path --drop-path 0.1"
     args = parse_train(flags.split())
     assert args.cooldown_epochs == 0 and args.no_aug and args.outlooker_drop_path
+    args = parse_train(["/data", "--drop-path", "0.75", "--drop-path-mode", "subset", "-b", "2"])
+    assert args.drop_path_mode == "subset"
 
 
 def test_aliases_set_what_they_stand_for() -> None:

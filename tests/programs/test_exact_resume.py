@@ -42,7 +42,9 @@ def assert_same(whole: Path, cut: Path) -> None:
         assert without_times(cut / name) == without_times(whole / name), name
 
 
-@pytest.mark.parametrize("more", [pytest.param("-j 2", marks=pytest.mark.faults), "-j 0 --amp --checkpoint-sync"])
+@pytest.mark.parametrize(
+    "more", [pytest.param("-j 2", marks=pytest.mark.faults), "-j 0 --amp --checkpoint-sync --drop-path-mode subset"]
+)
 def test_fault_11_interrupted_at_several_updates(
     call: Callable[..., Ended],
     make_dataset: Callable[..., Path],
