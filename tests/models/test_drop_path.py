@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tlt.errors import UserError
-from tlt.models.drop_path import StochasticDepth, add_branch
+from tlt.models.drop_path import StochasticDepth, add_branch, draw_samples
 from tlt.models.layers import TransformerBlock
 from volo.engine.args import parse_train
 from volo.engine.model import build_model
@@ -109,7 +109,10 @@ def test_every_subset_is_as_likely_in_each_of_two_branches() -> None:
     first, second = subset(StochasticDepth(RATE)), subset(StochasticDepth(RATE))
     zeros, counts, passes = torch.zeros(BATCH, 1), Counter(), 3600
     for _ in range(passes):
-        drawn = [add_branch(zeros, torch.ones_like, layer).flatten().tolist() for layer in (first, second)]
+        drawn = [
+            add_branch(zeros, torch.ones_like, draw_samples(layer, zeros)).flatten().tolist()
+            for layer in (first, second)
+        ]
         counts[tuple(map(tuple, drawn))] += 1
     cells = comb(BATCH, KEPT) ** 2
     assert len(counts) == cells and all(sorted(one) == [0, 0, 2, 2] for pair in counts for one in pair)
@@ -133,7 +136,7 @@ def test_gradients_of_first_and_second_order(kept: int) -> None:
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
         torch.manual_seed(1)
-        return add_branch(x, lambda rows: (rows @ weight).sin(), layer, divisor=2.0)
+        return add_branch(x, lambda rows: (rows @ weight).sin(), draw_samples(layer, x), divisor=2.0)
 
     assert torch.autograd.gradcheck(run, (x, weight)) and torch.autograd.gradgradcheck(run, (x, weight))
 
@@ -144,7 +147,7 @@ class Branch(nn.Module):
         self.linear, self.drop_path = nn.Linear(dim, dim), StochasticDepth(rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        return add_branch(x, lambda rows: self.linear(rows).sin(), self.drop_path)
+        return add_branch(x, lambda rows: self.linear(rows).sin(), draw_samples(self.drop_path, x))
 
 
 class Operators(TorchDispatchMode):
@@ -223,7 +226,8 @@ def test_autocast_gives_the_types_of_the_mask(name: str) -> None:
 def test_the_sum_has_the_wider_type() -> None:
     for types in itertools.permutations((torch.float32, torch.bfloat16)):
         x = torch.randn(4, 2, dtype=types[0], requires_grad=True)
-        out = add_branch(x, lambda rows: rows.to(types[1]), subset(StochasticDepth(0.5)))  # noqa: B023
+        samples = draw_samples(subset(StochasticDepth(0.5)), x)
+        out = add_branch(x, lambda rows: rows.to(types[1]), samples)  # noqa: B023
         assert out.dtype == torch.float32 and torch.equal((out - x)[out[:, 0] != x[:, 0]] != 0, torch.ones(2, 2).bool())
 
 

@@ -17,6 +17,7 @@ from tlt.data.mix import Mixup
 from tlt.models.wrap import with_dense_head
 from tlt.store import read_map
 from volo.cli import generate_label
+from volo.engine import loop
 from volo.engine.objective import TokenLabelObjective
 from volo.programs.train import objective_of_epoch
 
@@ -155,9 +156,15 @@ def test_two_ranks_equal_one(call: Call, data: Path, labels: Path, tmp_path: Pat
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
 
 
-def test_compiled_training_gives_the_same_losses(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
-    flags = f"{data} {SMALL} --epochs 1 --lr 1e-3 --token-label --token-label-data {labels} --model test_vit"
+def test_compiled_training_gives_the_same_losses(
+    call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked: list[int] = []
+    monkeypatch.setattr(loop, "begin_step", lambda: marked.append(1))
+    flags = f"{data} {SMALL} -b 4 --grad-accum-steps 2 --epochs 1 --lr 1e-3 --model test_vit"
+    flags += f" --token-label --token-label-data {labels}"
     assert call("train", f"{flags} --output {tmp_path} --experiment eager").code == 0
+    assert len(marked) == 2 + 2  # updates, not their micro-batches; batches of the validation
     ended = call("train", f"{flags} --output {tmp_path} --experiment compiled --torchcompile aot_eager")
     assert ended.code == 0, ended.err
     one, two = (metrics(tmp_path / name) for name in ("eager", "compiled"))

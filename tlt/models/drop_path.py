@@ -40,14 +40,13 @@ def draw_samples(drop_path: nn.Module, x: Tensor) -> Tensor | None:
 
     Returns:
         Mode "mask": (B, 1, ..., 1), what each sample's branch is multiplied by, as in timm's DropPath. Mode "subset":
-        int64 (S,), S different samples. None where all samples keep it as it is.
+        int64 (S,), S different samples. None where nothing is ever dropped.
     """
     if not isinstance(drop_path, StochasticDepth) or not drop_path.training:
         return None
     if drop_path.mode == "mask":
         return drop_path(x.new_ones((x.shape[0],) + (1,) * (x.ndim - 1)))
-    kept = drop_path.kept(x.shape[0])
-    return torch.randperm(x.shape[0], device=x.device)[:kept] if kept < x.shape[0] else None
+    return torch.randperm(x.shape[0], device=x.device)[: drop_path.kept(x.shape[0])]
 
 
 def add_branch(

@@ -58,11 +58,45 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
 
 
-class ResidualBlock(nn.Module):
+class Block(nn.Module):
+    """What a model repeats, so that `compile` makes one graph for all blocks of a kind, at any batch size.
+
+    `arithmetic` is what is compiled. A subclass calls it by `run`, with what differs from block to block as arguments.
+    """
+
+    _compiled: Callable[..., Tensor] | None = None
+
+    def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
+        """(B, ..., C) -> the same shape; `samples` as of `draw_samples`."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor, *samples: Tensor | None) -> Tensor:
+        """`arithmetic`, compiled if `compile` was called."""
+        if self._compiled is None:
+            return self.arithmetic(x, *samples)
+        for tensor in (x, *samples):
+            if tensor is not None:
+                # Or the first size would be compiled for itself, and a run that is resumed at another one would go on
+                # with another graph than before.
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return self._compiled(x, *samples)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the block in place, with the arguments of `torch.compile`."""
+        self._compiled = torch.compile(self.arithmetic, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # As of any compiled module, a copy is not compiled: what is compiled here belongs to this object.
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_compiled", None)
+        return state
+
+
+class ResidualBlock(Block):
     """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
 
-    Which samples keep a branch is drawn before the arithmetic, and `compile` compiles the arithmetic alone: one graph
-    serves all rates, and the samples are those of a block that isn't compiled. A subclass sets the modules.
+    The samples that keep a branch are drawn before the arithmetic: one graph serves all rates, and they are those of a
+    block that isn't compiled. A subclass sets the modules.
     """
 
     norm1: nn.Module
@@ -72,27 +106,15 @@ class ResidualBlock(nn.Module):
     mlp: nn.Module
     drop_path2: nn.Module
     residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
-    _compiled: Callable[..., Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape."""
-        add_branches = self._compiled or self.add_branches
-        return add_branches(x, draw_samples(self.drop_path1, x), draw_samples(self.drop_path2, x))
+        return self.run(x, draw_samples(self.drop_path1, x), draw_samples(self.drop_path2, x))
 
-    def add_branches(self, x: Tensor, samples1: Tensor | None, samples2: Tensor | None) -> Tensor:
-        """The arithmetic of `forward`; samples as of `draw_samples`, for the two branches."""
-        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), samples1, self.residual_scale)
-        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), samples2, self.residual_scale)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the block in place, with the arguments of `torch.compile`."""
-        self._compiled = torch.compile(self.add_branches, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # As of any compiled module, a copy is not compiled: what is compiled here belongs to this object.
-        state: dict[str, Any] = super().__getstate__()
-        state.pop("_compiled", None)
-        return state
+    def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
+        first, second = samples
+        x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), first, self.residual_scale)
+        return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), second, self.residual_scale)
 
 
 class TransformerBlock(ResidualBlock):

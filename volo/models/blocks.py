@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tlt.models.attention import attention
 from tlt.models.drop_path import drop_path_layer
-from tlt.models.layers import Mlp, ResidualBlock
+from tlt.models.layers import Block, Mlp, ResidualBlock
 from tlt.models.linear import Linear
 from volo.kernels import outlook_attention
 
@@ -132,7 +132,7 @@ class ClassAttention(nn.Module):
         return self.proj(mixed.transpose(1, 2).flatten(2))
 
 
-class ClassBlock(nn.Module):
+class ClassBlock(Block):
     """Class attention and MLP on the class token; the other tokens pass unchanged. No drop path, as published."""
 
     def __init__(
@@ -152,6 +152,9 @@ class ClassBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> (B, 1 + N, C)."""
+        return self.run(x)
+
+    def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
         cls = x[:, :1] + self.attn(self.norm1(x))
         cls = cls + self.mlp(self.norm2(cls))
         return torch.cat((cls, x[:, 1:]), dim=1)
