@@ -12,13 +12,8 @@ from typing import Any
 
 from tlt.errors import UserError
 from volo.engine.config import load_yaml
-from volo.engine.flag_rules import (
-    AUGMENTATION_FLAGS,
-    check_generate_label,
-    check_train,
-    check_validate,
-    resolve_aliases,
-)
+from volo.engine.flag_needs import AUGMENTATION_FLAGS
+from volo.engine.flag_rules import check_generate_label, check_train, check_validate, resolve_aliases
 from volo.engine.flag_table import FlagParser
 from volo.engine.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
 from volo.engine.flags_train import TRAIN_GROUPS

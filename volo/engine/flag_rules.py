@@ -3,164 +3,28 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 from tlt import compat_rows
 from tlt.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
+from volo.engine.flag_needs import (
+    COMPAT_NEEDS,
+    CYCLIC,
+    DENSE,
+    NEEDS_GENERATE_LABEL,
+    NEEDS_TRAIN,
+    NEEDS_VALIDATE,
+    REFUSED_TRAIN,
+    REFUSED_VALIDATE,
+    Need,
+    check_needs,
+    has_labels,
+    mixes,
+    with_value,
+)
 from volo.engine.flag_table import Flag, nearest
 from volo.engine.flags_train import CUDA_GRAPH_MODES, SCHEDULES
-
-_COMPILE = "TorchScript is not supported: use --torchcompile"
-_DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
-CYCLIC = ("cosine", "tanh", "poly")
-# What --no-aug leaves no room for; --train-interpolation it uses.
-AUGMENTATION_FLAGS = (
-    "aug_order",
-    "scale",
-    "ratio",
-    "hflip",
-    "vflip",
-    "aa",
-    "color_jitter",
-    "reprob",
-    "remode",
-    "recount",
-)
-_SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
-
-# Flags that can only stay at their default, and why.
-_REFUSED_TRAIN: Mapping[str, str] = {
-    "torchscript": _COMPILE,
-    "jsd": _SPLITS,
-    "aug_splits": _SPLITS,
-    "resplit": _SPLITS,
-    "split_bn": "there are no augmentation splits, so BatchNorm cannot be split by them: remove the flag",
-    "patience_epochs": "belongs to --sched plateau, which is not supported: remove the flag",
-}
-_REFUSED_VALIDATE: Mapping[str, str] = {
-    "torchscript": _COMPILE,
-    "legacy_jit": _COMPILE,
-    "tf_preprocessing": "TensorFlow's preprocessing is not supported: remove the flag",
-    "num_gpu": "one process drives one GPU: torchrun --nproc-per-node N validate.py ...",
-}
-
-
-class Need(NamedTuple):
-    """Flags that mean nothing unless `met(args)` holds, which `of` puts in words."""
-
-    flags: tuple[str, ...]
-    of: str
-    met: Callable[[Namespace], bool]
-
-
-def _cuts(args: Namespace) -> bool:
-    return args.cutmix > 0 or args.cutmix_minmax is not None
-
-
-def _mixes(args: Namespace) -> bool:
-    return args.mixup > 0 or _cuts(args)
-
-
-def _has_labels(args: Namespace) -> bool:
-    return bool(args.token_label_data or args.token_label_teacher)
-
-
-_NEEDS_PRECISION = (
-    Need(("amp_dtype",), "--amp", lambda a: a.amp),
-    Need(("torchcompile_mode",), "--torchcompile inductor", lambda a: a.torchcompile == "inductor"),
-    Need(("torchcompile_scope",), "--torchcompile", lambda a: bool(a.torchcompile)),
-)
-_NEEDS_VALIDATE = (
-    *_NEEDS_PRECISION,
-    Need(("use_ema",), "--checkpoint", lambda a: bool(a.checkpoint)),
-    Need(("results_format",), "--results-file", lambda a: bool(a.results_file)),
-)
-_NEEDS_GENERATE_LABEL = (
-    *_NEEDS_VALIDATE,
-    Need(("no_log_sum_exp",), "--format archive", lambda a: a.format == "archive"),
-)
-_NEEDS_TRAIN = (
-    *_NEEDS_PRECISION,
-    Need(
-        ("token_label_data", "token_label_teacher", "token_label_size", "cls_weight", "ground_truth"),
-        "--token-label",
-        lambda a: a.token_label,
-    ),
-    Need(
-        ("token_label_teacher_checkpoint", "token_label_teacher_top_k"),
-        "--token-label-teacher",
-        lambda a: bool(a.token_label_teacher),
-    ),
-    Need(("no_mix_token",), "--token-label", lambda a: a.token_label),
-    # Without dense targets there is no dense loss, so a weight of 0 says what happens.
-    Need(("dense_weight",), "--token-label", lambda a: a.token_label or a.dense_weight == 0),
-    Need(("ground_truth",), _DENSE, lambda a: a.token_label_size != 1),
-    Need(("dense_weight",), _DENSE, lambda a: a.token_label_size != 1 or a.dense_weight == 0),
-    Need(("token_label_area", "uncovered", "bad_label"), "--token-label-data", lambda a: bool(a.token_label_data)),
-    Need(("label_tail",), "--token-label-data or --token-label-teacher", _has_labels),
-    Need(("gt_weight_agree", "gt_weight_disagree"), "--ground-truth", lambda a: a.ground_truth),
-    Need(("mixup_prob", "mixup_mode", "mixup_off_epoch"), "--mixup or --cutmix", _mixes),
-    Need(("mixup_switch_prob",), "--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a)),
-    Need(("model_ema_decay", "model_ema_warmup", "model_ema_force_cpu"), "--model-ema", lambda a: a.model_ema),
-    Need(("clip_mode",), "--clip-grad", lambda a: a.clip_grad is not None),
-    Need(("lr_noise_pct", "lr_noise_std"), "--lr-noise", lambda a: a.lr_noise is not None),
-    Need(("no_resume_opt", "allow_changed_data"), "--resume", lambda a: bool(a.resume)),
-    Need(("warmup_lr", "warmup_prefix"), "--warmup-epochs", lambda a: a.warmup_epochs > 0),
-    Need(
-        ("full_decode",),
-        "--data-backend torchvision or dali-cpu",
-        lambda a: a.data_backend in ("torchvision", "dali-cpu"),
-    ),
-    Need(("remode", "recount"), "--reprob", lambda a: a.reprob > 0),
-    Need(AUGMENTATION_FLAGS, "augmentation (--no-aug)", lambda a: not a.no_aug),
-    Need(
-        ("outlooker_drop_path", "drop_path_mode"),
-        "--drop-path above 0",
-        lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs,
-    ),
-    Need(("activation_memory",), "--no-grad-checkpointing", lambda a: not a.grad_checkpointing),
-    Need(("decay_epochs",), "--sched step", lambda a: a.sched == "step"),
-    Need(
-        ("decay_rate",),
-        "--sched step, poly or several cosine cycles",
-        lambda a: a.sched in ("step", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
-    ),
-    Need(("min_lr", "lr_cycle_limit"), "--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC),
-    # 0 says what happens.
-    Need(("cooldown_epochs",), "--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC or a.cooldown_epochs == 0),
-    Need(("lr_cycle_mul",), "--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1),
-)
-
-
-# Rows of --compat, what they change nothing without, and whether it is there.
-_COMPAT_NEEDS = (
-    Need(
-        (
-            "label-crop",
-            "label-scale",
-            "label-area",
-            "label-affine",
-            "roi-align",
-            "uncovered",
-            "target-sum",
-            "half-ids",
-            "label-names",
-        ),
-        "--token-label-data",
-        lambda a: a.token_label and bool(a.token_label_data),
-    ),
-    Need(("label-names",), "label files", lambda a: a.data_backend != "synthetic"),
-    Need(("aug-order", "label-affine"), "augmentation (--no-aug)", lambda a: not a.no_aug),
-    Need(("target-sum",), "--smoothing above 0 and below 1", lambda a: 0 < a.smoothing < 1),
-    Need(
-        ("untrained-dense-head",),
-        "--dense-weight 0 and a --token-label-size other than 1",
-        lambda a: a.token_label and a.dense_weight == 0 and a.token_label_size != 1,
-    ),
-    Need(("mixtoken-rng",), "MixToken (--token-label)", lambda a: a.token_label and not a.no_mix_token),
-)
 
 
 def resolve_aliases(args: Namespace) -> list[str]:
@@ -186,16 +50,16 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     Raises:
         UserError: A contradiction, or a flag without effect.
     """
-    _check_refused(args, flags, _REFUSED_TRAIN)
+    _check_refused(args, flags, REFUSED_TRAIN)
     _check_schedule(args)
     _check_data(args)
     _check_weights(args)
     notes = _settle_token_labels(args)
     notes += _settle_compat(args)
-    check_needs(args, flags, _NEEDS_TRAIN)
+    check_needs(args, flags, NEEDS_TRAIN)
     _check_compile(args)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
-        raise UserError(f"--cls-weight 0 leaves nothing to train without {_DENSE} and a --dense-weight above 0")
+        raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
     _check_mixing(args)
     _check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
@@ -205,23 +69,23 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 
 def check_generate_label(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     """Refuse what generate_label.py cannot honour; otherwise as `check_validate`."""
-    return check_validate(args, flags, _NEEDS_GENERATE_LABEL)
+    return check_validate(args, flags, NEEDS_GENERATE_LABEL)
 
 
-def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
+def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = NEEDS_VALIDATE) -> list[str]:
     """Refuse what validate.py cannot honour; return lines for the log.
 
     Raises:
         UserError: As `check_train`.
     """
-    _check_refused(args, flags, _REFUSED_VALIDATE)
+    _check_refused(args, flags, REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     check_pixels(args)
     _check_workers(args)
     return check_weights(args, flags, needs)
 
 
-def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = _NEEDS_VALIDATE) -> list[str]:
+def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = NEEDS_VALIDATE) -> list[str]:
     """Settle where the weights come from, for every program but train.py; return lines for the log.
 
     Raises:
@@ -244,27 +108,7 @@ def _check_refused(args: Namespace, flags: Mapping[str, Flag], refused: Mapping[
     for dest, reason in refused.items():
         row = flags.get(dest)
         if row is not None and getattr(args, dest) != row.default:
-            raise UserError(f"{_shown(row, getattr(args, dest))}: {reason}")
-
-
-def check_needs(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...]) -> None:
-    """Refuse flags that mean nothing without others.
-
-    Raises:
-        UserError: The first of them.
-    """
-    for need in needs:
-        for dest in (name for name in need.flags if name in flags):
-            value = getattr(args, dest)
-            if value != flags[dest].default and not need.met(args):
-                raise UserError(f"{_shown(flags[dest], value)} has no effect without {need.of}")
-
-
-def _shown(row: Flag, value: Any) -> str:
-    """The flag as it would stand on a command line."""
-    if row.switch:
-        return row.label
-    return f"{row.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            raise UserError(f"{with_value(row, getattr(args, dest))}: {reason}")
 
 
 def _check_schedule(args: Namespace) -> None:
@@ -358,7 +202,7 @@ def _settle_token_labels(args: Namespace) -> list[str]:
             f"--token-label-data {args.token_label_data} and --token-label-teacher {args.token_label_teacher} both "
             "give labels: keep one of them"
         )
-    if not args.token_label or _has_labels(args):
+    if not args.token_label or has_labels(args):
         return []
     args.token_label_size = args.token_label_size or 1
     what = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"
@@ -370,7 +214,7 @@ def _settle_compat(args: Namespace) -> list[str]:
     if args.compat is None:
         return []
     rows, everything = compat_rows.resolve(args.compat)
-    idle = {row: need.of for need in reversed(_COMPAT_NEEDS) if not need.met(args) for row in need.flags if row in rows}
+    idle = {row: need.of for need in reversed(COMPAT_NEEDS) if not need.met(args) for row in need.flags if row in rows}
     if idle and not everything:
         row, of = next(iter(idle.items()))
         raise UserError(f"--compat {row} has no effect without {of}")
@@ -421,7 +265,7 @@ def _check_drop_path(args: Namespace) -> None:
 def _remarks(args: Namespace) -> list[str]:
     """What is honoured but may surprise."""
     notes = []
-    if args.token_label and _mixes(args) and not args.no_mix_token:
+    if args.token_label and mixes(args) and not args.no_mix_token:
         notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from volo.benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
-from volo.engine.flag_rules import Need, check_needs
+from volo.engine.flag_needs import Need, check_needs
 from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
 from volo.engine.flags_speed import ACTIVATIONS, ACTIVATIONS_NEEDS, ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from volo.engine.flag_rules import Need
+from volo.engine.flag_needs import Need
 from volo.engine.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, flag, switch
 from volo.engine.flags_train import TRAIN_GROUPS
 
