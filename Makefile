@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_ARGS ?=
+# The files of tests are shared out among the cores; PARALLEL= runs them one after the other.
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 DEMO_ARGS ?=
 BENCHMARK_ARGS ?=
 
@@ -24,7 +26,7 @@ demo: $(VENV)/.installed-demo
 	PYTHON=$(BIN)/python $(BIN)/python demo/digits.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "" -k test_fault $(TEST_ARGS)

@@ -53,15 +53,9 @@ def _lack(device: torch.device) -> str | None:
 def outlook_attention(
     v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float
 ) -> Tensor:
-    """As `volo.kernels.outlook_attention`, with a positive scale; under autocast in its type, as a matrix product is.
-
-    Softmax and sums are float32 whatever the types are.
-    """
+    """As `volo.kernels.outlook_attention`, with a positive scale; softmax and sums are float32 in any type."""
     if scale <= 0:
         raise ValueError(f"scale {scale} is not positive")
-    device = v.device.type
-    if torch.is_autocast_enabled(device):
-        v = v.to(torch.get_autocast_dtype(device))
     return torch.ops.volo.outlook_attention(v.contiguous(), logits.contiguous(), scale)
 
 
