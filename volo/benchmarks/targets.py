@@ -106,7 +106,7 @@ def _cpu() -> tuple[Experiment, ...]:
     quick, timm = "--rounds 3 --warm-up 1", ("timm", "timm-compile")
     step = f"train --model volo_d1 -b 8 --drop-path 0.1 {quick} {_COMPILED}"
     narrow = f"{step} --model-dtype bfloat16"
-    deep = f"train --model volo_d5 -b 4 --model-dtype bfloat16 --drop-path 0.75 --drop-path-mode subset {quick}"
+    deep = f"train --model volo_d5 -b 8 --drop-path 0.75 --drop-path-mode subset {quick}"
     return (
         Experiment(
             "outlook",
