@@ -1,9 +1,9 @@
 """Measure this machine.
 
-    python benchmark.py train | infer | loss | outlook                              speed on the device    [--help]
-    python benchmark.py labels | augmentation | data | alignment | checkpoint       what feeds it, what saves it
-    python benchmark.py scaling                                                     many of them
-    python benchmark.py --all --output DIR                                          every number that has a target
+    python benchmark.py train | infer | loss | outlook | activations            on the device    [--help]
+    python benchmark.py labels | augmentation | data | alignment | checkpoint   what feeds it, what saves it
+    python benchmark.py scaling                                                 many of them
+    python benchmark.py --all --output DIR                                      every number that has a target
 
 Every subcommand is a module of `volo.benchmarks` and compares the alternatives in one run.
 """
