@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
+from tests.conftest import imagined_gpu
 from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING
 from volo.engine.activation_memory import Activations, Block, Size, activations_of
 from volo.engine.args import parse_train
@@ -66,6 +67,7 @@ def test_predicted_is_what_autograd_saves(name: str, amp: bool) -> None:
         assert held == pytest.approx(forward_marks(model, shape, images)[-1].held, rel=0.01)
 
 
+@imagined_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_that_is_not_there_keeps_what_fused_kernels_keep(name: str) -> None:
     model = build(name)

@@ -12,8 +12,11 @@ import pytest
 import timm
 import torch
 
+from tests.conftest import imagined_gpu
 from tests.programs.conftest import QUICK, Ended, metrics
 from volo import cli
+from volo.engine.activation_memory import Activations, activations_of
+from volo.engine.fake_step import StepShape
 from volo.engine.flops import flops_per_image
 from volo.programs import train
 
@@ -59,6 +62,7 @@ def test_refusals(call: Call, flags: str, more: str, named: str) -> None:
     assert ended.code == 2 and named in ended.err and len(ended.err.strip().splitlines()) == 1
 
 
+@imagined_gpu
 def test_a_dry_run_says_what_fits(call: Call, flags: str) -> None:
     ended = call("train", f"{flags} --model volo_d0 --img-size 64 --amp --model-ema --dry-run")
     assert ended.code == 0, ended.err
@@ -73,10 +77,23 @@ def test_a_dry_run_says_what_fits(call: Call, flags: str) -> None:
     assert 0.7 * 80 * 1024 < sizes[2][1] * image < 80 * 1024
 
 
+@imagined_gpu
 def test_a_dry_run_of_any_model(call: Call, flags: str) -> None:
     ended = call("train", f"{flags} --model resnet10t --no-token-label --dry-run")
     assert ended.code == 0, ended.err
     assert "GMACs" in ended.out and re.search(r"largest batch on a card of 24 GB: \d+$", ended.out, re.MULTILINE)
+
+
+def test_without_a_gpu_an_older_torch_tells_the_rest(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(model: torch.nn.Module, shape: StepShape) -> Activations:
+        if shape.device_type == "cuda":
+            raise RuntimeError("no driver\nmore")
+        return activations_of(model, shape)
+
+    monkeypatch.setattr("volo.engine.memory_report.activations_of", asked)
+    ended = call("train", f"{flags} --model volo_d0 --img-size 64 --dry-run")
+    assert ended.code == 0, ended.err
+    assert "activations on a CPU" in ended.out and "can't tell without one (no driver)" in ended.out
 
 
 def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,11 @@ def memory_report(
         return [*lines, f"operations and activations can't be told in advance: {reason}"]
     lines = [f"operations: {gmacs:.2f} GMACs an image in a forward pass", *lines]
     lines += _of_this_run(args, model, found, shape)
-    on_gpu = found if shape.device_type == "cuda" else activations_of(model, replace(shape, device_type="cuda"))
+    try:
+        on_gpu = found if shape.device_type == "cuda" else activations_of(model, replace(shape, device_type="cuda"))
+    except RuntimeError as error:  # older versions of torch ask the driver even where nothing has contents
+        reason = str(error).strip().split("\n")[0]
+        return [*lines, f"activations on a GPU: torch {torch.__version__} can't tell without one ({reason})"]
     if on_gpu is not found:
         lines.append(f"activations on a GPU: {_per_image(on_gpu)}")
     cards = {f"a card of {name} GB": (size - _CONTEXT) * GIB for name, size in _CARDS.items()}
