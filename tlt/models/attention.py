@@ -15,6 +15,9 @@ WRITTEN_OUT_TOKENS = 800
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """`softmax(q k^T / sqrt(D)) v`, the softmax computed in float32.
 
+    Queries are scaled before their product with the keys, so that half precision does not overflow where the scaled
+    product is in range.
+
     Args:
         q: (B, heads, N, D).
         k, v: (B, heads, M, D).

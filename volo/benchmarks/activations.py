@@ -7,7 +7,6 @@ above weights, gradients and images: of what torch's allocator gave out (CUDA), 
 from __future__ import annotations
 
 import json
-import platform
 from argparse import Namespace
 
 import torch
@@ -16,6 +15,8 @@ from torch import nn
 from tlt.errors import UserError
 from tlt.models.recompute import LEVELS
 from tlt.models.token_labeling import TokenLabelModel
+from volo.benchmarks.conditions import conditions, heading
+from volo.benchmarks.contest import described
 from volo.benchmarks.memory import give_back_at_once, peak_of
 from volo.engine.activation_memory import activations_of
 from volo.engine.args import train_parser
@@ -62,15 +63,15 @@ def _step(model: nn.Module, images: torch.Tensor, precision: Precision) -> None:
 
 
 def _json(args: Namespace, device: torch.device, rows: dict[str, dict[str, float]]) -> str:
-    case = {"model": args.model, "images": args.batch_size, "device": str(device), "torch": torch.__version__}
-    return json.dumps({**case, "unit": "MiB", "recomputed": rows})
+    case = {"model": args.model, "images": args.batch_size, "device": described(device)}
+    return json.dumps({**conditions(args.command_line), **case, "unit": "MiB", "recomputed": rows})
 
 
 def _table(args: Namespace, model: TokenLabelModel, device: torch.device, rows: dict[str, dict[str, float]]) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     height, width = model.img_size
     lines = [
-        f"{args.model}, {args.batch_size} images of {height} x {width}, {name}, torch {torch.__version__}",
+        *heading(args.command_line),
+        f"{args.model}, {args.batch_size} images of {height} x {width} on {described(device)}",
         "",
         "| recomputed | predicted | measured | predicted / measured | measured, an image |",
         "|---|---|---|---|---|",

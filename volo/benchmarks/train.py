@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from volo.benchmarks.arms import OURS, Arm, arms_of, build_bare, build_first, co
 from volo.benchmarks.contest import Found, NoPeerError, hold
 from volo.benchmarks.speed_report import show
 from volo.benchmarks.timm_volo import channels_last_is_faster
-from volo.benchmarks.train_step import TrainStep, load_batches, losses_of, prepared
+from volo.benchmarks.train_step import TrainStep, load_batches, losses_of
 from volo.engine.distributed import choose_device
 from volo.engine.flops import flops_per_image
 from volo.engine.model import TimmModel, eval_settings
@@ -28,6 +28,7 @@ from volo.engine.objective import make_objective
 from volo.engine.precision import Precision, compute_dtype
 
 _LARGEST_DIFFERENCE = 1e-3  # of logits and losses, relative, in float32
+_PREPARED = 2  # batches, used in turns
 
 
 def run(args: Namespace) -> int:
@@ -56,7 +57,7 @@ class _Case:
         if ours.flags.data_backend != "synthetic":
             ours.flags.token_label_size = self.first.token_grid(size)[0]  # without maps: its image's class for each
         self.objective = make_objective(ours.flags, self.first, size)
-        self.prepared = list(islice(load_batches(ours.flags, self.settings, device), 2))
+        self.prepared = list(islice(load_batches(ours.flags, self.settings, device), _PREPARED))
         self._flops: dict[str, float] = {}
 
     def step(self, arm: Arm) -> TrainStep:
@@ -86,7 +87,7 @@ class _Case:
 
     def _batches(self) -> Iterator[Batch]:
         if self.ours.flags.data_backend == "synthetic":
-            return prepared(iter(self.prepared))
+            return cycle(self.prepared)  # no data is loaded in the steps
         return load_batches(self.ours.flags, self.settings, self.device)
 
     def _compare(self, arm: Arm, model: TimmModel) -> None:

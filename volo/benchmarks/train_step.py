@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from itertools import count, cycle, islice
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from volo.engine.precision import Precision, compute_dtype
 
 _SEED = 0
 _LR = 1e-5
-_PREPARED = 2  # batches, used in turns
 
 
 class TrainStep:
@@ -102,11 +101,6 @@ class TrainStep:
         """Raises NonFiniteError: the steps since the last call were none."""
         self.precision.take_broken()
         self.precision.check()
-
-
-def prepared(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The first few batches again and again: no data is loaded in the steps."""
-    return cycle(list(islice(batches, _PREPARED)))
 
 
 def load_batches(flags: Namespace, settings: dict[str, Any], device: torch.device) -> Iterator[Batch]:
