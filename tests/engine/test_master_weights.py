@@ -11,6 +11,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from volo.engine.convolutions import check_convolutions
 from volo.engine.loop import set_train_mode
 from volo.engine.master_weights import WorkingCopy
 from volo.engine.precision import Precision
@@ -58,6 +59,7 @@ def test_norms_are_shared_and_the_rest_is_bfloat16(build: Build) -> None:
 @pytest.mark.parametrize("build", [volo_model, timm_model])
 def test_gradients_are_those_of_float32_up_to_rounding(build: Build) -> None:
     master, reference = build(), build().double()
+    check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU)
     copy = WorkingCopy(master)
     backward(Precision(CPU, torch.bfloat16), copy.module.eval(), images(0))
     backward(Precision(CPU), reference.eval(), images(0).double())

@@ -14,6 +14,7 @@ from tlt.errors import UserError
 from tlt.mixtoken import mixed_share
 from tlt.models import TokenLabelModel, adapt_state_dict, resize_pos_embed
 from tlt.models.layers import SelfAttention
+from volo.engine.convolutions import check_convolutions
 from volo.models.blocks import ClassAttention
 
 NAMES = ["volo_test", "lvvit_test"]
@@ -300,6 +301,7 @@ def test_half_precision_products_do_not_overflow(attention):
 def test_autocast_to_bfloat16_stays_close(name, make_images):
     model, x = build(name).train(), make_images(4, 64)
     expected = model(x, dense=True)
+    check_convolutions(model, (3, 64, 64), torch.bfloat16, x.device)
     with torch.autocast("cpu", torch.bfloat16):
         got = model(x, dense=True, mix_box=(0, 0, 0, 0))
     sum(out.float().square().sum() for out in got).backward()

@@ -23,12 +23,20 @@ def flops_per_image(
         images: Of the batch: with `--drop-path-mode subset` the work of an image depends on it.
         options: More arguments of the model.
     """
+    with FlopCounterMode(display=False) as counter:
+        run_without_contents(model, input_size, backward, images, **options)
+    return counter.get_total_flops() / images
+
+
+def run_without_contents(
+    model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = _IMAGES, **options: Any
+) -> None:
+    """A forward pass, and a backward pass, of tensors that have sizes alone; arguments as `flops_per_image`."""
     values = [*model.named_parameters(), *model.named_buffers()]
     state = {f"model.{name}": value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in values}
     batch = torch.empty(images, *input_size, device="meta")
-    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward):
         torch.func.functional_call(_Pass(model), state, (batch, options))
-    return counter.get_total_flops() / images
 
 
 class _Pass(nn.Module):

@@ -24,6 +24,7 @@ from tlt.data.folder import printable
 from tlt.errors import UserError, require
 from tlt.models.folding import fold_batchnorm
 from volo.engine.checkpoint_file import explained, install, tensor_bytes
+from volo.engine.convolutions import check_convolutions
 from volo.engine.export_formats import FORMATS, Inference, output_names, trace
 from volo.engine.model_config import class_names
 from volo.engine.trained_model import TrainedModel, load_trained
@@ -48,7 +49,10 @@ def run(args: Namespace) -> int:
     expected = run_all(Inference(trained.model, args.dense), images)
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
-    module = Inference(trained.model.to(getattr(torch, args.model_dtype)), args.dense)
+    dtype = getattr(torch, args.model_dtype)
+    for line in check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")):
+        print(line, flush=True)
+    module = Inference(trained.model.to(dtype), args.dense)
     program = trace(module, torch.zeros(2, *shape))
 
     def fill(staged: Path) -> None:

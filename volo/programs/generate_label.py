@@ -40,6 +40,7 @@ from tlt.progress import Progress
 from tlt.store import TreeMetadata
 from volo.engine.annotator import load_annotator
 from volo.engine.compilation import check_scope, compile_errors_told, feature_compiler
+from volo.engine.convolutions import check_convolutions
 from volo.engine.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
 from volo.engine.label_job import ArchiveJob, LabelJob, TreeJob
 from volo.engine.metrics import Sums
@@ -130,6 +131,9 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
     model = model.eval().to(world.device).to(memory_format=memory_format)
     check_dense(model, torch.randn(2, *settings["input_size"], device=world.device), f"--model {args.model}")
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    lines = check_convolutions(model, settings["input_size"], dtype, world.device)
+    for line in lines if world.is_primary else ():
+        print(line, flush=True)
     check_scope(args, model)
     return Annotator(model, args.top_k, dtype, feature_compiler(model, args))
 

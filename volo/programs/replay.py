@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tlt.errors import UserError
 from tlt.weights import peek_checkpoint
 from volo.engine.console import run_program
+from volo.engine.convolutions import check_convolutions
 from volo.engine.data import open_folders, open_labels, train_loader
 from volo.engine.distributed import World, choose_device
 from volo.engine.finetune import load_weights
@@ -101,11 +102,12 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
     objective = make_objective(args, model, settings["input_size"][1:])
     model = prepare_model(model, args, World(0, 0, 1, world.device))
     load_weights(model, weights, use_ema=False)
+    dtype = compute_dtype(args, world.device)
+    check_convolutions(model, settings["input_size"], dtype, world.device)  # as the run did, which told of it
     if getattr(args, "model_dtype", "float32") == "bfloat16":
         model = WorkingCopy(model).module
     set_train_mode(model, args.freeze_bn)
     loader = train_loader(args, folders.train, labels, settings, world)
-    dtype = compute_dtype(args, world.device)
     found: list[str] = []
     watch(model, found)
     batches = loader.epoch(record["epoch"], record["update_in_epoch"])

@@ -26,6 +26,7 @@ from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import LAST, load_finetune, load_weights
 from volo.engine.compilation import CompileWatch, compile_errors_told, compile_model
+from volo.engine.convolutions import check_convolutions
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.engine.data_wait import Advisor
 from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
@@ -113,6 +114,10 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         assert isinstance(objective, TokenLabelObjective)
         objective = replace(objective, teacher=teacher)
     model = prepare_model(model, args, world)
+    dtype = compute_dtype(args, world.device)
+    for each in (model,) if teacher is None else (model, teacher.annotator.model):
+        for line in check_convolutions(each, settings["input_size"], dtype, world.device):
+            logger.line(line)
 
     loader = train_loader(args, folders.train, labels, settings, world)
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
@@ -121,7 +126,6 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
         for skips in (loader.skips, validation.skips):
             logger.skipped("skipped-image", skips.known_images())
 
-    dtype = compute_dtype(args, world.device)
     if args.activation_memory is not None:  # copies of the model are to recompute as it does
         shape = step_shape(objective, settings["input_size"], world.device, dtype)
         logger.line(fit_activations(args, model, shape, world))

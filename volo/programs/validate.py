@@ -27,6 +27,7 @@ from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm
 from volo.engine.compilation import compile_errors_told, compile_model
+from volo.engine.convolutions import check_convolutions
 from volo.engine.data import validation_loader
 from volo.engine.distributed import World, init_world, primary_first, shut_down
 from volo.engine.loop import Evaluation, evaluate
@@ -93,12 +94,14 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
 
     folder = open_folder(args, config, model, world)
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
-    called = compile_model(place_model(called, args, world), args)
+    called = place_model(called, args, world)
+    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    _say(world, check_convolutions(model, settings["input_size"], dtype, world.device))
+    called = compile_model(called, args)
     loader = validation_loader(args, folder, args.batch_size, settings, world)
-    if world.is_primary:
-        for image in loader.skips.known_images():
-            print(f"warning: left out {printable(image.path)}: {image.reason}", flush=True)
-    precision = Precision(world.device, resolve_amp_dtype(args.amp, args.amp_dtype, world.device))
+    known = loader.skips.known_images()
+    _say(world, [f"warning: left out {printable(image.path)}: {image.reason}" for image in known])
+    precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = _Progress(args.log_freq, loader, world, real)
     result = evaluate(called, loader, precision, world, watch)
@@ -118,10 +121,13 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     names = read_class_map(args.class_map) if args.class_map else config.get("class_names")
     folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
-    for warning in folder.warnings + check_num_classes(folder, outputs):
-        if world.is_primary:
-            print(f"warning: {warning}")
+    _say(world, [f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)])
     return folder
+
+
+def _say(world: World, lines: list[str]) -> None:
+    for line in lines if world.is_primary else ():
+        print(line, flush=True)
 
 
 def _row(args: Namespace, parameters: int, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
