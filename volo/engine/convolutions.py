@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import time
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +73,8 @@ def compute_in_float32(layer: nn.Module) -> None:
     """Let a convolution compute in float32 whatever its weights, its inputs and autocast say."""
     if not isinstance(layer, _Float32):
         # As torch.nn.utils.parametrize does it: names, weights and hooks stay, and a copy of the layer does the same.
-        kind: type[Any] = type(layer)
-        layer.__class__ = _float32_class(kind)
+        kind = type(layer)
+        layer.__class__ = type(f"Float32{kind.__name__}", (_Float32, kind), {})
 
 
 class _Float32:
@@ -91,11 +90,6 @@ class _Float32:
         with torch.autocast(kind, enabled=False):
             result: Tensor = super().forward(x.float(), *more)  # type: ignore[misc]
             return result.to(dtype)
-
-
-@cache
-def _float32_class(kind: type) -> type:
-    return type(f"Float32{kind.__name__}", (_Float32, kind), {})
 
 
 def _kinds(model: nn.Module, input_size: tuple[int, int, int]) -> list[tuple[list[str], Input]]:
