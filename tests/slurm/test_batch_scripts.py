@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.programs.conftest import ROOT
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -94,7 +95,7 @@ class FakeSlurm:
         )
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LIMIT)
         return Ended(process.returncode, out, err, self.lines("steps"))
 
     def run(self, script: str, *flags: str, **env: str) -> Ended:
