@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -12,6 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from tests.programs import failing_rank
 from tests.programs.conftest import QUICK, ROOT, UPDATES, Running
+from tlt.errors import UserError
+from volo import cli
 from volo.programs import launch as program
 
 CASES = [
@@ -41,6 +47,22 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
     # Where all have stopped together the last update is saved, else what there was.
     assert saved["update"] == (stopped_at if code in (2, 85) else UPDATES)
     assert "hung" not in run.output
+
+
+def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Mistake(UserError):
+        def __str__(self) -> str:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+            return "no such model"
+
+    def refuse(argv: object) -> NoReturn:
+        raise Mistake
+
+    monkeypatch.setattr(cli.args, "parse_train", refuse)
+    assert (cli.train([]), capsys.readouterr().err) == (2, "error: no such model\n")
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])
