@@ -23,7 +23,7 @@ from volo.programs import launch as program
 CASES = [
     ("exception", 1, 1, "RuntimeError: somebody's own code"),
     ("weights", 0, 3, "[rank 0] error: NaN that this rank alone sees"),
-    ("nan", 1, 3, "[rank 0] error: the gradients of 3 steps in a row"),
+    ("nan", 1, 3, "] error: the gradients of 3 steps in a row"),  # by either rank
     ("data", 1, 2, "[rank 1] error: the storage is gone"),
     ("data at the end", 1, 2, "[rank 1] error: the storage is gone"),
     ("signal in the last update", 0, 85, "[rank 1] stopped because another rank had to"),
@@ -41,7 +41,7 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
     driver = [str(Path(failing_rank.__file__)), fault, str(rank), str(data)]
     run = Running([*launcher, *driver, *flags.split(), "--dist-timeout", "20"], PYTHONPATH=str(ROOT))
     assert run.end() == code, run.output
-    assert told in run.output
+    assert run.output.count(told) == 1
     saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)
     stopped_at = UPDATES + 2 if fault == "data" else 2 * UPDATES
     # Where all have stopped together the last update is saved, else what there was.
