@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -12,6 +17,27 @@ from PIL import Image
 from torch._subclasses import FakeTensorMode
 
 torch.set_num_threads(1)
+T = TypeVar("T")
+LIMIT = 600.0  # seconds for what takes a few: reached where it never comes, not where a machine is slow
+
+
+def wait_until(happened: Callable[[], T], what: Callable[[], str] = str) -> T:
+    """Return what `happened()` returns as soon as that is true. `what` says what did not come within LIMIT."""
+    until, pause = time.monotonic() + LIMIT, 0.01
+    while not (found := happened()):
+        assert time.monotonic() < until, f"not within {LIMIT:g} s: {what()}"
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.3)
+    return found
+
+
+def free_port() -> int:
+    """A port to listen on that no connection is given meanwhile: below those that Linux hands out."""
+    while True:
+        port = 10000 + secrets.randbelow(20000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _imagines_gpus() -> bool:

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.conftest import LIMIT
 from tlt.data import workers
 from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
 from tlt.data.decode import Encoded
@@ -208,7 +209,7 @@ class Hostile(SyntheticBackend):
     def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
         if path.endswith("00000013"):
             if self.deed == "hang":
-                time.sleep(4)
+                time.sleep(2 * LIMIT)
             if self.deed == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise UserError("label 13.pt is damaged: make it again")
@@ -225,12 +226,12 @@ def test_fault_22_killed_worker_is_told_with_a_memory_hint() -> None:
 def test_fault_22_a_killed_worker_is_told_in_a_process_that_has_ended_a_run_before() -> None:
     assert "data worker" in refusal(loader(2, Hostile("die")).epoch(0))
     kill_workers()
-    assert "data worker" in refusal(loader(2, Hostile("die"), timeout=10).epoch(0))
+    assert "data worker" in refusal(loader(2, Hostile("die"), timeout=60).epoch(0))
 
 
 def test_fault_23_hung_storage_names_the_file() -> None:
-    told = refusal(loader(2, Hostile("hang"), timeout=1.0).epoch(0))
-    assert re.fullmatch(r"no batch after 1 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; check.*", told)
+    told = refusal(loader(2, Hostile("hang"), timeout=2.0).epoch(0))
+    assert re.fullmatch(r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; check.*", told)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

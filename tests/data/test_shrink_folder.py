@@ -7,15 +7,17 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
+import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import wait_until
+from tests.programs.conftest import Running, storage
+from tests.programs.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tlt.cli import main
 from tlt.data.folder import scan_folder
 from tlt.data.shrink import shrink
@@ -168,13 +170,14 @@ def test_killed_workers_leave_nothing_half_done(tmp_path: Path) -> None:
         path = data / f"train/class{number % 3}/{number}.png"
         path.parent.mkdir(exist_ok=True)
         os.link(first, path)
-    command = [sys.executable, "-m", "tlt", "shrink", str(data), str(out), "--max-side", "1200", "--workers", "2"]
-    with subprocess.Popen(command, start_new_session=True) as process:
-        while not list(out.glob("train/*/*.jpg")):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.kill()
-    wait_for_workers(out)
+    words = f"shrink {data} {out} --max-side 1200 --workers 2"
+    # Two that the workers wait for for ever.
+    late = ("class1/1.png", "class2/2.png")
+    hangs = f"while os.getpid() != os.getsid(0) and str(path).endswith({late}): time.sleep(0.05)"
+    command = Running([sys.executable, "-m", "tlt", *words.split()], **storage(tmp_path, hangs))
+    wait_until(lambda: [*out.glob("train/*/*.jpg")], lambda: command.output)
+    assert command.end(signal.SIGKILL) == -signal.SIGKILL, command.output
+    wait_until(lambda: unlocked(out))  # workers share the command's lock
     assert len(list(out.glob("train/*/*.jpg"))) < 24
     shrink_folder(str(data), str(out), Settings(max_side=1200), workers=1)
     made = files(out)
@@ -182,17 +185,15 @@ def test_killed_workers_leave_nothing_half_done(tmp_path: Path) -> None:
     assert set(made.values()) == {shrink(first, 1200), made["shrink.json"]}
 
 
-def wait_for_workers(out: Path, patience: float = 30) -> None:
-    """Until the lock is free, which workers share with the command."""
-    deadline, descriptor = time.monotonic() + patience, os.open(out, os.O_RDONLY)
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            assert time.monotonic() < deadline, "workers outlive the command"
-            time.sleep(0.05)
-        else:
-            return os.close(descriptor)
+def unlocked(folder: Path) -> bool:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def refused(data: Path, out: Path, settings: Settings | None = None) -> str:

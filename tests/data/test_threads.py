@@ -17,9 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import LIMIT, wait_until
 from tests.data.test_loader import CONFIG, Hostile, as_floats, loader, refusal, same
 from tlt.data import image_file, threads
-from tlt.data.dataset import EvalDataset, TrainDataset
+from tlt.data.dataset import BatchKey, EvalDataset, Fault, HostBatch, TrainDataset
 from tlt.data.decode import PilBackend, TorchvisionBackend
 from tlt.data.folder import ImageFolder, scan_folder
 from tlt.data.index_stream import IndexStream
@@ -101,10 +102,17 @@ def test_only_what_is_needed_next_is_loaded_ahead() -> None:
 
 
 def test_what_an_epoch_left_early_has_asked_for_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, asked = loader(1, **THREAD), []
+    training, asked, left = loader(1, **THREAD), [], threading.Event()
     load = training.dataset.load
-    monkeypatch.setattr(training.dataset, "load", lambda key: time.sleep(0.05) or asked.append(key.epoch) or load(key))
+
+    def first_or_late(key: BatchKey) -> HostBatch | Fault:
+        assert not asked or left.wait(LIMIT)
+        asked.append(key.epoch)
+        return load(key)
+
+    monkeypatch.setattr(training.dataset, "load", first_or_late)
     next(training.epoch(0))
+    left.set()
     next(training.epoch(1))
     assert asked.count(0) <= 2  # the one that was seen, and one that was being made
 
@@ -112,14 +120,14 @@ def test_what_an_epoch_left_early_has_asked_for_is_not_loaded(monkeypatch: pytes
 def test_threads_keep_no_batch() -> None:
     training = loader(2, **THREAD)
     made = [weakref.ref(host) for host in training._workers.run(lambda: training._keys(0, 0))]
-    time.sleep(0.2)
-    assert len(made) == 7 and not any(batch() for batch in made)
+    wait_until(lambda: not any(batch() for batch in made))
+    assert len(made) == 7
 
 
 def test_fault_23_hung_storage_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_END_PATIENCE", 0.0)
-    told = refusal(loader(2, Hostile("hang"), timeout=1.0, **THREAD).epoch(0))
-    assert "no batch after 1 s (--loader-timeout): reading" in told and "/00000013 has taken" in told
+    told = refusal(loader(2, Hostile("hang"), timeout=2.0, **THREAD).epoch(0))
+    assert "no batch after 2 s (--loader-timeout): reading" in told and "/00000013 has taken" in told
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -161,7 +169,7 @@ def test_a_program_ends_while_a_thread_loads(tmp_path: Path) -> None:
         "threads._END_PATIENCE = 0.5\n"
         "batches = loader(2, Hostile('hang'), worker_type='thread').epoch(0)\nnext(batches)\nprint('one')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")
 
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tlt
+from tests.conftest import LIMIT
 from tests.engine import machines
 from tests.engine.machines import Tree
 from tests.programs.conftest import ROOT
@@ -386,7 +387,7 @@ def test_a_rank_is_bound_before_torch_is_imported_and_so_is_what_it_starts(rank:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     command = [sys.executable, "-c", PROBE, *f"data --device cpu --bind {mode}".split()]
     env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert "TORCH False FAILURES []" in done.stdout, done.stdout + done.stderr
     found = re.findall(r"BOUND (\w+) (\S+) (.*)", done.stdout)
     assert [who for who, _, _ in found] == ["process", "ForkProcess", "Thread"]

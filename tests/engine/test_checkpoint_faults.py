@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import volo.engine.checkpoint_file as module
+from tests.conftest import LIMIT
 from tests.engine.small_run import build, epoch_of, names, resumed, same, save, train
 from tlt.errors import UserError
 from volo.engine.checkpoint import CheckpointDir, TrainState
@@ -133,7 +134,7 @@ def newest(directory: Path) -> int | None:
 def test_fault_01_kill_9(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout == "OK\n", done.stderr
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from tests.conftest import LIMIT
 from tests.programs.conftest import ROOT
 from tlt.errors import UserError
 from volo import cli
@@ -237,8 +238,8 @@ def test_clock_offsets_are_measured_through_the_store() -> None:
     here = Meeting(two, server)
     offset, uncertainty = here.clock_offset(1)
     assert abs(offset - 3.0) <= uncertainty
-    assert here.ask({1: {"do": "report"}}, 5.0) == {1: {"did": "report"}}
-    here.ask({1: {"do": "end", "code": 6}}, 5.0)
+    assert here.ask({1: {"do": "report"}}, LIMIT) == {1: {"did": "report"}}
+    here.ask({1: {"do": "end", "code": 6}}, LIMIT)
     follower.join()
     assert codes == [6]
 
@@ -298,7 +299,7 @@ def conducted(nodes: int, silent: int | None = None) -> Outcome:
         follower.start()
     conductor = Conductor(parse_preflight(["--shm-gb", "0"]), meetings[0], MadeUpNode(0))  # type: ignore[arg-type]
     outcome = conductor.check(time.monotonic())
-    meetings[0].ask({rank: {"do": "end", "code": 0} for rank in range(1, nodes) if rank != silent}, 5.0)
+    meetings[0].ask({rank: {"do": "end", "code": 0} for rank in range(1, nodes) if rank != silent}, LIMIT)
     for follower in followers:
         follower.join()
     return outcome
@@ -534,8 +535,8 @@ def test_one_machine_without_any_variable(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "N"))}
     record = tmp_path / "preflight.json"
     flags = f"--processes 2 --data {tmp_path} --output {tmp_path} --free-gb 0.001 --shm-gb 0.001 --json {record}"
-    command = [sys.executable, "-m", "volo.engine.preflight", *flags.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+    command = [sys.executable, "-m", "volo.engine.preflight", *flags.split(), "--round-timeout", "120"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=LIMIT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith("preflight: 1 node, 2 processes each (") and ended.stdout.endswith(": fit\n")
     assert not ended.stderr

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+from tests.conftest import LIMIT, wait_until
 from tests.faults.lives import Life, start_forks, start_program
 from volo.engine.checkpoint_file import STAGED
 from volo.engine.json_lines import read_json_lines
 from volo.engine.report import without_times
 from volo.engine.resume import find_resume
 
-LIMIT = 120.0  # seconds for one life
 OWN_STARTS = 10  # one life in so many is no fork
 SKIPPED_WRITES = 3  # a kill inside a write comes in one of so many
 
@@ -163,10 +163,7 @@ class Chain:
         return (start_forks if fork else start_program)(flags, self.record.ranks, self.log)
 
     def _wait(self, life: Life) -> None:
-        end = time.monotonic() + LIMIT
-        while (codes := life.codes()) is None:
-            assert time.monotonic() < end, self._told("it did not end")
-            time.sleep(0.01)
+        codes = wait_until(life.codes, lambda: self._told("its end"))
         assert set(codes) == {0}, self._told(f"exit codes {codes}")
 
     def _told(self, what: str) -> str:

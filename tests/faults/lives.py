@@ -9,7 +9,6 @@ import os
 import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,8 @@ from typing import Any
 from matplotlib import pyplot  # noqa: F401  (or every fork would import it)
 
 import volo.programs.train  # noqa: F401
-from tests.programs.conftest import ROOT, children
+from tests.conftest import free_port, wait_until
+from tests.programs.conftest import ROOT, children, ended
 
 APART = 0.05  # at most so many seconds lie between the deaths of two ranks
 
@@ -57,24 +57,14 @@ class Life:
                 os.waitpid(pid, 0)
             return
         self.launcher.wait()
-        while any(map(_lives, self.pids)):
-            time.sleep(0.005)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
+        wait_until(lambda: all(map(ended, self.pids)))
 
 
 def start_forks(flags: list[str], ranks: int, log: Path) -> Life:
     """Start train.py in a fork per rank."""
     envs: list[dict[str, str]] = [{}]
     if ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         envs = [{**master, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return Life([_fork(flags, env, log) for env in envs])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.programs.conftest import ROOT
 
 # All that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, the average, the schedule.
@@ -40,7 +41,7 @@ def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
     where = ["--out", str(tmp_path / "runs"), "--ranks", str(ranks), "--kills", str(kills), "--seed", seed]
     command = [sys.executable, "-m", "tests.faults.kill_chain", *where, "--", str(digits), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=12 * LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
     lost, inside = record["lost"], record["inside_a_write"]

@@ -79,11 +79,11 @@ def test_fault_14_a_disk_that_fills_up_and_is_emptied(
     call: Call, digits: Path, tmp_path: Path, fault: dict[str, str]
 ) -> None:
     """A limit to the size of files, set and lifted from outside, stands for the disk."""
-    flags = f"{FLAGS} --epochs 60 --recovery-interval 2 --output {tmp_path} --experiment run --max-failed-saves 400"
+    flags = f"{FLAGS} --epochs 9999 --recovery-interval 2 --output {tmp_path} --experiment run --max-failed-saves 9999"
     running = start(flags, digits)
     try:
         running.read_until("saved last.pth.tar")
-        resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (3 << 20, resource.RLIM_INFINITY))
         running.read_until("training goes on")
         known = (tmp_path / "run" / "last.pth.tar").stat().st_ino
         running.read_until("training goes on")
@@ -98,13 +98,13 @@ def test_fault_14_a_disk_that_fills_up_and_is_emptied(
     saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["update"]
     assert saved == metrics(tmp_path / "run")[-1]["update"]
     assert not list((tmp_path / "run").glob(".staged-*"))
-    fault |= {"injected": "no file over 1 MiB for two saves", "survived": "yes", "lost": "0", "message": message}
+    fault |= {"injected": "no file over 3 MiB for two saves", "survived": "yes", "lost": "0", "message": message}
 
 
 def test_fault_19_a_second_job_in_the_same_directory(
     call: Call, digits: Path, tmp_path: Path, fault: dict[str, str]
 ) -> None:
-    flags = f"{FLAGS} --epochs 300 --output {tmp_path} --experiment run"
+    flags = f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run"
     running = start(flags, digits)
     try:
         running.read_until("epoch 2 validation")

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.hosts.netns import Hosts, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 # Cores that all hosts share make bandwidths differ more than machines do.
-SHARED_CORES = ("--slow-below", "0.2")
+SHARED_CORES = ("--slow-below", "0.2", "--timeout", "300", "--round-timeout", "120")
 # One node that runs something else than the others: real but for what it says of itself.
 PRETENDING = """
 import sys, time, torch
@@ -53,7 +54,7 @@ class Cluster:
             command = [sys.executable, *program, "--json", str(self.json), *flags]
             if name != missing:
                 running[name] = self.hosts.start(name, command, hosts_file, NODE_RANK=str(rank), **variables)
-        return {name: Ended(process.wait(150), process.communicate()[0]) for name, process in running.items()}
+        return {name: Ended(process.wait(LIMIT), process.communicate()[0]) for name, process in running.items()}
 
     def findings(self) -> list[dict[str, Any]]:
         """What node 0 wrote by --json."""
@@ -87,9 +88,9 @@ def test_healthy_hosts_are_fit(cluster: Cluster) -> None:
 
 
 def test_a_missing_node_is_named(cluster: Cluster) -> None:
-    ended = cluster.run("--timeout", "12", missing="n2")
+    ended = cluster.run("--timeout", "60", missing="n2")
     assert {name: each.code for name, each in ended.items()} == {"n1": 6, "n3": 6}
-    assert "n2: has not come within 12 s: see there whether it is up" in ended["n1"].text
+    assert "n2: has not come within 60 s: see there whether it is up" in ended["n1"].text
     assert [each["nodes"] for each in cluster.findings() if not each["is_note"]] == [["n2"]]
 
 
@@ -101,7 +102,7 @@ def test_node_0_is_missing(cluster: Cluster) -> None:
 
 
 def test_a_node_that_differs_is_named(cluster: Cluster) -> None:
-    ended = cluster.run("--no-bandwidth", pretending="n3")
+    ended = cluster.run("--no-bandwidth", "--timeout", "300", pretending="n3")
     assert {each.code for each in ended.values()} == {6}, ended
     problems = [each for each in cluster.findings() if not each["is_note"]]
     assert {tuple(each["nodes"]) for each in problems} == {("n3",)}
@@ -128,7 +129,7 @@ def test_an_address_that_leads_nowhere(cluster: Cluster, tmp_path: Path, address
 def test_two_nodes_that_reach_only_the_third(cluster: Cluster) -> None:
     cluster.hosts.cut("n2", "n3")
     try:
-        ended = cluster.run(*SHARED_CORES, "--round-timeout", "4")
+        ended = cluster.run(*SHARED_CORES, "--round-timeout", "20")
     finally:
         cluster.hosts.mend("n2", "n3")
     assert {each.code for each in ended.values()} == {6}, ended

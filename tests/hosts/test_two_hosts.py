@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import wait_until
 from tests.hosts.conftest import Host
-from tests.programs.conftest import QUICK, Running, start
+from tests.programs.conftest import QUICK, Running, held, start
 from tests.programs.test_preemption import sha256
 
 pytestmark = pytest.mark.hosts
@@ -45,7 +45,7 @@ def test_two_hosts_end_in_the_weights_of_one(launch: Launch, data: Path, tmp_pat
 
 def test_a_killed_worker_is_restarted_with_all_others(launch: Launch, data: Path, tmp_path: Path) -> None:
     flags = f"{FLAGS} --epochs 2 --output {tmp_path}"
-    runs = launch(flags, data, MAX_RESTARTS="1", LOG_DIR=str(tmp_path / "logs"))
+    runs = launch(flags, data, MAX_RESTARTS="1", LOG_DIR=str(tmp_path / "logs"), **held(tmp_path, at=24))
     runs[0].read_until("epoch 2 [1/5]")
     (worker,) = runs[1].ranks().values()
     os.kill(worker, signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_a_killed_worker_is_restarted_with_all_others(launch: Launch, data: Path
 def test_a_killed_host_ends_the_other_which_names_it(
     launch: Launch, hosts: list[Host], data: Path, tmp_path: Path, killed: int
 ) -> None:
-    runs = launch(f"{FLAGS} --epochs 200 --output {tmp_path} --experiment run", data, MAX_RESTARTS="3")
+    runs = launch(f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, MAX_RESTARTS="3")
     runs[0].read_until("epoch 2 [2/5]")
     hosts[killed].kill()
     other = runs[1 - killed]
@@ -74,7 +74,7 @@ def test_a_killed_host_ends_the_other_which_names_it(
 def test_a_pulled_cable_ends_both_hosts_which_name_each_other(
     launch: Launch, hosts: list[Host], data: Path, tmp_path: Path
 ) -> None:
-    runs = launch(f"{FLAGS} --epochs 200 --output {tmp_path} --experiment run", data, MAX_RESTARTS="3")
+    runs = launch(f"{FLAGS} --epochs 9999 --output {tmp_path} --experiment run", data, MAX_RESTARTS="3")
     runs[0].read_until("epoch 2 [2/5]")
     hosts[1].pull_cable()
     assert ends(runs) == [5, 5], "\n".join(run.output for run in runs)
@@ -86,7 +86,7 @@ def test_a_pulled_cable_ends_both_hosts_which_name_each_other(
 
 def test_a_signal_to_one_host_stops_both_at_the_same_step(launch: Launch, data: Path, tmp_path: Path) -> None:
     flags = f"{FLAGS} --epochs 2 --output {tmp_path} --experiment"
-    runs = launch(f"{flags} cut", data, MAX_RESTARTS="3")
+    runs = launch(f"{flags} cut", data, MAX_RESTARTS="3", **held(tmp_path, at=8))
     runs[0].read_until("epoch 1 [2/5]")
     runs[1].process.send_signal(signal.SIGUSR1)
     assert ends(runs) == [85, 85], "\n".join(run.output for run in runs)
@@ -126,8 +126,7 @@ def test_two_nodes_with_one_number_are_told(hosts: list[Host], data: Path) -> No
 def test_a_port_in_use_is_told_and_waiting_can_be_broken_off(hosts: list[Host], data: Path) -> None:
     nodes = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": hosts[0].address}
     runs = [hosts[0].train(FLAGS, data, **nodes) for _ in range(2)]
-    while all(run.process.poll() is None for run in runs):
-        time.sleep(0.1)
+    wait_until(lambda: any(run.process.poll() is not None for run in runs), lambda: runs[0].output + runs[1].output)
     refused, waiting = sorted(runs, key=lambda run: run.process.poll() is None)
     assert refused.end() == 2 and "can't listen on port 29500" in refused.output
     assert waiting.end(signal.SIGTERM) == 143 and "SIGTERM while waiting for node 1" in waiting.output

@@ -9,7 +9,6 @@ import multiprocessing.connection
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
 
+from tests.conftest import LIMIT, free_port
 from tests.programs.conftest import ROOT
 from tlt import annotate
 from tlt.annotate import Annotator
@@ -59,12 +59,6 @@ def into(command: list[str], name: str, *more: str) -> list[str]:
 def same_files(one: Path, other: Path) -> bool:
     names = [sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) for root in (one, other)]
     return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, False) for name in names[0])
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list[Process]:
@@ -263,7 +257,7 @@ def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: 
     assert generate_label(into(command, "one", *ARCHIVE)) == 0
     launch = [str(ROOT / "distributed_generate_label.sh"), "2", *into(command, "two", *ARCHIVE)]
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=300)
+    said = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("labelling: 16/16 images") == said.stdout.count("16 label maps") == 1
     assert "cells" in said.stdout.splitlines()[-1]

@@ -7,9 +7,7 @@ import gzip
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import wait_until
 from tests.labels.packed import NAMES, make_archive, make_tree, save_image, write_images
+from tests.programs.conftest import Running, children, ended, storage
+from tests.programs.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tlt import shard_writer
 from tlt.cli import main
 from tlt.data.dataset import BatchKey, EvalDataset, TrainDataset
@@ -139,13 +140,6 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     for number in range(60):
         save_image(tmp_path / "data" / "train" / f"c{number % 3}" / f"{number}.png", number, side=140)
@@ -161,17 +155,16 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         "2",
     ]
     out = tmp_path / "out" / "train"
-    process = subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (out / "00000.tar").exists():
-        time.sleep(0.001)
-    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    # One each of the second and the third shard, which the two workers wait for for ever.
+    hangs = 'while os.getpid() != os.getsid(0) and str(path).endswith(("c0/57.png", "c1/58.png")): time.sleep(0.05)'
+    process = Running([*command, str(tmp_path / "out")], **storage(tmp_path, hangs)).process
+    wait_until((out / "00000.tar").exists)
+    wait_until(lambda: len([*out.glob(".*.tmp")]) == 2)
+    workers = children(process.pid)
     process.kill()  # of its workers none goes on writing
     process.wait()
     assert len(workers) == 2
-    patience = time.monotonic() + 30
-    while any(map(running, workers)) and time.monotonic() < patience:
-        time.sleep(0.01)
-    assert not any(map(running, workers))
+    wait_until(lambda: all(map(ended, workers)))
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert made and not (out / INDEX_NAME).exists() and (out / PARTIAL_NAME).exists()
     with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):

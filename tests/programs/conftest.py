@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conftest import LIMIT, wait_until
 from volo import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,40 +61,80 @@ def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:
     """Run `distributed_train.sh` and return its output."""
     command = [str(ROOT / "distributed_train.sh"), str(processes), *map(str, more), *flags.split()]
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
     assert ended.returncode == code, ended.stdout
     return ended.stdout
 
 
+# Without pictures each start is seconds quicker.
+_STORAGE = """
+import itertools, os, sys, time
+sys.modules["matplotlib"] = None
+opens, number, first = os.open, itertools.count(), os.environ.get("LAUNCH_RESTARTS", "0") == "0"
+first &= "SLURM_RESTART_COUNT" not in os.environ
+def opening(path, *more, **named):
+    {}
+    return opens(path, *more, **named)
+os.open = opening
+"""
+
+
+def storage(folder: Path, does: str) -> dict[str, str]:
+    """The environment of Python processes that do this line whenever they open the file at `path`."""
+    (folder / "sitecustomize.py").write_text(_STORAGE.format(does))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def held(folder: Path, at: int, where: str = "/train/") -> dict[str, str]:
+    """The environment of a run that can't be over before something happens to it.
+
+    The image of this number (from 0; each process counts its own) is not read before the process ends, but for a start
+    after a restart.
+    """
+    hangs = f"while first and {where!r} in str(path) and next(number) >= {at}: time.sleep(0.05)"
+    return storage(folder, hangs)
+
+
 class Running:
-    """A program in a process of its own, whose output is read while it runs."""
+    """A program in a process of its own, which `nothing_left_running` ends with the test."""
+
+    begun: list[Running] = []
 
     def __init__(self, command: list[str], **env: str) -> None:
-        self.output = ""
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
+        self._read = 0  # characters, by read_until
         # Nothing is printed late: what was seen has happened.
         self.process = subprocess.Popen(
             command,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env},
-            stdout=subprocess.PIPE,
+            stdout=self._printed,
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
         )
+        self.begun.append(self)
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        descriptor = self._printed.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def read_until(self, text: str) -> None:
-        """Return when a line with `text` has come."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if text in line:
-                return
-        raise AssertionError(f"{text!r} never came:\n{self.output}")
+        """Return when a line with `text` has come, below the one that was waited for before."""
+
+        def line_end() -> int:
+            ended, output = self.process.poll() is not None, self.output
+            at = output.find(text, self._read)
+            assert at >= 0 or not ended, f"{text!r} never came:\n{output}"
+            return output.find("\n", at) + 1 if at >= 0 else 0
+
+        self._read = wait_until(line_end, lambda: f"{text!r} in\n{self.output}")
 
     def end(self, *signals: int) -> int:
         """Send the signals and return the exit code when it has ended."""
         for number in signals:
             self.process.send_signal(number)
-        self.output += self.process.communicate(timeout=120)[0]
+        wait_until(lambda: self.process.poll() is not None, lambda: f"the end of\n{self.output}")
         return self.process.returncode
 
     def ranks(self) -> dict[int, int]:
@@ -99,14 +142,36 @@ class Running:
         return {int(environment(pid)["RANK"]): pid for pid in children(self.process.pid) if "RANK" in environment(pid)}
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """However a test ends, what it has started is gone after it."""
+    yield
+    while Running.begun:
+        process = Running.begun.pop().process
+        if process.poll() is None:
+            for pid in [*children(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
 def children(pid: int) -> list[int]:
-    """The processes that `pid` has started (Linux)."""
+    """The processes that `pid` has started, and that have not ended (Linux)."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
                 found.append(int(stat.parent.name))
     return found
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, also where nobody has asked for its exit code (Linux)."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def environment(pid: int) -> dict[str, str]:

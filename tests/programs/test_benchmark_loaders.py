@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import LIMIT
 from tlt.data.decode import Backend, create_backend
 from tlt.data.folder import scan_folder
 from tlt.data.plan import AugmentConfig
@@ -75,7 +76,7 @@ def _burn(seconds: float) -> None:
 def _burn_and_stay(ready: Event, done: Event) -> None:
     _burn(0.2)
     ready.set()
-    done.wait(60)
+    done.wait(LIMIT)
 
 
 @LINUX
@@ -85,7 +86,7 @@ def test_cpu_time_is_that_of_living_children_too() -> None:
     start = cpu_seconds()
     child = context.Process(target=_burn_and_stay, args=(ready, done), daemon=True)
     child.start()
-    assert ready.wait(60)
+    assert ready.wait(LIMIT)
     used = cpu_seconds() - start
     done.set()
     child.join()

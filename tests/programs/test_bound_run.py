@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.conftest import QUICK, children, start
+from tests.conftest import wait_until
+from tests.programs.conftest import QUICK, children, held, start
 from volo.engine.placement import make_plan
 from volo.engine.topology import listed, numbers, read_machine
 
@@ -30,11 +31,12 @@ def test_two_ranks_and_their_data_workers_have_cpus_of_their_own(
     if len({machine.cores[cpu] for cpu in machine.allowed}) < 2:
         pytest.skip("two ranks need two cores")
     flags = f"{QUICK} -j 1 --epochs 99 --device cpu --bind cpu --output {tmp_path} --experiment run"
-    running = start(flags, make_dataset(), processes=2)
-    running.read_until("epoch 1 [1/")
+    running = start(flags, make_dataset(train=32), processes=2, **held(tmp_path, at=8))
+    running.read_until("epoch 1 [1/2]")
     ranks = running.ranks()
-    bound = {rank: _cpus(pid).union(*map(_cpus, children(pid))) for rank, pid in ranks.items()}
-    assert all(children(pid) for pid in ranks.values())
+    # The workers hang in their second batch.
+    workers = {rank: wait_until(lambda pid=pid: children(pid), lambda: running.output) for rank, pid in ranks.items()}
+    bound = {rank: _cpus(pid).union(*map(_cpus, workers[rank])) for rank, pid in ranks.items()}
     assert running.end(15) == 85
     shares = make_plan(machine, "cpu", "cpu", 2, {}).shares
     assert bound == {rank: {share.cpus} for rank, share in enumerate(shares)}

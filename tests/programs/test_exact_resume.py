@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import LIMIT
 from tests.programs import interrupted_train
 from tests.programs.conftest import QUICK, ROOT, Ended, launch
 from tests.programs.test_train import without_times
@@ -116,7 +117,7 @@ def test_fault_11_interrupted_on_two_ranks(
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
     assert "exitcode  : 130" in stopped.stderr, stopped.stderr
     assert "0 epochs, 2 updates done" in launch(2, f"{flags} --experiment cut", data)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIMIT, free_port
 from tests.programs.conftest import ROOT, Running
 
 # Ends with the code that is in the file RANK.START beside it, and tells what it was given.
@@ -24,7 +25,7 @@ print("on stderr", file=sys.stderr, flush=True)
 ends = here / f"{me}.ends"
 if (here / "slow").exists():
     def save(number, frame):
-        time.sleep(6)
+        time.sleep(float((here / "slow").read_text()))
         (here / f"{me}.saved").touch()
         sys.exit(85)
     signal.signal(signal.SIGTERM, save)
@@ -34,12 +35,6 @@ if (here / "slow").exists():
 code = int(ends.read_text()) if ends.exists() else 0
 os.kill(os.getpid(), signal.SIGKILL) if code < 0 else sys.exit(code)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -102,15 +97,38 @@ def test_the_code_that_says_most_is_that_of_all_nodes_and_final_for_all(
     assert set(told(tmp_path)) == {"0.0", "1.0"}
 
 
-@pytest.mark.parametrize("patience", [1, 60])
+@pytest.mark.parametrize(("patience", "saving"), [(1, LIMIT), (LIMIT, 2)])
 def test_a_process_has_the_shutdown_timeout_to_save_after_another_failed(
-    start: Callable[..., list[Running]], tmp_path: Path, patience: int
+    start: Callable[..., list[Running]], tmp_path: Path, patience: float, saving: float
 ) -> None:
-    (tmp_path / "slow").touch()
+    (tmp_path / "slow").write_text(str(saving))
     (tmp_path / "1.0.ends").write_text("1")
-    (node,) = start(2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(patience))
+    (node,) = start(2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=f"{patience:.0f}")
     assert node.end() == 1, node.output
-    assert (tmp_path / "0.0.saved").exists() == (patience == 60)
+    assert (tmp_path / "0.0.saved").exists() == (saving < patience)
+
+
+# Meets the others where all have the same to tell.
+MISTAKEN = """
+import os, pathlib, sys, time
+import tlt.data.folder
+from tlt.errors import UserError
+from volo.engine.console import run_program
+def parse(argv):
+    rank, here = os.environ["RANK"], pathlib.Path(__file__).parent
+    (here / f"{rank}.here").touch()
+    while len([*here.glob("*.here")]) < 3:
+        time.sleep(0.01)
+    raise UserError("no such model")
+sys.exit(run_program(parse, "none"))
+"""
+
+
+def test_a_mistake_of_several_ranks_is_told_once(start: Callable[..., list[Running]], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MISTAKEN)
+    (node,) = start(3, PYTHONPATH=str(ROOT))
+    assert node.end() == 2, node.output
+    assert len(re.findall(r"\[rank [012]\] error: no such model\n", node.output)) == 1
 
 
 def test_nothing_stays_behind_in_the_temporary_directory(start: Callable[..., list[Running]], tmp_path: Path) -> None:

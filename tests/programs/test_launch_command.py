@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIMIT
 from volo.programs.launch_command import available_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def run(program: str, environment: dict[str, str], **more: str) -> subprocess.Co
     command = [str(ROOT / f"distributed_{program}.sh"), "2", "/data", "--model", "volo_d1", "--output", "with space"]
     clean = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DRY_RUN": "1", "OMP_NUM_THREADS": "4"}
     env = {**clean, **environment, **more}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,39 +9,24 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.programs.conftest import QUICK, ROOT, Running, children, metrics, start
+from tests.conftest import wait_until
+from tests.programs.conftest import QUICK, ROOT, Running, children, ended, held, metrics, start, storage
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 slow = pytest.mark.faults
-FLAGS = f"{QUICK} -j 1 --epochs 200 --lr 1e-3 --experiment run --output"
+# So many epochs that no run has ended before it is hit.
+FLAGS = f"{QUICK} -j 1 --epochs 9999 --lr 1e-3 --experiment run --output"
 
 
 @pytest.fixture
 def data(make_dataset: Callable[..., Path]) -> Path:
     return make_dataset(train=40, validation=8)
-
-
-@pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """`begin(flags, *more, processes=1)`, with nothing left running after the test."""
-    begun: list[Running] = []
-
-    def begin(flags: str, *more: str | Path, **options: object) -> Running:
-        begun.append(start(flags, *more, **options))  # type: ignore[arg-type]
-        return begun[-1]
-
-    yield begin
-    for one in begun:
-        if one.process.poll() is None:
-            for pid in [*children(one.process.pid), one.process.pid]:
-                os.kill(pid, signal.SIGKILL)
 
 
 def saved(run: Path) -> dict[str, object]:
@@ -65,43 +50,38 @@ def sha256(run: Path) -> str:
     ],
 )
 def test_fault_07_08_09_a_signal_saves_the_present_step_and_ends_all_processes(
-    begin: Callable[..., Running], data: Path, tmp_path: Path, number: int, code: int
+    data: Path, tmp_path: Path, number: int, code: int
 ) -> None:
-    run = begin(f"{FLAGS} {tmp_path}", data)
+    run = start(f"{FLAGS} {tmp_path}", data)
     run.read_until("epoch 2 [3/5]")
-    workers = children(run.process.pid)
-    assert workers
+    workers = wait_until(lambda: children(run.process.pid))  # none between two epochs
     # As a terminal or Slurm does it: to the data workers, too.
     os.killpg(run.process.pid, number)
     assert run.end() == code, run.output
     assert "Traceback" not in run.output
     assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"] >= 8
-    time.sleep(0.1)
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    wait_until(lambda: all(map(ended, workers)))
 
 
 @slow
 @linux
-def test_fault_09_a_second_signal_ends_at_once(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
-    run = begin(f"{FLAGS} {tmp_path} -b 4", data, processes=2)
+def test_fault_09_a_second_signal_ends_at_once(data: Path, tmp_path: Path) -> None:
+    run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, **held(tmp_path, at=8))
     run.read_until("[2/5]")
     ranks = run.ranks()
-    os.kill(ranks[1], signal.SIGSTOP)  # rank 0 waits for it, inside of torch
-    for _ in range(2):
-        time.sleep(1.5)  # what comes within a second is the same warning
-        assert ranks[0] in children(run.process.pid)
-        os.kill(ranks[0], signal.SIGINT)
+    os.kill(ranks[1], signal.SIGSTOP)  # rank 0 waits for it, inside of torch, as soon as it is told to end
+    os.kill(ranks[0], signal.SIGINT)
     run.read_until("SIGINT: this run stops")
-    while ranks[0] in children(run.process.pid):
-        time.sleep(0.05)
+    time.sleep(2)  # what comes within a second is the same warning
+    assert ranks[0] in children(run.process.pid)
+    os.kill(ranks[0], signal.SIGINT)
+    wait_until(lambda: ranks[0] not in children(run.process.pid), lambda: run.output)
     os.kill(ranks[1], signal.SIGKILL)
     assert run.end() == 130
     assert not (tmp_path / "run" / "last.pth.tar").exists()
 
 
-def test_fault_09_a_background_process_of_a_script_heeds_sigint(
-    begin: Callable[..., Running], data: Path, tmp_path: Path
-) -> None:
+def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_path: Path) -> None:
     # What a shell does to the processes that it starts with &.
     ignored = [
         "import os, signal, sys",
@@ -118,30 +98,29 @@ def test_fault_09_a_background_process_of_a_script_heeds_sigint(
 @linux
 @pytest.mark.parametrize("target", ["launcher", pytest.param("rank 1", marks=slow)])
 def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_same_bits(
-    begin: Callable[..., Running], data: Path, tmp_path: Path, target: str
+    data: Path, tmp_path: Path, target: str
 ) -> None:
     flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 6 --output {tmp_path} --experiment"
-    cut = begin(f"{flags} cut", data, processes=2)
+    cut = start(f"{flags} cut", data, processes=2, **held(tmp_path, at=12))
     cut.read_until("epoch 1 [3/5]")
     os.kill(cut.process.pid if target == "launcher" else cut.ranks()[1], signal.SIGTERM)
     assert cut.end() == 85, cut.output
-    assert 3 <= int(saved(tmp_path / "cut")["update"]) < 30  # type: ignore[call-overload]
-    assert begin(f"{flags} cut --resume auto", data, processes=2).end() == 0
-    assert begin(f"{flags} whole", data, processes=2).end() == 0
+    assert saved(tmp_path / "cut")["update"] == 3
+    assert start(f"{flags} cut --resume auto", data, processes=2).end() == 0
+    assert start(f"{flags} whole", data, processes=2).end() == 0
     assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
 
 
 @slow
 @linux
-def test_fault_07_a_signal_while_the_data_hangs(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
-    run = begin(f"{FLAGS} {tmp_path}", data)
-    run.read_until("epoch 2 [2/5]")
+def test_fault_07_a_signal_while_the_data_hangs(data: Path, tmp_path: Path) -> None:
+    run = start(f"{FLAGS} {tmp_path}", data, **held(tmp_path, at=16))
+    run.read_until("epoch 1 [2/5]")
     (worker,) = children(run.process.pid)
     os.kill(worker, signal.SIGSTOP)
-    time.sleep(0.5)
     assert run.end(signal.SIGTERM) == 85, run.output
-    assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"]
-    resumed = begin(f"{FLAGS} {tmp_path} --resume auto", data)
+    assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"] == 2
+    resumed = start(f"{FLAGS} {tmp_path} --resume auto", data)
     resumed.read_until("volo_test:")
     assert resumed.end(signal.SIGUSR1) == 85, resumed.output
 
@@ -149,15 +128,16 @@ def test_fault_07_a_signal_while_the_data_hangs(begin: Callable[..., Running], d
 @slow
 @linux
 def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(
-    begin: Callable[..., Running], make_dataset: Callable[..., Path], tmp_path: Path
+    make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
-    data = make_dataset(train=8, validation=400)
-    run = begin(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data)
+    data = make_dataset(train=8)
+    hanging = held(tmp_path, at=5, where="/validation/")
+    run = start(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data, **hanging)
     run.read_until("[1/1]")
     assert run.end(signal.SIGTERM) == 85, run.output
     checkpoint = saved(tmp_path / "run")
     assert (checkpoint["epoch"], checkpoint["update"]) == (-1, 1)
-    resumed = begin(f"{FLAGS} {tmp_path} -j 0 --resume auto", data)
+    resumed = start(f"{FLAGS} {tmp_path} -j 0 --resume auto", data)
     resumed.read_until("epoch 1 validation")
     assert resumed.end(signal.SIGTERM) == 85, resumed.output
 
@@ -182,27 +162,24 @@ def test_fault_08_the_job_goes_back_into_the_queue(data: Path, tmp_path: Path) -
 
 @slow
 @linux
-def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(
-    begin: Callable[..., Running], data: Path, tmp_path: Path
-) -> None:
+def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(data: Path, tmp_path: Path) -> None:
     flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 3 --output {tmp_path}"
     # No name: the restarted processes have to find their own run.
-    run = begin(flags, data, processes=2, MAX_RESTARTS="1")
-    run.read_until("epoch 2 [2/5]")
+    run = start(f"{flags} --recovery-interval 2", data, processes=2, MAX_RESTARTS="1", **held(tmp_path, at=12))
+    run.read_until("epoch 1 [3/5]")
+    wait_until(lambda: [*tmp_path.glob("*/last.pth.tar")], lambda: run.output)
     os.kill(run.ranks()[1], signal.SIGKILL)
     assert run.end() == 0, run.output
     assert "restart 1 of 1" in run.output and "resumed" in run.output
     (directory,) = tmp_path.glob("*-volo_test-32")
-    assert begin(f"{flags} --experiment whole", data, processes=2).end() == 0
+    assert start(f"{flags} --experiment whole", data, processes=2).end() == 0
     assert sha256(directory) == sha256(tmp_path / "whole")
 
 
 @linux
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=slow), 1])
-def test_fault_21_a_stopped_rank_is_named_and_the_others_end(
-    begin: Callable[..., Running], data: Path, tmp_path: Path, stopped: int
-) -> None:
-    run = begin(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 2", data, processes=2)
+def test_fault_21_a_stopped_rank_is_named_and_the_others_end(data: Path, tmp_path: Path, stopped: int) -> None:
+    run = start(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 6", data, processes=2)
     run.read_until("epoch 2 [2/5]")
     ranks = run.ranks()
     os.kill(ranks[stopped], signal.SIGSTOP)
@@ -215,65 +192,41 @@ def test_fault_21_a_stopped_rank_is_named_and_the_others_end(
 
 @linux
 def test_fault_22_a_killed_data_worker_is_replaced_once_and_then_the_run_saves_and_stops(
-    begin: Callable[..., Running], data: Path, tmp_path: Path
+    data: Path, tmp_path: Path
 ) -> None:
-    run = begin(f"{FLAGS} {tmp_path} --epochs 2000 -b 2", data)
-    run.read_until("epoch 2 [2/20]")
-    for _ in range(2):
-        (worker,) = children(run.process.pid)
-        os.kill(worker, signal.SIGKILL)
-        if _ == 0:
-            run.read_until("started anew")
+    run = start(f"{FLAGS} {tmp_path} -b 2", data, **held(tmp_path, at=6))  # none reads more than three batches
+    run.read_until("epoch 1 [3/20]")
+    (worker,) = children(run.process.pid)
+    os.kill(worker, signal.SIGKILL)
+    run.read_until("epoch 1 [4/20]")
+    assert "started anew" in run.output
+    (another,) = children(run.process.pid)
+    os.kill(another, signal.SIGKILL)
     assert run.end() == 2, run.output
     # torch hears of a dead worker in two ways, and tells the signal in one of them.
     assert re.search(
         r"a data worker (was killed by signal: Killed|exited unexpectedly): most likely too little memory", run.output
     )
-    assert int(saved(tmp_path / "run")["update"]) > 22  # type: ignore[call-overload]
-
-
-_DEAD_STORAGE = """
-import os, time
-opens = os.open
-def hanging(path, *more, **named):
-    while str(path).endswith("blue0.jpg") and os.path.exists(os.environ["DEAD"]):
-        time.sleep(0.1)
-    return opens(path, *more, **named)
-os.open = hanging
-"""
+    assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"]
 
 
 @linux
-def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(
-    begin: Callable[..., Running], data: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_DEAD_STORAGE)
+def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(data: Path, tmp_path: Path) -> None:
     dead = tmp_path / "dead"
-    run = begin(
-        f"{FLAGS} {tmp_path} --loader-timeout 2 --dist-timeout 1", data, PYTHONPATH=str(tmp_path), DEAD=str(dead)
-    )
+    hangs = f'while str(path).endswith("blue0.jpg") and os.path.exists({str(dead)!r}): time.sleep(0.1)'
+    run = start(f"{FLAGS} {tmp_path} --loader-timeout 6 --dist-timeout 4", data, **storage(tmp_path, hangs))
     run.read_until("epoch 1 [5/5]")
     dead.touch()
     assert run.end() == 2, run.output
-    assert re.search(r"no batch after 2 s \(--loader-timeout\): reading .*/blue0.jpg has taken", run.output)
+    assert re.search(r"no batch after 6 s \(--loader-timeout\): reading .*/blue0.jpg has taken", run.output)
     assert "Traceback" not in run.output
     assert int(saved(tmp_path / "run")["update"]) >= 5  # type: ignore[call-overload]
 
 
-_SLOW_RANK = """
-import os, time
-opens = os.open
-def slowly(*more, **named):
-    time.sleep(0.05 * (os.environ.get("RANK") == "1"))
-    return opens(*more, **named)
-os.open = slowly
-"""
-
-
 @linux
-def test_a_slow_rank_is_named(begin: Callable[..., Running], data: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_SLOW_RANK)
-    run = begin(f"{FLAGS} {tmp_path} -j 0 -b 4 --epochs 1", data, processes=2, PYTHONPATH=str(tmp_path))
+def test_a_slow_rank_is_named(data: Path, tmp_path: Path) -> None:
+    slowly = storage(tmp_path, 'time.sleep(0.2 * (os.environ.get("RANK") == "1" and "/train/" in str(path)))')
+    run = start(f"{FLAGS} {tmp_path} -j 0 -b 4 --epochs 1", data, processes=2, **slowly)
     assert run.end() == 0, run.output
     assert run.output.count("the others wait for rank 1 on ") == 1
     assert "[rank 1] warning: data wait" in run.output and "the others wait for rank 0" not in run.output
@@ -283,14 +236,10 @@ def test_a_slow_rank_is_named(begin: Callable[..., Running], data: Path, tmp_pat
 
 @slow
 @linux
-def test_fault_07_data_workers_end_with_a_killed_main_process(
-    begin: Callable[..., Running], data: Path, tmp_path: Path
-) -> None:
-    run = begin(f"{FLAGS} {tmp_path}", data)
-    run.read_until("epoch 2 [2/5]")
+def test_fault_07_data_workers_end_with_a_killed_main_process(data: Path, tmp_path: Path) -> None:
+    run = start(f"{FLAGS} {tmp_path}", data, **held(tmp_path, at=16))
+    run.read_until("epoch 1 [2/5]")
     (worker,) = children(run.process.pid)
     os.kill(worker, signal.SIGSTOP)  # or it would notice by itself
     assert run.end(signal.SIGKILL) == -signal.SIGKILL
-    time.sleep(0.2)
-    with suppress(FileNotFoundError):
-        assert ") Z " in Path(f"/proc/{worker}/stat").read_text()
+    wait_until(lambda: ended(worker))

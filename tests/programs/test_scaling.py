@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
+from tests.conftest import LIMIT
 from volo import cli
 from volo.benchmarks import scaling_published as published
 from volo.benchmarks.scaling_fit import MeasuredStep, Transfer, fit, fit_link, where
@@ -293,7 +294,7 @@ def test_the_program_measures_a_model_of_this_project() -> None:
     """As a user starts it: the ranks are processes of their own, which have to know the model, too."""
     line = "scaling --model volo_test --ranks 1 2 --rounds 2 -b 1 --device cpu --json"
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmark.py"), *line.split()], capture_output=True, text=True, timeout=300
+        [sys.executable, str(ROOT / "benchmark.py"), *line.split()], capture_output=True, text=True, timeout=LIMIT
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)

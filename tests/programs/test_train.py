@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.conftest import LIMIT
 from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
 from volo.engine.json_lines import read_json_lines
@@ -312,5 +313,5 @@ def test_an_archive_trains_as_its_tree_does(
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     flags = f"{QUICK} --data-backend synthetic --epochs 1 --output {tmp_path}"
     command = f"{sys.executable} {ROOT / 'train.py'} {flags} | head -n 1"
-    ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=LIMIT)
     assert len(ended.stdout.splitlines()) == 1 and "Traceback" not in ended.stderr

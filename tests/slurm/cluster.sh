@@ -59,7 +59,7 @@ MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
+SlurmdTimeout=30
 MessageTimeout=10
 KillWait=15
 PreemptType=preempt/partition_prio
@@ -128,7 +128,7 @@ up() {
   inside "$CONTROLLER" ctl slurmctld -i -f "$DIR/slurm.conf" >>"$DIR/log/slurmctld.log" 2>&1
   local node
   for node in "${NODES[@]}"; do start_node "$node"; done
-  for _ in $(seq 200); do
+  for _ in $(seq 3000); do
     [ "$(run sinfo -h -N -p low -t idle -o %N 2>/dev/null | wc -l)" != ${#NODES[@]} ] || return 0
     sleep 0.1
   done

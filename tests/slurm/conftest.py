@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copyfile, which
@@ -16,8 +15,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.conftest import wait_until
 from tests.faults.conftest import all_digits as all_digits  # a fixture
-from tests.programs.conftest import ROOT
+from tests.programs.conftest import ROOT, storage
 
 _SCRIPT = str(Path(__file__).with_name("cluster.sh"))
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")
@@ -25,18 +25,7 @@ FLAGS = (
     "--model volo_test --img-size 32 --num-classes 10 -b 4 -j 0 --epochs 3 --warmup-epochs 0 --cooldown-epochs 0 "
     "--lr 1e-3 --log-interval 1 --hflip 0"
 )
-# The first start waits before it reads an image, so that it is still training when something happens to it. Without
-# pictures each start is seconds quicker.
-_SITE = """
-import os, sys, time
-sys.modules["matplotlib"] = None
-opens = os.open
-def slowly(path, *more, **named):
-    if str(path).endswith(".png"):
-        time.sleep(float(os.environ.get("SLOW", 0)) * ("SLURM_RESTART_COUNT" not in os.environ))
-    return opens(path, *more, **named)
-os.open = slowly
-"""
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
 class Whole(NamedTuple):
@@ -57,7 +46,6 @@ class Cluster:
 
     def __init__(self, scratch: Path, data: Path) -> None:
         self.scratch, self.data = scratch, data
-        (scratch / "sitecustomize.py").write_text(_SITE)
         self.env = {
             "DATA": str(data),
             "OUTPUT": str(scratch / "runs"),
@@ -66,7 +54,7 @@ class Cluster:
             "PROCESSES": "1",
             "PREFLIGHT": "0",
             "PYTHON": sys.executable,
-            "PYTHONPATH": str(scratch),
+            **storage(scratch, "pass"),
             "OMP_NUM_THREADS": "1",
             "SHUTDOWN_TIMEOUT": "20",
         }
@@ -89,26 +77,24 @@ class Cluster:
         shown = self.run("scontrol", "show", "job", "-o", number)
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
-    def wait(self, number: str, *states: str, seconds: float = 300) -> dict[str, str]:
+    def wait(self, number: str, *states: str) -> dict[str, str]:
         """Wait until a job is in one of these states."""
-        until = time.monotonic() + seconds
-        while (job := self.job(number))["JobState"] not in states:
-            assert time.monotonic() < until, f"job {number} is {job['JobState']}\n{self.log(number)}"
-            time.sleep(0.3)
-        return job
+
+        def reached() -> dict[str, str]:
+            job = self.job(number)
+            return job if job["JobState"] in states else {}
+
+        return wait_until(reached, lambda: f"{states} of {self.job(number)}\n{self.log(number)}")
 
     def ended(self, number: str, state: str = "COMPLETED") -> dict[str, str]:
         """Wait for a job's end, which has to be this one."""
-        job = self.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        job = self.wait(number, *ENDS)
         assert job["JobState"] == state, self.log(number)
         return job
 
-    def read_until(self, number: str, text: str, seconds: float = 300) -> None:
+    def read_until(self, number: str, text: str) -> None:
         """Wait until a job has printed something."""
-        until = time.monotonic() + seconds
-        while text not in self.log(number):
-            assert time.monotonic() < until, f"{text!r} never came\n{self.log(number)}"
-            time.sleep(0.2)
+        wait_until(lambda: text in self.log(number), lambda: f"{text!r} in\n{self.log(number)}")
 
     def log(self, number: str) -> str:
         """All that a job has printed, of its script and of its nodes."""
@@ -126,10 +112,8 @@ class Cluster:
 
     def revive(self, node: str) -> None:
         subprocess.run([_SCRIPT, "revive", node], check=True)
-        until = time.monotonic() + 60
-        while self.run("sinfo", "-h", "-n", node, "-p", "low", "-o", "%t") != "idle":
-            assert time.monotonic() < until, self.run("sinfo", "-N")
-            time.sleep(0.3)
+        state = ("sinfo", "-h", "-n", node, "-p", "low", "-o", "%t")
+        wait_until(lambda: self.run(*state) == "idle", lambda: self.run("sinfo", "-N"))
 
 
 def _why_no_cluster() -> str | None:
@@ -193,4 +177,4 @@ def begin(cluster: Cluster) -> Iterator[Callable[..., str]]:
     for number in numbers:
         cluster.run("scancel", number)
     for number in numbers:
-        cluster.wait(number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", seconds=60)
+        cluster.wait(number, *ENDS)

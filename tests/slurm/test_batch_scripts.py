@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.conftest import LIMIT
 from tests.programs.conftest import ROOT
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -94,7 +95,7 @@ class FakeSlurm:
         )
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LIMIT)
         return Ended(process.returncode, out, err, self.lines("steps"))
 
     def run(self, script: str, *flags: str, **env: str) -> Ended:
@@ -234,9 +235,7 @@ def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> 
     # What a training does: a while after the first warning it leaves, a second one does nothing.
     do = f"trap ': $((n++))' USR1; echo begun; until [ $n ]; do /bin/sleep 0.05; done; /bin/sleep 0.3; {MARKED} 85"
     process = slurm.start("pretrain.sbatch", DO=do)
-    assert process.stdout is not None
-    while "begun" not in process.stdout.readline():
-        pass
+    assert process.stdout is not None and any("begun" in line for line in process.stdout)
     for _ in range(2):
         process.send_signal(signal.SIGUSR1)
         subprocess.run(["/bin/sleep", "0.1"], check=True)
@@ -246,9 +245,7 @@ def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> 
 
 def test_a_warning_during_the_preflight_requeues_and_starts_no_training(slurm: FakeSlurm) -> None:
     process = slurm.start("pretrain.sbatch", ON="preflight", DO="echo begun; exec /bin/sleep 20")
-    assert process.stdout is not None
-    while "begun" not in process.stdout.readline():
-        pass
+    assert process.stdout is not None and any("begun" in line for line in process.stdout)
     process.send_signal(signal.SIGUSR1)
     ended = slurm.end(process)
     assert ended.code == 138 and len(ended.steps) == 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.programs.conftest import held
 from tests.slurm.conftest import FLAGS, Cluster, Whole
 
 pytestmark = pytest.mark.slurm
@@ -44,15 +46,15 @@ def test_fine_tuning_follows_the_pretraining_on_data_staged_on_each_node(cluster
 
 
 def test_the_time_limit_saves_requeues_and_resumes_to_the_same_weights(
-    cluster: Cluster, begin: Begin, whole: Whole
+    cluster: Cluster, begin: Begin, whole: Whole, tmp_path: Path
 ) -> None:
-    job = begin("pretrain", options="-N 2 --signal=B:USR1@15", EXPERIMENT="limited", SLOW="1")
-    cluster.read_until(job, "epoch 1 [1/5]")
-    hours, minutes, seconds = map(int, cluster.job(job)["RunTime"].split(":"))
-    limit = hours * 60 + minutes + (seconds + 20) // 60 + 1
-    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+    job = begin("pretrain", options="-N 2 --signal=B:USR1@60", EXPERIMENT="limited", **held(tmp_path, at=8))
+    cluster.read_until(job, "epoch 1 [2/5]")
+    hours, minutes, _ = map(int, cluster.job(job)["RunTime"].split(":"))
+    # The warning comes within a minute, the limit a minute or more after it.
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={hours * 60 + minutes + 2}")
+    cluster.read_until(job, '"reason": "stopped by SIGUSR1"')
     cluster.read_until(job, f"job {job} goes back into the queue")
-    assert '"reason": "stopped by SIGUSR1"' in cluster.log(job)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     assert cluster.ended(job)["Restarts"] == "1"
     (resumed,) = [event for event in events(cluster, "limited", "resume") if event["path"]]
@@ -61,32 +63,29 @@ def test_the_time_limit_saves_requeues_and_resumes_to_the_same_weights(
 
 
 def test_a_job_of_higher_priority_takes_the_nodes_and_the_run_goes_on_after_it(
-    cluster: Cluster, begin: Begin, whole: Whole
+    cluster: Cluster, begin: Begin, whole: Whole, tmp_path: Path
 ) -> None:
-    job = begin("pretrain", EXPERIMENT="preempted", SLOW="0.5")
+    job = begin("pretrain", EXPERIMENT="preempted", **held(tmp_path, at=12))
     cluster.read_until(job, "epoch 1 [3/5]")
-    urgent = cluster.run(
-        "sbatch", "--parsable", "-p", "high", "-N", "3", "--exclusive", "-o", "/dev/null", "--wrap", "true"
-    )
-    cluster.ended(urgent)
-    assert '"reason": "stopped by SIGTERM"' in cluster.log(job)
+    take_all_nodes(cluster)
+    cluster.read_until(job, '"reason": "stopped by SIGTERM"')
     assert cluster.ended(job)["Restarts"] == "1"
     assert cluster.weights("preempted") == whole.weights
 
 
-def test_a_job_that_is_preempted_before_it_has_begun_to_train_comes_back(cluster: Cluster, begin: Begin) -> None:
-    job = begin("pretrain", f"{FLAGS} --epochs 1", EXPERIMENT="early")
-    cluster.wait(job, "RUNNING")
+def test_a_job_that_is_preempted_before_it_has_begun_to_train_comes_back(
+    cluster: Cluster, begin: Begin, tmp_path: Path
+) -> None:
+    job = begin("pretrain", f"{FLAGS} --epochs 1", EXPERIMENT="early", **held(tmp_path, at=0))
     cluster.read_until(job, "distributed_train.sh")
-    urgent = cluster.run(
-        "sbatch", "--parsable", "-p", "high", "-N", "3", "--exclusive", "-o", "/dev/null", "--wrap", "true"
-    )
-    cluster.ended(urgent)
+    take_all_nodes(cluster)
     assert cluster.ended(job)["Restarts"] == "1"
 
 
-def test_the_job_of_a_dead_node_goes_on_on_the_spare_one(cluster: Cluster, begin: Begin, whole: Whole) -> None:
-    job = begin("pretrain", EXPERIMENT="moved", SLOW="0.5")
+def test_the_job_of_a_dead_node_goes_on_on_the_spare_one(
+    cluster: Cluster, begin: Begin, whole: Whole, tmp_path: Path
+) -> None:
+    job = begin("pretrain", EXPERIMENT="moved", **held(tmp_path, at=28))
     cluster.read_until(job, "epoch 2 [2/5]")
     cluster.kill("node2")
     try:
@@ -98,8 +97,8 @@ def test_the_job_of_a_dead_node_goes_on_on_the_spare_one(cluster: Cluster, begin
         cluster.revive("node2")
 
 
-def test_what_is_cancelled_stays_away(cluster: Cluster, begin: Begin) -> None:
-    job = begin("pretrain", EXPERIMENT="cancelled", SLOW="0.2")
+def test_what_is_cancelled_stays_away(cluster: Cluster, begin: Begin, tmp_path: Path) -> None:
+    job = begin("pretrain", EXPERIMENT="cancelled", **held(tmp_path, at=8))
     cluster.read_until(job, "epoch 1 [2/5]")
     cluster.run("scancel", job)
     cluster.ended(job, "CANCELLED")

@@ -8,16 +8,18 @@ more; 1 a defect in the program, with its traceback.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from tlt.errors import UserError
 from volo.engine.binding import bind_process
-from volo.engine.preempt import Stopped
+from volo.engine.preempt import STOP, Stopped
 
 
 def run_program(
@@ -36,12 +38,14 @@ def run_program(
     except UserError as error:
         if debug:
             raise
+        STOP.too_late()
         from tlt.data.folder import printable  # imports torch, which `--help` must not
 
         # What a message quotes (a flag, a file's name) may break lines.
         _tell(f"error: {printable(str(error))}")
         return _leave(error.exit_code)
     except Stopped as stop:
+        STOP.too_late()
         _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")
         return _leave(stop.exit_code)
     except KeyboardInterrupt:
@@ -57,8 +61,17 @@ def run_program(
 
 
 def _tell(text: str) -> None:
-    """One line on stderr, in one piece: ranks share it."""
-    print(f"{_rank_prefix()}{text}\n", file=sys.stderr, end="", flush=True)
+    """One line on stderr, in one piece: ranks share it. What several of a launch have to say the first of them says."""
+    line = f"{_rank_prefix()}{text}\n"
+    # A file of volo/programs/launch.py for the ranks of this machine; other launchers have none.
+    with suppress(KeyError, OSError), open(os.environ["LAUNCH_TOLD"], "r+") as told:
+        # The line is out before anybody with the same leaves, which would end the one that has to say it.
+        fcntl.flock(told, fcntl.LOCK_EX)
+        if f"{text!r}\n" not in told.readlines():
+            print(line, file=sys.stderr, end="", flush=True)
+            told.write(f"{text!r}\n")
+        return
+    print(line, file=sys.stderr, end="", flush=True)
 
 
 def _joined() -> bool:

@@ -125,6 +125,10 @@ class StopSignal:
         finally:
             self._may_raise = False
 
+    def too_late(self) -> None:
+        """From here on a signal is noted only: the program tells why it ends, and ends."""
+        self._may_raise = False
+
     def request(self, number: int) -> bool:
         """Note a signal that this rank or another one got. Returns whether it is the first."""
         with self._lock:

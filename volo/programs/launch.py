@@ -334,6 +334,9 @@ def _torchrun(args: Namespace, start: int) -> int:
         named.rdzv_backend, named.rdzv_endpoint = "c10d", "localhost:0"
     scratch = tempfile.mkdtemp(prefix="volo_launch_")
     try:
+        told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
+        told.touch()
+        os.environ["LAUNCH_TOLD"] = str(told)
         config, program, flags = config_from_args(named)
         config.logs_specs = RankLogs(scratch, args)
         elastic_launch(config=config, entrypoint=program)(*flags)

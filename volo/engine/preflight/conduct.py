@@ -26,7 +26,7 @@ from volo.engine.preflight.outcome import Outcome
 
 FIT, NOT_FIT = 0, 6
 _REPORT_S = 30.0
-_READY_S = 70.0
+_READY_S = 250.0
 _RESTART_S = 20.0  # of a process that had to be killed
 _END_S = 5.0
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-_START_S = 60.0
+_START_S = 240.0  # torch is read from a file system that all nodes may be reading it from
 _SLACK_S = 3.0  # the process's own timeout comes first, and tells more
 
 
