@@ -41,6 +41,13 @@ def test_a_part_is_not_whole(options: dict[str, object]) -> None:
     assert not any(whole_frame(data[:length]) for length in range(len(data)))
 
 
+def test_a_progressive_file_without_its_last_scans_is_not_whole() -> None:
+    """Its markers are sound; libjpeg makes up what is missing, from version 2.1 on of more neighbours."""
+    data = saved(progressive=True)
+    scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
+    assert len(scans) > 5 and not any(whole_frame(data[:at] + b"\xff\xd9") for at in scans)
+
+
 def test_fill_before_a_marker_is_none_of_it() -> None:
     data = saved()
     table = data.index(b"\xff\xdb")

@@ -164,7 +164,7 @@ def loss_from_maps(case: tuple[LabelBatch, Tensor, Tensor, Tensor], cls: Tensor,
 
 
 def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss_from_maps, fullgraph=True, backend=counter)
     cls, aux, _ = small_case()
@@ -175,7 +175,7 @@ def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
         grads = [torch.autograd.grad(loss.total, (cls, aux)) for loss in (found, expected)]
         torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-14)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.gpu

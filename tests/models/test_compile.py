@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import timm
 import torch
-import torch._dynamo as dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
 BOXES = [(1, 1, 3, 3), (0, 0, 2, 4), (2, 1, 4, 4), (0, 0, 0, 0), (0, 1, 1, 2)]
@@ -13,11 +12,11 @@ BOXES = [(1, 1, 3, 3), (0, 0, 2, 4), (2, 1, 4, 4), (0, 0, 0, 0), (0, 1, 1, 2)]
 
 @pytest.fixture(params=[("volo_test", {"layers": (1, 1, 0, 0)}), ("lvvit_test", {"depth": 1})], ids=["volo", "lvvit"])
 def model(request):
-    dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     name, smaller = request.param
     yield timm.create_model(name, img_size=64, num_classes=5, **smaller)
-    dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])

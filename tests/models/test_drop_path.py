@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-import torch._dynamo as dynamo
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -233,7 +232,7 @@ def test_the_sum_has_the_wider_type() -> None:
 
 @pytest.mark.parametrize(("checkpointing", "dynamic", "more"), [(False, True, 0), (True, None, 1)])
 def test_one_graph_serves_all_draws_and_one_all_batches(checkpointing: bool, dynamic: bool | None, more: int) -> None:
-    dynamo.reset()
+    torch.compiler.reset()
     block = subset(TransformerBlock(10, 2, drop_path=0.6))
 
     def run(x: Tensor) -> Tensor:
@@ -254,7 +253,7 @@ def test_one_graph_serves_all_draws_and_one_all_batches(checkpointing: bool, dyn
         first = counter.frame_count if step == 0 else first  # not 1 where a first try took floats for run-time values
         assert counter.frame_count == (first if step < 3 else first + more)
     assert len(seen) == 6
-    dynamo.reset()
+    torch.compiler.reset()
 
 
 def test_a_block_takes_the_arithmetic_of_the_samples_it_keeps() -> None:

@@ -164,7 +164,7 @@ def test_second_derivatives_are_refused_rather_than_wrong():
 
 
 def test_one_graph_serves_all_batch_sizes(kernel):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     graphs = []
     compiler = torch._dynamo.backends.debugging.aot_eager
     compiled = torch.compile(

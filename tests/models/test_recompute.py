@@ -56,7 +56,7 @@ def test_only_recomputing_everything_repeats_linear_layers(name: str, make_image
 
 
 def test_a_step_that_recomputes_compiles(make_images: Callable[..., Tensor]) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, images = build("lvvit_test", depth=2), make_images(2, 64)
     expected = loss_of(model, images)
     expected.backward()
@@ -67,4 +67,4 @@ def test_a_step_that_recomputes_compiles(make_images: Callable[..., Tensor]) -> 
     compiled.backward()
     torch.testing.assert_close(compiled, expected)
     torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
-    torch._dynamo.reset()
+    torch.compiler.reset()

@@ -211,7 +211,7 @@ def test_a_copy_mixes_on_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["test_vit", "test_vit3", "test_convnext", "test_resnet"])
 def test_compiles_once_for_all_boxes(name: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model = with_dense_head(plain(name), SIZE)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -220,4 +220,4 @@ def test_compiles_once_for_all_boxes(name: str) -> None:
         torch.testing.assert_close(got, model(images(), dense=True, mix_box=box), rtol=1e-4, atol=1e-5)
         sum(out.sum() for out in got).backward()
     assert counter.frame_count == 1
-    torch._dynamo.reset()
+    torch.compiler.reset()

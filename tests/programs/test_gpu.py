@@ -84,7 +84,7 @@ def test_compiled_losses_are_those_without_and_cuda_graphs_leave_nothing_out(
     flags = f"{data} {QUICK} --model {model} -b 4 --grad-accum-steps 2 --epochs 2 --lr 1e-3 --drop-path 0 --model-ema"
     flags += f" --token-label --token-label-data {make_labels(data)} --device cuda --output {tmp_path}"
     assert call("train", f"{flags} --experiment plain").code == 0
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     ended = call("train", f"{flags} --experiment compiled --torchcompile {more}")
     assert ended.code == 0, ended.err

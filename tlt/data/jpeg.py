@@ -59,15 +59,17 @@ def plain_size(data: bytes | bytearray) -> tuple[int, int] | None:
 def whole_frame(data: bytes | bytearray) -> Frame | None:
     """The frame header of a Huffman-coded JPEG; None where its markers are not sound up to the end marker.
 
-    Damage that leaves the markers alone goes unnoticed. What follows the end marker is not looked at.
+    Damage that leaves the markers alone goes unnoticed, but for a progressive file some of whose scans are not there:
+    decoders guess what is missing, each version of libjpeg otherwise. What follows the end marker is not looked at.
     """
     frame: Frame | None = None
+    scans: list[bytes] = []  # headers
     in_scans: np.ndarray | None = None
     at = 2 if data[:2] == bytes((_FILL, _START)) else len(data)
     while at + 2 <= len(data) and data[at] == _FILL:
         marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if marker == _END:
-            return frame
+            return frame if frame and (frame.process != PROGRESSIVE or _complete(frame, scans)) else None
         if marker == _FILL:
             at += 1
             continue
@@ -78,10 +80,23 @@ def whole_frame(data: bytes | bytearray) -> Frame | None:
             return None
         at += 2 + length
         if marker == _SCAN:
+            scans.append(bytes(data[at - length + 2 : at]))
             in_scans = _scan_ends(data, at) if in_scans is None else in_scans
             after = in_scans[np.searchsorted(in_scans, at) :]
             at = int(after[0]) if len(after) else len(data)
     return None
+
+
+def _complete(frame: Frame, scans: list[bytes]) -> bool:
+    """Whether the scans of a progressive file bring every coefficient of every component to its last bit."""
+    missing: dict[int, np.ndarray] = {}  # component -> bits of each of its 64 coefficients
+    for header in scans:
+        if len(header) < 4 or len(header) != 4 + 2 * header[0]:
+            return False
+        first, last, bits = header[-3:]
+        for component in header[1:-3:2]:
+            missing.setdefault(component, np.ones(64, np.uint8))[first : last + 1] = bits & 15
+    return len(missing) == frame.components and not any(each.any() for each in missing.values())
 
 
 def _scan_ends(data: bytes | bytearray, start: int) -> np.ndarray:

@@ -60,8 +60,10 @@ def add_branch(
             gradients.
     """
     if samples is not None and not samples.is_floating_point():
+        # Outside of `_Join`: torch 2.13 and 2.14 trace no run-time float (dynamic=True) whose first use is in a function.
+        factor = x.shape[0] / (samples.shape[0] * divisor)
         skip, rows = _Split.apply(x, samples)
-        return _Join.apply(skip, rows, branch(rows), samples, divisor)
+        return _Join.apply(skip, rows, branch(rows), samples, factor)
     update = branch(x)
     if samples is not None:
         update = update * samples.to(update.dtype)
@@ -90,23 +92,19 @@ class _Split(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """skip (B, ...) with B / S / divisor times `update` (S, ...) added to the rows of `index`, which `rows` are."""
+    """skip (B, ...) with `factor` times `update` (S, ...) added to the rows of `index`, which `rows` are."""
 
     @staticmethod
-    def forward(skip: Tensor, rows: Tensor, update: Tensor, index: Tensor, divisor: float) -> Tensor:
-        changed = torch.add(rows, update, alpha=_factor(skip, index, divisor))  # of the wider type, as x + update is
+    def forward(skip: Tensor, rows: Tensor, update: Tensor, index: Tensor, factor: float) -> Tensor:
+        changed = torch.add(rows, update, alpha=factor)  # of the wider type, as x + update is
         return skip.to(changed.dtype).index_copy(0, index, changed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, _, _, index, ctx.divisor = inputs
+        _, _, _, index, ctx.factor = inputs
         ctx.save_for_backward(index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return grad, None, grad.index_select(0, index) * _factor(grad, index, ctx.divisor), None, None
-
-
-def _factor(skip: Tensor, index: Tensor, divisor: float) -> float:
-    return skip.shape[0] / (index.shape[0] * divisor)
+        return grad, None, grad.index_select(0, index) * ctx.factor, None, None

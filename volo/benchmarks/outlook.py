@@ -64,7 +64,7 @@ def measure(args: Namespace, case: Case, device: torch.device) -> list[Row]:
     Raises:
         UserError: An arm computes something else.
     """
-    torch._dynamo.reset()  # else the shapes of earlier cases count among the compilations that are allowed
+    torch.compiler.reset()  # else the shapes of earlier cases count among the compilations that are allowed
     rows: dict[str, Row] = {}
     arms: dict[str, Arm] = {}
     expected = truth(case, device)
