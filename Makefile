@@ -2,7 +2,7 @@
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
-# make benchmark-gpu   on a GPU: its tests, then every number that has a target; needs no network (PYTHON=python3)
+# make benchmark-gpu   on a GPU: its tests, then every number that has a target, in four parts of less than 10 minutes
 # make lint   ruff, mypy, shellcheck, hadolint                               make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
@@ -11,6 +11,9 @@ TEST_ARGS ?=
 # The files of tests are shared out among the cores; PARALLEL= runs them one after the other.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 DEMO_ARGS ?=
+# One part, or several; DEVICE=cpu rehearses them with small models. No network, and nothing is installed.
+PART ?= 1 2 3 4
+DEVICE ?= cuda
 BENCHMARK_ARGS ?=
 
 .PHONY: demo test test-faults test-slurm test-docker benchmark-gpu lint clean
@@ -43,7 +46,12 @@ test-docker: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m docker tests/docker $(TEST_ARGS)
 
 benchmark-gpu:
-	PYTHON=$(PYTHON) .ci/benchmark-gpu $(BENCHMARK_ARGS)
+	@$(PYTHON) -c 'import torch, timm, pytest' || { \
+	  echo "make benchmark-gpu: $(PYTHON) lacks torch, timm or pytest: name another with PYTHON=..." >&2; exit 2; }
+	@for part in $(PART); do \
+	  $(PYTHON) benchmark.py --all --part $$part --device $(DEVICE) --output "$(or $(OUT),output/benchmark-gpu)" \
+	    $(BENCHMARK_ARGS) || code=$$?; \
+	done; exit $${code:-0}
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

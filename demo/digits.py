@@ -2,9 +2,9 @@
 """From real images to a trained VOLO with token labels, on a laptop: `make demo`, or `python demo/digits.py`.
 
 Writes scikit-learn's scans of handwritten digits (UCI, 1,797 images) as an image folder, trains a small ConvNet on
-them, lets it label every image place by place, trains VOLO-D0 with these token labels and MixToken on two processes,
-fine-tunes it at a higher resolution, and validates both. Every command is printed, so that it can be copied. What is
-done already is not repeated, what was interrupted goes on; `--fresh` starts again.
+them, lets it label every image place by place, trains VOLO-D0 with these token labels and MixToken on two processes
+(on one where there is one GPU), fine-tunes it at a higher resolution, and validates both. Every command is printed, so
+that it can be copied. What is done already is not repeated, what was interrupted goes on; `--fresh` starts again.
 
 `--data-backend NAME` decodes with another backend. `--shards` packs images and label maps into tar shards once the
 maps are made, and trains VOLO-D0 from these alone. Both have their own output folders; `--shards` and `dali-cpu` end in
@@ -64,8 +64,9 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="remove its output and start again")
     parser.add_argument("--data-backend", default="", choices=BACKENDS, help="who decodes and resizes (torchvision)")
     parser.add_argument("--shards", action="store_true", help="train VOLO-D0 from tar shards with images and labels")
+    parser.add_argument("--output", default=OUTPUT, help="folder of everything that is written")
     args = parser.parse_args()
-    demo = Demo(args.data_backend, args.shards)
+    demo = Demo(args.data_backend, args.shards, args.output)
     if args.fresh:
         shutil.rmtree(ROOT / demo.output, ignore_errors=True)
     print(f"python is {sys.executable}: to copy the commands below, activate its environment first")
@@ -89,11 +90,12 @@ class Demo:
 
     backend: str  # "": the programs' default
     shards: bool
+    folder: str
 
     @property
     def output(self) -> str:
         variant = "_".join(filter(None, [self.backend, "shards" * self.shards]))
-        return f"{OUTPUT}/{variant}" if variant else OUTPUT
+        return f"{self.folder}/{variant}" if variant else self.folder
 
     @property
     def digits(self) -> str:
@@ -115,6 +117,8 @@ class Demo:
     def train(self, name: str) -> None:
         """Train an experiment, unless it is finished."""
         launcher, flags, epochs = TRAINING[name]
+        if launcher == TWO_PROCESSES and one_gpu():
+            launcher, flags = launcher.replace("2", "1"), flags.replace("-b 16", "-b 32")
         images = self.digits
         if name != "annotator":
             images, labels = (self.packed, self.packed) if self.shards else (self.digits, self.labels)
@@ -164,6 +168,13 @@ class Demo:
         return list(csv.DictReader(file.open())) if file.is_file() else []
 
 
+def one_gpu() -> bool:
+    """Whether this machine has a single GPU: two processes can't share it."""
+    import torch
+
+    return torch.cuda.device_count() == 1
+
+
 def write_digits(folder: Path) -> None:
     """Write train/ and validation/ with one folder per digit."""
     if folder.is_dir():
@@ -182,7 +193,7 @@ def write_digits(folder: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         image.save(file, quality=95)
     staged.rename(folder)
-    print(f"wrote {len(digits.images)} scans to {folder.relative_to(ROOT)}")
+    print(f"wrote {len(digits.images)} scans to {folder}")
 
 
 def run(command: str, done: bool = False) -> None:

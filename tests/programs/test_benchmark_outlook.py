@@ -19,7 +19,7 @@ LINE = "outlook -b 2 --shapes 5x4x8x2 --rounds 1 --device cpu --json"
 
 def called(capsys: pytest.CaptureFixture[str], flags: str) -> list[dict[str, Any]]:
     assert cli.benchmark(f"{LINE} {flags}".split()) == 0, capsys.readouterr().err
-    cases: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["cases"]
+    cases: list[dict[str, Any]] = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
     return cases
 
 

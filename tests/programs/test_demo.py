@@ -43,12 +43,12 @@ def understood(command: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("backend", "shards", "output", "images"),
+    ("backend", "shards", "output", "images", "gpus"),
     [
-        ("", False, "demo_output", "digits"),
-        ("dali-cpu", False, "demo_output/dali-cpu", "digits"),
-        ("", True, "demo_output/shards", "packed"),
-        ("pil", True, "demo_output/pil_shards", "packed"),
+        ("", False, "demo_output", "digits", 0),
+        ("dali-cpu", False, "demo_output/dali-cpu", "digits", 1),
+        ("", True, "demo_output/shards", "packed", 2),
+        ("pil", True, "demo_output/pil_shards", "packed", 8),
     ],
 )
 def test_the_commands_are_understood(
@@ -59,8 +59,10 @@ def test_the_commands_are_understood(
     shards: bool,
     output: str,
     images: str,
+    gpus: int,
 ) -> None:
     commands: list[str] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr(digits, "run", lambda command, done=False: commands.append(command))
     monkeypatch.setattr(digits, "write_digits", lambda folder: None)
     for name in ("volo_d0", "volo_d0_fine"):
@@ -78,4 +80,7 @@ def test_the_commands_are_understood(
     assert [a.data for a in validated][-2:] == [f"{output}/{images}"] * 2
     assert {a.data_backend for a in args if hasattr(a, "data_backend")} == {backend or "torchvision"}
     assert trained[1].token_label_data == (f"{output}/packed" if shards else f"{output}/labels.tlt")
+    processes = [int(command.split()[1]) for command in commands if command.startswith("./distributed_train.sh")]
+    assert [count * a.batch_size for count, a in zip(processes, trained[1:], strict=True)] == [32, 32]
+    assert processes == [1 if gpus == 1 else 2] * 2
     assert trained[2].finetune == f"{output}/volo_d0/model_best.pth.tar"

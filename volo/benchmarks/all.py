@@ -1,68 +1,97 @@
 """`benchmark.py --all`: every number with a target, measured on this machine, as Markdown and JSON.
 
-Each experiment is a subcommand in a process of its own, in which ours and its peers take turns. One that fails, or that
-finds no time, is told in its rows, and the rest goes on.
+Each experiment is a subcommand in a process of its own, in which ours and its peers take turns, or a whole program. The
+table is written anew with every line that a process prints, so that nothing is lost that was measured; one that fails,
+is stopped or finds no time is told in its rows, and the rest goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from threading import Timer
+from typing import IO, Any
 
 from tlt.errors import UserError
+from volo.benchmarks import outlook, tests
 from volo.benchmarks.conditions import conditions, heading
 from volo.benchmarks.speed_report import table
-from volo.benchmarks.targets import EXPERIMENTS, Experiment, Target, arm
+from volo.benchmarks.targets import EXPERIMENTS, Experiment, Target, arm, rehearsed
 from volo.engine.distributed import choose_device
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 # Under its own name, so that nothing heavy is imported before the flags are checked.
 _PROGRAM = "import sys; sys.argv[0] = 'volo-benchmark'; from volo.cli import benchmark; sys.exit(benchmark())"
+_MINUTES, _PART_MINUTES = 20.0, 9.0  # a part, its start and its end fit into a command of ten minutes
+_KEPT = 12  # lines that a script printed
+_NOT_BEGUN = "it has not begun"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment printed, or why it printed nothing; seconds that it took, its start among them."""
+    """What an experiment printed so far, and why it is no more; seconds that it took, its start among them."""
 
     experiment: Experiment
     command: str  # empty: it can't be had on this device
-    seconds: float
-    found: dict[str, Any] | None
+    seconds: float = 0.0
+    found: dict[str, Any] | None = None
     reason: str | None = None
 
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    device = choose_device(args.device, 0)
-    output = Path(args.output) if args.output else None
-    if output is not None and output.exists() and not output.is_dir():
-        raise UserError(f"--output {args.output} is a file: name a folder")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the experiment ends with us
+    args.minutes = args.minutes or (_PART_MINUTES if args.part else _MINUTES)
     end = time.monotonic() + 60 * args.minutes
-    outcomes: list[Outcome] = []
-    others = [] if args.only else elsewhere(device.type)
-    for experiment in chosen(EXPERIMENTS[device.type], args.only):
-        print(f"{experiment.name}: {experiment.line}", file=sys.stderr, flush=True)
-        outcomes.append(perform(experiment, args, str(device), end - time.monotonic()))
-        if output is not None:
-            write(output, args, outcomes + others)  # after each: what is there stays, whatever comes
-    print("\n".join(report(args, outcomes + others)), flush=True)
+    device = choose_device(args.device, 0)
+    args.device = str(device)
+    outcomes = plan(args, device.type)
+    write(args, outcomes)
+    with _log(args) as log:
+        for number, planned in enumerate(outcomes):
+            if not planned.command:
+                continue
+            print(f"{planned.experiment.name}: {planned.command}", file=sys.stderr, flush=True)
+
+            def tell(outcome: Outcome, number: int = number) -> None:
+                outcomes[number] = outcome
+                write(args, outcomes)
+
+            tell(perform(planned, args.minutes, end - time.monotonic(), log, tell))
+    print("\n".join(report(args, outcomes)), flush=True)
     return 0
+
+
+def plan(args: Namespace, kind: str) -> list[Outcome]:
+    """All experiments, none of which has begun.
+
+    Raises:
+        UserError: `--only` names what isn't there.
+    """
+    experiments = [each for each in EXPERIMENTS["cuda" if args.part else kind] if args.part in (None, each.part)]
+    if args.part and kind == "cpu":
+        experiments = [rehearsed(each) for each in experiments]
+    experiments = chosen(experiments, args.only)
+    found = [Outcome(each, command_of(each, args.device, args.peer), reason=_NOT_BEGUN) for each in experiments]
+    return found if args.only or args.part else found + elsewhere(kind)
 
 
 def elsewhere(kind: str) -> list[Outcome]:
     """What only another kind of device can measure."""
     reasons = {"cpu": "--device cpu measures it", "cuda": "no GPU here"}
     return [
-        Outcome(experiment, "", 0.0, None, reasons[other])
+        Outcome(experiment, "", reason=reasons[other])
         for other, experiments in EXPERIMENTS.items()
         if other != kind
         for experiment in experiments
@@ -78,52 +107,117 @@ def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Exper
     return [experiment for experiment in experiments if not only or experiment.name in only]
 
 
-def perform(experiment: Experiment, args: Namespace, device: str, seconds: float) -> Outcome:
-    """Run one experiment in the time that is left."""
-    peers = [peer for peer in experiment.peers if peer != "timm-compile" or args.peer == "timm-compile"]
-    words = [*experiment.line.split(), "--device", device, *(["--peer", *peers] if peers else []), "--json"]
-    command = shlex.join(["benchmark.py", *words])
+def command_of(experiment: Experiment, device: str, strongest: str) -> str:
+    """What one would type; `strongest` is the `--peer` of `--all`."""
+    words = experiment.line.split()
+    if words[0].endswith(".py"):
+        return shlex.join(["python", *words])
+    peers = [peer for peer in experiment.peers if peer != "timm-compile" or strongest == "timm-compile"]
+    with_peers = ["--peer", *peers] if words[0] in ("train", "infer") else []
+    return shlex.join(["python", "benchmark.py", *words, "--device", device, *with_peers, "--json"])
+
+
+def perform(
+    planned: Outcome, minutes: float, seconds: float, log: IO[bytes], tell: Callable[[Outcome], None]
+) -> Outcome:
+    """Run one experiment in the time that is left, `seconds` of `minutes`; `tell` gets what it printed line by line."""
     if seconds <= 0:
-        return Outcome(experiment, command, 0.0, None, f"the {args.minutes:g} minutes of --minutes are over")
-    began = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, *words],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])},
-        )
-    except subprocess.TimeoutExpired:
-        reason = f"it was stopped after {seconds:.0f} s: the {args.minutes:g} minutes of --minutes are over"
-        return Outcome(experiment, command, time.monotonic() - began, None, reason)
+        return replace(planned, reason=f"the {minutes:g} minutes of --minutes are over")
+    limit, began, start = min(seconds, planned.experiment.seconds), time.monotonic(), log.seek(0, os.SEEK_END)
+    outcome = replace(planned, reason="it was still running when this was written")
+    with tempfile.TemporaryDirectory() as folder, _process(planned.command, folder, log) as process:
+        timer = Timer(limit, _kill, (process,))
+        timer.start()
+        try:
+            for line in process.stdout or ():
+                found = _read(line, outcome, log)
+                outcome = replace(outcome, found=found, seconds=time.monotonic() - began)
+                tell(outcome)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            _kill(process)
     took = time.monotonic() - began
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return Outcome(experiment, command, took, None, lines[-1] if lines else f"it ended with code {done.returncode}")
-    return Outcome(experiment, command, took, json.loads(done.stdout.strip().splitlines()[-1]))
+    if code and took >= limit:
+        reason = f"it was stopped after {took:.0f} s, its share of the {minutes:g} minutes of --minutes"
+        return replace(outcome, seconds=took, reason=reason)
+    return replace(outcome, seconds=took, reason=_last_line(log, start, code) if code else None)
+
+
+def _process(command: str, folder: str, log: IO[bytes]) -> subprocess.Popen[str]:
+    words = [folder if word == "DIR" else word for word in shlex.split(command)[1:]]
+    words = ["-c", _PROGRAM, *words[1:]] if words[0] == "benchmark.py" else [str(Path(_ROOT, words[0])), *words[1:]]
+    paths = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-u", *words],
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": paths, "PYTHON": sys.executable},
+        start_new_session=True,  # what it starts ends with it
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read(line: str, outcome: Outcome, log: IO[bytes]) -> dict[str, Any] | None:
+    """What has been found when a process has printed a line: a subcommand's is JSON, of a script the last are kept."""
+    if line.startswith("{") and line.endswith("}\n"):
+        told: dict[str, Any] = json.loads(line)
+        return told
+    log.write(line.encode())
+    if "benchmark.py" in outcome.command:
+        return outcome.found
+    return {"printed": [*(outcome.found or {"printed": []})["printed"], line.rstrip()][-_KEPT:]}
+
+
+def _last_line(log: IO[bytes], start: int, code: int) -> str:
+    log.seek(start)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it ended with code {code}"
+
+
+def _log(args: Namespace) -> IO[bytes]:
+    """Where the experiments' messages go."""
+    if not args.output:
+        return tempfile.TemporaryFile(buffering=0)
+    return _file(args, "log").open("w+b", buffering=0)
+
+
+def _file(args: Namespace, kind: str) -> Path:
+    """A file in `--output`, which is made. Raises UserError: it is no folder."""
+    folder = Path(args.output)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {args.output} is a file: name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{f'part{args.part}' if args.part else 'benchmark'}.{kind}"
+
+
+def write(args: Namespace, outcomes: Sequence[Outcome]) -> None:
+    """The whole table as Markdown and JSON in `--output`. Each file is there whole or not at all."""
+    if not args.output:
+        return
+    texts = {"md": "\n".join(report(args, outcomes)), "json": json.dumps(as_json(args, outcomes), indent=1)}
+    for kind, text in texts.items():
+        new = _file(args, f"{kind}.new")
+        new.write_text(text + "\n")
+        new.replace(_file(args, kind))
 
 
 def measured(target: Target, outcome: Outcome) -> tuple[float | None, str]:
     """The number and reached or missed, or None and why there is none."""
-    if outcome.found is None:
-        return None, f"not measured: {outcome.reason}"
-    value = target.read(outcome.found)
+    value = None if outcome.found is None else target.read(outcome.found)
     if value is not None:
-        return value, target.verdict(value)
+        return value, target.verdict(value) + (f"; but {outcome.reason}" if outcome.reason else "")
     for name in target.arms:
-        row = arm(outcome.found, name)
-        if not row or row["not_measured"]:
-            return None, f"not measured: {name}: {row['not_measured'] if row else 'no such arm in this run'}"
-    return None, "not measured"
-
-
-def write(output: Path, args: Namespace, outcomes: Sequence[Outcome]) -> None:
-    """The whole table as benchmark.md and benchmark.json in `output`."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "benchmark.md").write_text("\n".join(report(args, outcomes)) + "\n")
-    (output / "benchmark.json").write_text(json.dumps(as_json(args, outcomes), indent=1) + "\n")
+        row = arm(outcome.found or {"arms": []}, name)
+        if row and row["not_measured"]:
+            return None, f"not measured: {name}: {row['not_measured']}"
+    return None, f"not measured: {outcome.reason or 'nothing of the kind was run'}"
 
 
 def as_json(args: Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -149,7 +243,10 @@ def as_json(args: Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def report(args: Namespace, outcomes: Sequence[Outcome]) -> list[str]:
     """Lines of Markdown: the targets, then the table of each experiment."""
-    lines = [*heading(args.command_line), "| what | target | measured | |", "|---|---|---|---|"]
+    lines = heading(args.command_line)
+    if args.part and args.device == "cpu":
+        lines += ["**A rehearsal with small models on a CPU: the numbers mean nothing.**", ""]
+    lines += ["| what | target | measured | |", "|---|---|---|---|"]
     for outcome in outcomes:
         for target in outcome.experiment.targets:
             value, verdict = measured(target, outcome)
@@ -158,10 +255,18 @@ def report(args: Namespace, outcomes: Sequence[Outcome]) -> list[str]:
             lines.append(f"| {target.what} | {sign} {target.goal:g}{target.unit} | {shown} | {verdict} |")
     for outcome in (each for each in outcomes if each.command):
         lines += ["", f"### {outcome.experiment.name}", "", f"`{outcome.command}` ({outcome.seconds:.0f} s)", ""]
-        if outcome.found is None:
-            lines.append(f"not measured: {outcome.reason}")
-        elif "arms" in outcome.found:
-            lines += table(outcome.found)
-        else:
-            lines.append(f"`{json.dumps(outcome.found)}`")
+        kept = "not finished" if outcome.found else "not measured"
+        lines += [f"{kept}: {outcome.reason}", ""] if outcome.reason else []
+        lines += shown_of(outcome.found) if outcome.found else []
     return lines
+
+
+def shown_of(found: dict[str, Any]) -> list[str]:
+    """Lines of Markdown of what an experiment printed."""
+    if "arms" in found:
+        return table(found)
+    if "cases" in found:
+        return outlook.table(found)
+    if "failed" in found:
+        return tests.table(found)
+    return ["```", *found["printed"], "```"] if "printed" in found else [f"`{json.dumps(found)}`"]

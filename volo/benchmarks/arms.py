@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from volo.engine.model import TimmModel, build_model, prepare_model
 
 OURS = "ours"
 _SEED = 0
+# A context, or a decorator, for comparisons: on a GPU convolutions round to TF32 otherwise.
+exact_convolutions = partial(torch.backends.cudnn.flags, enabled=True, allow_tf32=False)
 _PLAIN: dict[str, Any] = {
     "torchcompile": None,
     "torchcompile_mode": None,
@@ -107,8 +110,8 @@ def _changed(ours: Namespace, name: str) -> Namespace:
     changes = dict(CHANGES[name])
     if not ours.model.startswith("volo"):
         changes.pop("outlook_kernel", None)
-    if name.startswith("timm") and ours.torchcompile_mode is not None and changes["torchcompile"]:
-        changes["torchcompile_mode"] = ours.torchcompile_mode
+    if name == "timm-compile" and ours.torchcompile is not None:
+        changes |= {"torchcompile": ours.torchcompile, "torchcompile_mode": ours.torchcompile_mode}
     if ours.model_dtype == "bfloat16" and name in ("timm", "timm-compile", "reference"):
         changes |= CHANGES["amp"]
     return Namespace(**(vars(ours) | changes))
@@ -151,10 +154,9 @@ def _format(arm: Arm) -> torch.memory_format | None:
 def difference(ours: nn.Module, peer: nn.Module, images: torch.Tensor, box: torch.Tensor) -> float:
     """Largest difference of the logits of both heads, in evaluation, as a share of the largest logit."""
     found = []
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        for model in (ours, peer):
-            training = model.training
-            found.append([x.double() for x in model.eval()(images, dense=True, mix_box=box)])
-            model.train(training)
+    for model in (ours, peer):
+        training = model.training
+        found.append([x.double() for x in model.eval()(images, dense=True, mix_box=box)])
+        model.train(training)
     pairs = list(zip(*found, strict=True))
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +16,7 @@ from tlt.errors import UserError
 from volo.benchmarks.arms import OURS, Arm
 from volo.benchmarks.peak_flops import measured_peak, shown_peak
 from volo.benchmarks.phases import Phases
+from volo.benchmarks.profile import profile_of
 from volo.benchmarks.rounds import Timing, by_clocks, cpu_seconds
 from volo.engine.compilation import compile_errors_told
 from volo.engine.precision import compute_dtype
@@ -66,6 +68,8 @@ class Found:
     Attributes:
         what: Was timed, in words.
         peaks: FLOP/s that the device reaches, by type, and `shown_peaks` the same in words.
+        rounds: In turns; 0: the arms have not taken turns yet, and one round of each by itself is what there is.
+        profile: Of ours (`volo.benchmarks.profile`), empty where it was not asked for.
     """
 
     device: str
@@ -73,6 +77,8 @@ class Found:
     rows: list[Row]
     peaks: dict[torch.dtype, float]
     shown_peaks: list[str]
+    rounds: int = 0
+    profile: dict[str, Any] = field(default_factory=dict)
 
     def row(self, name: str) -> Row:
         """The row of an arm."""
@@ -95,39 +101,54 @@ def hold(
     device: torch.device,
     make: Callable[[Arm], Runner],
     flops: Callable[[Arm], float],
+    tell: Callable[[Found], None],
 ) -> Found:
-    """Make and warm up what is to be timed of each arm, measure its memory, and time all of them.
+    """Make and warm up what is to be timed of each arm, measure its memory, time it by itself; then time all in turns.
+
+    An arm that can't run here is told in its row.
 
     Args:
         what: The work, in words.
         make: Raises NoPeerError where an arm would compute something else than the first.
         flops: Of an image, what is recomputed left out.
+        tell: Gets what has been found after each arm, and after the turns.
 
     Raises:
-        UserError: The first arm can't run here. Others that can't are told in their row.
+        UserError: No arm can run here.
     """
-    rows: dict[str, Row] = {}
+    types = {arm.name: compute_dtype(arm.flags, device) or torch.float32 for arm in arms}
+    peaks = {dtype: measured_peak(device, dtype) for dtype in set(types.values())}
+    shown = [shown_peak(peak, device, dtype) for dtype, peak in peaks.items()]
+    found = Found(described(device), what, [], peaks, shown)
     runners: dict[str, Runner] = {}
     for arm in arms:
-        row = Row(arm.name, compute_dtype(arm.flags, device) or torch.float32, flops(arm))
+        row = Row(arm.name, types[arm.name], flops(arm))
         try:
             runner = make(arm)
-            began = time.perf_counter()
-            with compile_errors_told(arm.flags):
-                runner.run(args.warm_up)
-                runner.phases.take()  # waits for the device
-            rows[arm.name] = replace(row, start=time.perf_counter() - began, memory=runner.memory())
+            found.rows.append(_by_itself(args, arm, row, runner))
             runners[arm.name] = runner
         except NoPeerError:
             raise
-        except (RuntimeError, UserError) as error:  # out of memory is a RuntimeError
-            if not rows:
-                raise UserError(f"--model {args.model} can't be measured here: {reason_of(error)}") from error
-            rows[arm.name] = replace(row, missing=reason_of(error))
-    peaks = {dtype: measured_peak(device, dtype) for dtype in {row.dtype for row in rows.values()}}
-    rows = take_turns(args, rows, runners)
-    shown = [shown_peak(peak, device, dtype) for dtype, peak in peaks.items()]
-    return Found(described(device), what, list(rows.values()), peaks, shown)
+        except Exception as error:  # compilers raise their own kinds
+            found.rows.append(replace(row, missing=reason_of(error)))
+        tell(found)
+    if not runners:
+        raise UserError(f"--model {args.model} can't be measured here: {found.rows[0].missing}")
+    found = replace(found, rows=take_turns(args.steps, args.rounds, found.rows, runners), rounds=args.rounds)
+    if args.profile and OURS in runners:
+        tell(found)
+        found = replace(found, profile=profile_of(runners[OURS], device))
+    return found
+
+
+def _by_itself(args: Namespace, arm: Arm, row: Row, runner: Runner) -> Row:
+    """Warm up, measure memory and time one round, which stands should the turns never come."""
+    began = time.perf_counter()
+    with compile_errors_told(arm.flags):
+        runner.run(args.warm_up)
+        runner.phases.take()  # waits for the device
+    row = replace(row, start=time.perf_counter() - began, memory=runner.memory())
+    return take_turns(args.steps, 1, [row], {arm.name: runner})[0]
 
 
 def described(device: torch.device) -> str:
@@ -136,13 +157,13 @@ def described(device: torch.device) -> str:
     return f"{threads} CPU thread{'s'[: threads > 1]}" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
-def take_turns(args: Namespace, rows: dict[str, Row], runners: dict[str, Runner]) -> dict[str, Row]:
+def take_turns(steps: int, rounds: int, rows: Sequence[Row], runners: dict[str, Runner]) -> list[Row]:
     """Time all runners, round by round, and complete their rows."""
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in runners}
 
     def arm(name: str) -> Callable[[int], int]:
         def work(number: int) -> int:
-            images = runners[name].run(args.steps)
+            images = runners[name].run(steps)
             found = runners[name].phases.take()  # waits for the device
             parts[name].append({part: seconds / images for part, seconds in found.items()})
             return images
@@ -150,20 +171,26 @@ def take_turns(args: Namespace, rows: dict[str, Row], runners: dict[str, Runner]
         return work
 
     clocks = {"wall": time.perf_counter, "cpu": cpu_seconds}
-    found = by_clocks({name: arm(name) for name in runners}, args.rounds, clocks)
-    timed = {
-        name: replace(rows[name], wall=found["wall"][name], cpu=found["cpu"][name], parts=_medians(parts[name][1:]))
-        for name in runners
-    }
-    return rows | timed
+    found = by_clocks({name: arm(name) for name in runners}, rounds, clocks)
+    wall, cpu = found["wall"], found["cpu"]
+    return [
+        replace(row, wall=wall[row.name], cpu=cpu[row.name], parts=_medians(parts[row.name][1:]))
+        if row.name in runners
+        else row
+        for row in rows
+    ]
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what went wrong, in a few words."""
+    """What went wrong, in a few words; the traceback of what is no plain refusal goes to stderr."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
+    if not isinstance(error, UserError):
+        traceback.print_exception(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:160]
+    if isinstance(error, RuntimeError | UserError):
+        return (lines[0] if lines else type(error).__name__)[:160]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]  # Triton quotes its source first
 
 
 def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:

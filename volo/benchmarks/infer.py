@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tlt.models.folding import fold_batchnorm
-from volo.benchmarks.arms import Arm, arms_of, build_bare, build_first, compiled, place
+from volo.benchmarks.arms import Arm, arms_of, build_bare, build_first, compiled, exact_convolutions, place
 from volo.benchmarks.contest import Found, NoPeerError, hold
 from volo.benchmarks.memory import peak_of
 from volo.benchmarks.phases import Phases
-from volo.benchmarks.speed_report import show
+from volo.benchmarks.speed_report import show, tell
 from volo.engine.compilation import begin_step
 from volo.engine.distributed import choose_device
 from volo.engine.flops import flops_per_image
@@ -31,7 +32,7 @@ _UNFOLDED = ("unfolded", "reference")
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    print(show(args, measure(args)), flush=True)
+    print(show(args, measure(args, partial(tell, args))), flush=True)
     return 0
 
 
@@ -60,7 +61,7 @@ class Inference:
         return {"forward": peak / len(self.images)}
 
 
-def measure(args: Namespace) -> Found:
+def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
     """Build, compare, warm up and time all arms. Raises UserError: as `volo.benchmarks.contest.hold`."""
     device = choose_device(args.device, 0)
     arms = arms_of(args)
@@ -68,7 +69,7 @@ def measure(args: Namespace) -> Found:
     size = eval_settings(arms[0].flags, first)["input_size"]
     images = torch.randn(args.batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
     flops = flops_per_image(first, size)
-    with torch.inference_mode():
+    with torch.inference_mode(), exact_convolutions():
         expected = first.to(device)(images[:2]).double()
     first.to("cpu")
 
@@ -78,7 +79,7 @@ def measure(args: Namespace) -> Found:
         precision = Precision(device, compute_dtype(arm.flags, device))
         return Inference(compiled(arm, model), images, precision)
 
-    return hold(args, f"inference at {size[1]} x {size[2]} px", arms, device, make, lambda arm: flops)
+    return hold(args, f"inference at {size[1]} x {size[2]} px", arms, device, make, lambda arm: flops, tell)
 
 
 def evaluated(arm: Arm, first: nn.Module, device: torch.device) -> nn.Module:
@@ -89,6 +90,7 @@ def evaluated(arm: Arm, first: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
+@exact_convolutions()
 @torch.inference_mode()
 def compare(arm: Arm, model: nn.Module, images: Tensor, expected: Tensor) -> None:
     """Raises NoPeerError: The arm's logits are others."""

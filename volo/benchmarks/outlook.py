@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from volo.benchmarks.rounds import Timing, Work, by_clocks, cpu_seconds
 from volo.engine.distributed import choose_device
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of norms
+_WRONG = " is no peer: it is off by"
 _COPIED_BYTES = 2**27
 _MS = 1e3
 
@@ -49,48 +50,57 @@ def run(args: Namespace) -> int:
     device = choose_device(args.device, 0)
     cases = [Case.parse(shape, args.batch_size, dtype, args.layer) for shape in args.shapes for dtype in args.dtypes]
     bandwidth = copy_bandwidth(device)
-    found = [as_json(case, measure(args, case, device), bandwidth) for case in cases]
-    facts = {"device": described(device), "rounds": args.rounds, "copy_bytes_per_s": bandwidth, "cases": found}
-    if args.json:
-        print(json.dumps(conditions(args.command_line) | facts), flush=True)
-    else:
-        print("\n".join([*heading(args.command_line), *table(facts)]), flush=True)
+    facts = {"device": described(device), "copy_bytes_per_s": bandwidth}
+    found: list[dict[str, Any]] = []
+    for case in cases:
+        told: dict[str, Any] = {}
+        for rounds, rows in measure(args, case, device):
+            told = as_json(case, rows, bandwidth) | {"rounds": rounds}
+            if args.json:
+                print(json.dumps(conditions(args.command_line) | facts | {"cases": [*found, told]}), flush=True)
+        found.append(told)
+    if not args.json:
+        print("\n".join([*heading(args.command_line), *table(facts | {"cases": found})]), flush=True)
+    wrong = [arm["not_measured"] for case in found for arm in case["arms"] if _WRONG in (arm["not_measured"] or "")]
+    if wrong:
+        raise UserError(wrong[0])
     return 0
 
 
-def measure(args: Namespace, case: Case, device: torch.device) -> list[Row]:
-    """Compare and time all arms of a case.
-
-    Raises:
-        UserError: An arm computes something else.
-    """
+def measure(args: Namespace, case: Case, device: torch.device) -> Iterator[tuple[int, list[Row]]]:
+    """Compare all arms of a case and time each by itself, then all in turns: rounds in turns and rows after each."""
     torch.compiler.reset()  # else the shapes of earlier cases count among the compilations that are allowed
-    rows: dict[str, Row] = {}
+    rows: list[Row] = []
     arms: dict[str, Arm] = {}
     expected = truth(case, device)
     for name, build in modules(case, device, compiled=not args.no_compile).items():
         try:
             arm = Arm(build(), *inputs(case, device), case.dtype)
             error = error_of(arm.results(), expected)
-        except (RuntimeError, UserError) as problem:  # a kernel that doesn't fit; torch.compile raises RuntimeErrors
-            rows[name] = Row(name, missing=reason_of(problem))
-            continue
-        if error > _TOLERANCE[case.dtype]:
-            raise UserError(f"{name} is no peer: it is off by {error:.1e}")
-        rows[name], arms[name] = Row(name, error=error), arm
-    return _timed(args, rows, arms, device)
+            if error > _TOLERANCE[case.dtype]:
+                raise UserError(f"{name}{_WRONG} {error:.1e}")
+            rows.append(_timed(args, 1, [Row(name, error=error)], {name: arm}, device)[0])
+            arms[name] = arm
+        except Exception as problem:  # a kernel that doesn't fit; compilers raise their own kinds
+            rows.append(Row(name, missing=reason_of(problem)))
+        yield 0, rows
+    yield args.rounds, _timed(args, args.rounds, rows, arms, device)
 
 
-def _timed(args: Namespace, rows: dict[str, Row], arms: dict[str, Arm], device: torch.device) -> list[Row]:
+def _timed(
+    args: Namespace, rounds: int, rows: Sequence[Row], arms: Mapping[str, Arm], device: torch.device
+) -> list[Row]:
     works: dict[tuple[str, str], Work] = {}
     for name, arm in arms.items():
         works[name, FORWARD] = _repeated(torch.no_grad()(arm.forward), args.calls, device)
         works[name, BOTH] = _repeated(arm.both, args.calls, device)
-    found = by_clocks(works, args.rounds, {"wall": time.perf_counter, "cpu": cpu_seconds})
-    for name in arms:
-        wall, cpu = ({part: found[clock][name, part] for part in PASSES} for clock in ("wall", "cpu"))
-        rows[name] = Row(name, wall, cpu, rows[name].error)
-    return list(rows.values())
+    found = by_clocks(works, rounds, {"wall": time.perf_counter, "cpu": cpu_seconds})
+
+    def timed(row: Row) -> Row:
+        wall, cpu = ({part: found[clock][row.name, part] for part in PASSES} for clock in ("wall", "cpu"))
+        return replace(row, wall=wall, cpu=cpu)
+
+    return [timed(row) if row.name in arms else row for row in rows]
 
 
 def _repeated(work: Callable[[], Tensor], calls: int, device: torch.device) -> Work:
@@ -119,7 +129,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def as_json(case: Case, rows: list[Row], bandwidth: float) -> dict[str, Any]:
     """The case and its arms. `timm/arm` tells how many times as fast as timm's an arm is, by pass."""
-    peer = next(row for row in rows if row.name == TIMM)
+    peer = next((row for row in rows if row.name == TIMM), Row(TIMM))
     return {
         "shape": [case.images, case.height, case.width, case.channels],
         "heads": case.heads,
@@ -147,9 +157,8 @@ def _arm_json(row: Row, peer: Row) -> dict[str, Any]:
 def table(facts: Mapping[str, Any]) -> list[str]:
     """Lines of Markdown for what `--json` prints."""
     lines = [
-        f"{facts['device']}, {facts['copy_bytes_per_s'] / 1e9:.1f} GB/s in a large copy; medians (lowest-highest) of "
-        f"{facts['rounds']} rounds in turns; x: times as fast as timm; error: the largest of output and gradients "
-        "against float64, relative",
+        f"{facts['device']}, {facts['copy_bytes_per_s'] / 1e9:.1f} GB/s in a large copy; x: times as fast as timm; "
+        "error: the largest of output and gradients against float64, relative",
     ]
     for case in facts["cases"]:
         lines += ["", *_case_table(case)]
@@ -162,7 +171,11 @@ def _case_table(case: Mapping[str, Any]) -> Iterator[str]:
         f"{name} {case['floor_bytes'][name] / 1e6:.1f} MB, {case['floor_seconds'][name] * _MS:.3g} ms"
         for name in PASSES
     )
-    yield f"{' x '.join(map(str, case['shape']))}, {case['heads']} heads, {case['dtype']}, {what}; floor: {floors}"
+    turns = f"medians (lowest-highest) of {case['rounds']} rounds in turns"
+    yield (
+        f"{' x '.join(map(str, case['shape']))}, {case['heads']} heads, {case['dtype']}, {what}; "
+        f"{turns if case['rounds'] else 'one round of each arm by itself'}; floor: {floors}"
+    )
     yield ""
     yield f"| arm | {' | '.join(f'{name}, ms | x' for name in PASSES)} | CPU ms | share of the floor | error |"
     yield "|---" * 8 + "|"

@@ -11,6 +11,7 @@ from typing import Any
 from volo.benchmarks.arms import OURS
 from volo.benchmarks.conditions import conditions, heading
 from volo.benchmarks.contest import Found
+from volo.benchmarks.profile import lines as profile_lines
 
 _MIB = 2**20
 
@@ -21,6 +22,12 @@ def show(args: Namespace, found: Found) -> str:
     if args.json:
         return json.dumps(conditions(args.command_line) | facts)
     return "\n".join([*heading(args.command_line), *table(facts)])
+
+
+def tell(args: Namespace, found: Found) -> None:
+    """With `--json` one line of what there is so far."""
+    if args.json:
+        print(show(args, found), flush=True)
 
 
 def as_json(args: Namespace, found: Found) -> dict[str, Any]:
@@ -42,19 +49,22 @@ def as_json(args: Namespace, found: Found) -> dict[str, Any]:
         }
         for row in found.rows
     ]
-    case = {name: getattr(args, name) for name in ("model", "batch_size", "rounds", "steps", "warm_up")}
-    return case | {"what": found.what, "device": found.device, "peaks": found.shown_peaks, "arms": rows}
+    case = {name: getattr(args, name) for name in ("model", "batch_size", "steps", "warm_up")}
+    case |= {"rounds": found.rounds, "what": found.what, "device": found.device, "peaks": found.shown_peaks}
+    return case | {"arms": rows, "profile": found.profile}
 
 
 def table(facts: Mapping[str, Any]) -> list[str]:
     """Lines of Markdown for what `as_json` returned."""
-    ours, batch = facts["arms"][0], facts["batch_size"]
-    memory, parts = list(ours["peak_bytes_per_image"]), list(ours["seconds_per_image_of"])
+    batch = facts["batch_size"]
+    timed = next((row for row in facts["arms"] if not row["not_measured"]), facts["arms"][0])
+    memory, parts = list(timed["peak_bytes_per_image"]), list(timed["seconds_per_image_of"])
+    rounds = f"medians (lowest-highest) of {facts['rounds']} rounds in turns"
     columns = ["arm", "images/s", "ms a batch", "ours is", "CPU ms an image", "MFU", "start, s"]
     columns += [f"MiB an image, {name}" for name in memory] + [f"{name}, ms" for name in parts]
     lines = [
-        f"{facts['model']}, {facts['what']}, {batch} images a batch on {facts['device']}; medians "
-        f"(lowest-highest) of {facts['rounds']} rounds in turns, {facts['steps']} batches "
+        f"{facts['model']}, {facts['what']}, {batch} images a batch on {facts['device']}; "
+        f"{rounds if facts['rounds'] else 'one round of each arm by itself'}, {facts['steps']} batches "
         f"each, after {facts['warm_up']}; MFU against {'; '.join(facts['peaks'])}",
         "",
         f"| {' | '.join(columns)} |",
@@ -63,7 +73,7 @@ def table(facts: Mapping[str, Any]) -> list[str]:
     for row in facts["arms"]:
         cells = _cells(row, 1e3 * batch, memory, parts)
         lines.append(f"| {' | '.join([*cells, *[''] * (len(columns) - len(cells))])} |")
-    return lines
+    return lines + (profile_lines(facts["profile"]) if facts["profile"] else [])
 
 
 def _cells(row: Mapping[str, Any], scale: float, memory: list[str], parts: list[str]) -> list[str]:
@@ -74,7 +84,7 @@ def _cells(row: Mapping[str, Any], scale: float, memory: list[str], parts: list[
         row["arm"],
         f"{row['images/s']:.4g}",
         f"{wall['median'] * scale:.1f} ({wall['low'] * scale:.1f}-{wall['high'] * scale:.1f})",
-        "" if row["arm"] == OURS else f"{row['ours/arm']:.2f}x",
+        "" if row["arm"] == OURS or row["ours/arm"] is None else f"{row['ours/arm']:.2f}x",
         f"{row['cpu_seconds_per_image']['median'] * 1e3:.1f}",
         f"{row['mfu']:.1%}",
         f"{row['start_seconds']:.1f}",

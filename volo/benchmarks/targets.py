@@ -1,12 +1,18 @@
-"""What `benchmark.py --all` measures, on a CPU and on a GPU, and what the speeds are meant to be: rows."""
+"""What `benchmark.py --all` measures, on a CPU and on a GPU, and what the speeds are meant to be: rows.
+
+What a GPU measures is in parts (`--part`) of less than ten minutes each, the most important first.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from volo.benchmarks.outlook_arms import BOTH, TIMM, TIMM_COMPILED
+from volo.engine.flags_speed import PARTS
 
 Json = Mapping[str, Any]
 _COMPILED = "--torchcompile"
@@ -38,12 +44,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One subcommand in a process of its own: `line` is its command line, without `--json` and the peers."""
+    """One process.
+
+    Attributes:
+        line: A subcommand's command line, without `--json`, `--device` and the peers; or a script's, where DIR stands
+            for an empty folder.
+        part: Of what a GPU measures.
+        seconds: What it may take, so that the next have their time.
+    """
 
     name: str
     line: str
     targets: tuple[Target, ...]
     peers: tuple[str, ...] = ()
+    part: str = ""
+    seconds: float = math.inf
 
 
 def arm(found: Json, name: str) -> Json:
@@ -77,6 +92,21 @@ def memory(name: str) -> Callable[[Json], float | None]:
     return read
 
 
+def printed(pattern: str) -> Callable[[Json], float | None]:
+    """The last number in what a script printed that stands where `pattern` has its group."""
+
+    def read(found: Json) -> float | None:
+        numbers = re.findall(pattern, "\n".join(found["printed"]))
+        return float(numbers[-1]) if numbers else None
+
+    return read
+
+
+def _failing(found: Json) -> float | None:
+    """How many tests fail; None where none was run."""
+    return len(found["failed"]) if found["passed"] or found["failed"] else None
+
+
 def _ratio(name: str, peer: str, goal: float, what: str) -> Target:
     return Target(what, goal, "x", faster(name, peer), (name, peer))
 
@@ -92,7 +122,7 @@ def _outlook(channels: int, peer: str) -> Callable[[Json], float | None]:
     """How many times as fast as an arm of timm the quickest of ours is, forward and backward, at so many channels."""
 
     def read(found: Json) -> float | None:
-        case = next(case for case in found["cases"] if case["shape"][-1] == channels)
+        case = next((case for case in found["cases"] if case["shape"][-1] == channels), {"arms": ()})
         seconds = {
             row["arm"]: row["wall_seconds"][BOTH]["median"] for row in case["arms"] if row["not_measured"] is None
         }
@@ -134,42 +164,145 @@ def _loss(found: Json) -> float | None:
     return ratio
 
 
-# Model, side, batch size, drop path, images/s to reach as published, and with subset.
-_GPU_ROWS = (
-    ("d1", 224, 256, 0.1, 5500, None),
-    ("d2", 224, 192, 0.2, 3300, None),
-    ("d3", 224, 128, 0.5, 2400, 2900),
-    ("d4", 224, 128, 0.5, 1350, 1700),
-    ("d5", 224, 96, 0.75, 800, 1150),
-    ("d5", 512, 16, 0.75, 130, 190),
-)
-_GPU_MEMORY = {("d5", 224): 190, ("d5", 512): 990}  # MiB per image
+_GPU_TIMM = ("timm", "timm-compile")
+_SUBSET, _MASK = "--drop-path-mode subset", ("mask",)
 
 
-def _gpu() -> tuple[Experiment, ...]:
+def _gpu_step(model: str, side: int, batch: int, drop_path: float, more: str = "") -> str:
+    line = f"train --model volo_{model} --img-size {side} -b {batch} --drop-path {drop_path} --model-dtype bfloat16"
+    return f"{line} --channels-last {_COMPILED} --steps 5 --rounds 5 --warm-up 3 {more}".strip()
+
+
+def _rate(where: str, goal: float, name: str = "ours") -> Target:
+    return Target(f"GPU: {where}", goal, " images/s", speed(name), (name,))
+
+
+def _activations(where: str, most: float) -> Target:
+    return Target(f"GPU: {where}, activation memory an image", most, " MiB", memory("mask"), _MASK, most=True)
+
+
+def _gpu_first() -> tuple[Experiment, ...]:
+    """Correctness, and what is new: D5 with subset, with its profile, D1, outlook attention."""
     op = tuple(
         Target(f"GPU: outlook attention of {model}, against {words}", goal, "x", _outlook(channels, peer))
         for model, channels in (("D1", 192), ("D5", 384))
         for words, peer, goal in (("timm eager", TIMM, 8.0), ("timm compiled", TIMM_COMPILED, 2.0))
     )
-    outlook = Experiment("outlook", "outlook -b 64 --dtypes bfloat16 --calls 20", op)
-    return (outlook, *(_gpu_step(*row) for row in _GPU_ROWS))
+    tests = Target("GPU: tests that fail", 0, "", _failing, most=True)
+    d5 = _gpu_step("d5", 224, 96, 0.75, f"{_SUBSET} --profile")
+    return (
+        Experiment("tests", "tests", (tests,), seconds=170),
+        Experiment("d5-224", d5, (_rate("D5 step at 224, subset", 1150),), seconds=170),
+        Experiment("d1-224", _gpu_step("d1", 224, 256, 0.1), (_rate("D1 step at 224", 5500),), ("amp",), seconds=90),
+        # 256 images: 64 fit into the second cache, and the host takes longer to ask for them.
+        Experiment("outlook", "outlook -b 256 --dtypes bfloat16 --calls 20", op, seconds=110),
+    )
 
 
-def _gpu_step(model: str, side: int, batch: int, drop_path: float, goal: float, subset: float | None) -> Experiment:
-    where, plain = f"GPU: {model.upper()} step at {side}", "ours" if subset is None else "mask"
-    line = f"train --model volo_{model} --img-size {side} -b {batch} --drop-path {drop_path} --model-dtype bfloat16"
-    line += f" --channels-last {_COMPILED} --steps 5 --rounds 5 --warm-up 3"
-    targets = [Target(where, goal, " images/s", speed(plain), (plain,)), *_against_timm(plain, 2, 1.3, where)]
-    if subset is not None:
-        line += " --drop-path-mode subset"
-        targets.insert(1, Target(f"{where}, subset", subset, " images/s", speed("ours"), ("ours",)))
-    if (model, side) in _GPU_MEMORY:
-        most = _GPU_MEMORY[model, side]
-        targets.append(Target(f"{where}, activation memory an image", most, " MiB", memory(plain), (plain,), most=True))
-    more = ("mask",) if subset is not None else ("amp",) if model == "d1" else ()
-    peers = (*more, "timm", "timm-compile")
-    return Experiment(f"{model}-{side}", line, tuple(targets), peers)
+def _gpu_ways() -> tuple[Experiment, ...]:
+    """D5 in other ways."""
+    where, large = "D5 step at 224", "D5 step at 512"
+    mask = (
+        _rate(where, 800, "mask"),
+        _ratio("ours", "mask", 1.4, f"GPU: {where}, subset against mask"),
+        _activations(where, 190),
+    )
+    high = (_rate(large, 130, "mask"), _rate(f"{large}, subset", 190), _activations(large, 990))
+    graphs = f"{_SUBSET} --torchcompile-mode reduce-overhead"
+    flash = f"{_SUBSET} --no-cudnn-attention"
+    return (
+        Experiment(
+            "d5-224-256",
+            _gpu_step("d5", 224, 256, 0.75, _SUBSET),
+            (_rate(f"{where}, subset, 256 images", 1150),),
+            seconds=100,
+        ),
+        Experiment("d5-224-mask", _gpu_step("d5", 224, 96, 0.75, _SUBSET), mask, _MASK, seconds=110),
+        Experiment("d5-512", _gpu_step("d5", 512, 16, 0.75, _SUBSET), high, _MASK, seconds=110),
+        Experiment(
+            "d5-224-flash",
+            _gpu_step("d5", 224, 96, 0.75, flash),
+            (_rate(f"{where}, subset, attention not by cuDNN", 1150),),
+            seconds=100,
+        ),
+        Experiment(
+            "d5-224-graphs",
+            _gpu_step("d5", 224, 96, 0.75, graphs),
+            (_rate(f"{where}, subset, CUDA graphs", 1150),),
+            seconds=120,
+        ),
+    )
+
+
+def _gpu_against_timm(model: str, side: int, batch: int, drop_path: float, *more: Target, **rest: Any) -> Experiment:
+    targets = (*more, *_against_timm("ours", 2, 1.3, f"GPU: {model.upper()} step at {side}"))
+    line = _gpu_step(model, side, batch, drop_path)
+    return Experiment(f"{model}-{side}-timm", line, targets, _GPU_TIMM, **rest)
+
+
+def _gpu_others() -> tuple[Experiment, ...]:
+    """The other models against timm, and whole programs."""
+    run = (
+        f"train.py --data-backend synthetic --token-label --token-label-data synthetic --model volo_d5 -b 96 {_SUBSET}"
+    )
+    run += " --drop-path 0.75 --model-dtype bfloat16 --channels-last --torchcompile --epochs 1 --cooldown-epochs 0"
+    run += " --warmup-epochs 0 --log-interval 50 -j 12 --output DIR"
+    return (
+        _gpu_against_timm("d1", 224, 256, 0.1, seconds=140),
+        _gpu_against_timm("d3", 224, 128, 0.5, _rate("D3 step at 224", 2400), seconds=140),
+        _gpu_against_timm("d5", 512, 16, 0.75, seconds=140),
+        Experiment(
+            "train.py",
+            run,
+            (Target("GPU: train.py, D5 at 224, subset", 1090, " images/s", printed(r"\] loss .*\| (\d+) images/s")),),
+            seconds=120,
+        ),
+        Experiment(
+            "demo",
+            "demo/digits.py --output DIR",
+            (Target("GPU: demo, top-1 of VOLO-D0", 97, " %", printed(r"volo_d0 .* ([\d.]+) % of")),),
+            seconds=150,
+        ),
+        Experiment("loss", "loss --repeats 3", (Target("GPU: loss, sparse against dense", 1, "x", _loss),)),
+        Experiment(
+            "d1-infer",
+            "infer --model volo_d1 -b 256 --amp --amp-dtype bfloat16 --channels-last --steps 5",
+            (_ratio("ours", "timm", 1, "GPU: D1 inference, bfloat16, against timm eager"),),
+            ("timm",),
+        ),
+        Experiment("data", "data --backend dali-gpu torchvision --images 256 --workers 8", ()),
+        _gpu_against_timm("d2", 224, 192, 0.2, _rate("D2 step at 224", 3300)),
+        _gpu_against_timm("d4", 224, 128, 0.5, _rate("D4 step at 224", 1350)),
+    )
+
+
+def _gpu() -> tuple[Experiment, ...]:
+    d5 = _gpu_against_timm("d5", 224, 96, 0.75)
+    parts = (_gpu_first(), _gpu_ways(), (d5,), _gpu_others())
+    return tuple(replace(each, part=part) for part, rows in zip(PARTS, parts, strict=True) for each in rows)
+
+
+_SMALL_STEP = "--img-size 64 -b 2 --steps 1 --rounds 1 --warm-up 1"
+# What is written behind a command line to rehearse it on a CPU: the last of two equal flags counts.
+_SMALL = {
+    "train": _SMALL_STEP,
+    "infer": _SMALL_STEP,
+    "outlook": "-b 2 --shapes 4x4x192x6 4x4x384x12 --calls 1 --rounds 1",
+    "loss": "-b 4 --repeats 1",
+    "data": "--images 16 --rounds 1 --workers 0",
+    "train.py": "--model volo_test --img-size 64 -b 2",
+}
+
+
+def rehearsed(experiment: Experiment) -> Experiment:
+    """The same with a small model (timm has no VOLO-D0) and few rounds, for a CPU. What it measures means nothing."""
+    word = experiment.line.split()[0]
+    line = f"{experiment.line} {_SMALL.get(word, '')}".strip()
+    if word in ("train", "infer"):
+        line += " --model volo_d1" if {"timm", "timm-compile"} & set(experiment.peers) else " --model volo_d0"
+    if "--torchcompile" in line and "--torchcompile-mode" not in line:
+        line += " --torchcompile aot_eager"
+    return replace(experiment, line=line, seconds=math.inf)
 
 
 EXPERIMENTS: dict[str, tuple[Experiment, ...]] = {"cpu": _cpu(), "cuda": _gpu()}

@@ -7,7 +7,7 @@ All arms start from the same weights and take turns; before anything is timed th
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -16,9 +16,19 @@ import torch
 
 from tlt.data.loader import Batch
 from tlt.models.token_labeling import TokenLabelModel
-from volo.benchmarks.arms import OURS, Arm, arms_of, build_bare, build_first, compiled, difference, place
+from volo.benchmarks.arms import (
+    OURS,
+    Arm,
+    arms_of,
+    build_bare,
+    build_first,
+    compiled,
+    difference,
+    exact_convolutions,
+    place,
+)
 from volo.benchmarks.contest import Found, NoPeerError, hold
-from volo.benchmarks.speed_report import show
+from volo.benchmarks.speed_report import show, tell
 from volo.benchmarks.timm_volo import channels_last_is_faster
 from volo.benchmarks.train_step import TrainStep, load_batches, losses_of
 from volo.engine.distributed import choose_device
@@ -33,17 +43,18 @@ _PREPARED = 2  # batches, used in turns
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    print(show(args, measure(args)), flush=True)
+    print(show(args, measure(args, partial(tell, args))), flush=True)
     return 0
 
 
-def measure(args: Namespace) -> Found:
+def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
     """Build, compare, warm up and time all arms. Raises UserError: as `volo.benchmarks.contest.hold`."""
     device = choose_device(args.device, 0)
+    torch.backends.cuda.enable_cudnn_sdp(not args.no_cudnn_attention)
     arms = arms_of(args)
     case = _Case(arms[0], device)
     height, width = case.settings["input_size"][1:]
-    return hold(args, f"training step at {height} x {width} px", arms, device, case.step, case.flops)
+    return hold(args, f"training step at {height} x {width} px", arms, device, case.step, case.flops, tell)
 
 
 class _Case:
@@ -90,6 +101,7 @@ class _Case:
             return cycle(self.prepared)  # no data is loaded in the steps
         return load_batches(self.ours.flags, self.settings, self.device)
 
+    @exact_convolutions()
     def _compare(self, arm: Arm, model: TimmModel) -> None:
         batch = self.prepared[0]
         ours = self.first.to(self.device)
@@ -100,5 +112,5 @@ class _Case:
         if max(off, abs(own - other) / abs(own)) > _LARGEST_DIFFERENCE:
             raise NoPeerError(
                 f"--peer {arm.name} is no peer: from the same weights its logits are off by {off:.1e} and its loss is "
-                f"{other:.6f} instead of {own:.6f}; nothing was timed"
+                f"{other:.6f} instead of {own:.6f}; it was not timed"
             )

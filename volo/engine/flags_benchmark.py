@@ -84,6 +84,16 @@ _OUTLOOK = (
     ),
 )
 
+_TESTS = (
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, where they skip themselves, cuda or cuda:N"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
 _LABELS = (
     Group(
         "Sizes",
@@ -325,6 +335,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "tests": Command("Every test that needs a GPU: what fails, and why.", _TESTS),
     "outlook": Command("Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK),
     "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
     "augmentation": Command(

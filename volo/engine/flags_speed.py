@@ -8,6 +8,7 @@ from volo.engine.flags_train import TRAIN_GROUPS
 
 TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask", "amp")
 INFER_PEERS = ("timm", "timm-compile", "reference", "eager", "unfolded")
+PARTS = ("1", "2", "3", "4")
 SYNTHETIC = "synthetic"
 _OF_TRAIN = {row.dest: row for group in TRAIN_GROUPS for row in group.flags}
 
@@ -27,7 +28,7 @@ _PRECISION = (
     "outlook_kernel",
 )
 _OUTPUT = (
-    switch("--json", help="one line of JSON instead of the table"),
+    switch("--json", help="JSON instead of the table: a line after each arm, the last one has all"),
     switch("--debug", help="show the traceback of an error that is normally told in one line"),
 )
 _MEASURING = (
@@ -36,11 +37,14 @@ _MEASURING = (
     flag("--steps", default=1, type=POSITIVE, metavar="N", help="batches of an arm in each round"),
     flag("--warm-up", default=2, type=POSITIVE, metavar="N", help="batches of each arm before the first round"),
 )
+_PROFILE = switch("--profile", help="after the rounds, where the time of a batch of ours goes (torch.profiler)")
 BATCH_SIZE = flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images per batch")
 
 
 def _peers(choices: tuple[str, ...]) -> Flag:
-    return flag("--peer", default=["timm"], nargs="+", choices=choices, help="what to compare with, several are fine")
+    return flag(
+        "--peer", default=["timm"], nargs="*", choices=choices, help="what to compare with: several, or nothing"
+    )
 
 
 TRAIN_STEP = (
@@ -52,7 +56,13 @@ TRAIN_STEP = (
             *_rows("drop_path", "drop_path_mode", "grad_checkpointing", "clip_grad", "opt"),
         ),
     ),
-    Group("Precision and speed", _rows(*_PRECISION)),
+    Group(
+        "Precision and speed",
+        (
+            *_rows(*_PRECISION),
+            switch("--no-cudnn-attention", help="attention of all arms by torch's own kernels, not by cuDNN's (GPUs)"),
+        ),
+    ),
     Group(
         "Peers",
         (_peers(TRAIN_PEERS),),
@@ -68,7 +78,7 @@ TRAIN_STEP = (
             flag("--workers", default=0, type=COUNT, metavar="N", help="data workers of each arm"),
         ),
     ),
-    Group("Measuring", (*_MEASURING, *_OUTPUT)),
+    Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
 )
 TRAIN_NEEDS = (
     Need(("workers",), "--data DIR", lambda a: a.data != SYNTHETIC),
@@ -89,7 +99,7 @@ INFERENCE = (
         "timm: its VOLO in eager mode. timm-compile: the same compiled. reference: ours in eager mode with the "
         "reference kernel, BatchNorm not folded. eager: ours without --torchcompile. unfolded: ours with BatchNorm.",
     ),
-    Group("Measuring", (*_MEASURING, *_OUTPUT)),
+    Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
 )
 INFER_NEEDS = TRAIN_NEEDS[1:]
 ALL = (
@@ -104,13 +114,27 @@ ALL = (
             ),
             flag("--only", default=[], nargs="+", metavar="NAME", help="these experiments alone"),
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--minutes", default=20.0, type=ABOVE_ZERO, metavar="M", help="what is not measured then is told"),
+            flag(
+                "--part",
+                default=None,
+                choices=PARTS,
+                help="of what a GPU has to measure, the most important first; on a CPU a rehearsal with small models",
+            ),
+            flag(
+                "--minutes",
+                default=None,
+                type=ABOVE_ZERO,
+                metavar="M",
+                help="what is not measured then is told (20; a part: 9)",
+            ),
         ),
     ),
     Group(
         "Output",
         (
-            flag("--output", default="", metavar="DIR", help="benchmark.md and benchmark.json are written there"),
+            flag(
+                "--output", default="", metavar="DIR", help="benchmark.md, .json and .log (partN.*) are written there"
+            ),
             switch("--debug", help="show the traceback of an error that is normally told in one line"),
         ),
     ),
