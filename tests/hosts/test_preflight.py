@@ -16,7 +16,7 @@ from tests.hosts.netns import Hosts, why_not
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 # Cores that all hosts share make bandwidths differ more than machines do.
-SHARED_CORES = ("--slow-below", "0.2", "--timeout", "300", "--round-timeout", "120")
+SHARED_CORES = ("--slow-below", "0.2", "--timeout", "240", "--round-timeout", "120")
 # One node that runs something else than the others: real but for what it says of itself.
 PRETENDING = """
 import sys, time, torch
@@ -102,7 +102,7 @@ def test_node_0_is_missing(cluster: Cluster) -> None:
 
 
 def test_a_node_that_differs_is_named(cluster: Cluster) -> None:
-    ended = cluster.run("--no-bandwidth", "--timeout", "300", pretending="n3")
+    ended = cluster.run("--no-bandwidth", "--timeout", "240", pretending="n3")
     assert {each.code for each in ended.values()} == {6}, ended
     problems = [each for each in cluster.findings() if not each["is_note"]]
     assert {tuple(each["nodes"]) for each in problems} == {("n3",)}
