@@ -35,6 +35,7 @@ _STREAMED_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
 _STREAMED_TIFF = ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits", "group3", "group4", "tiff_ccitt", "jpeg")
 _PLAIN_TIFF = {274: 1, 284: 1}  # orientation and planes: Pillow turns what is to be turned
 _EXTRA_SAMPLES, _PREMULTIPLIED = 338, 1
+_PHOTOMETRIC, _YCBCR = 262, 6  # libvips shows its values as if they were RGB, but for JPEG's
 _STRIP_ROWS, _TILE_ROWS = 278, 323
 
 _ROWS_AT_ONCE = 32
@@ -233,8 +234,9 @@ def _loader(image: Image.Image) -> tuple[str, float]:
         return "jpeg", 2 * _samples(image) if "progressive" in info else 0  # 16-bit coefficients
     if image.format == "PNG":
         return "png", 8 if info.get("interlace") else 0
-    premultiplied = _PREMULTIPLIED in tags.get(_EXTRA_SAMPLES, ())
-    plain = all(tags.get(tag, value) == value for tag, value in _PLAIN_TIFF.items()) and not premultiplied
+    odd = _PREMULTIPLIED in tags.get(_EXTRA_SAMPLES, ())
+    odd |= tags.get(_PHOTOMETRIC) == _YCBCR and info.get("compression") != "jpeg"
+    plain = all(tags.get(tag, value) == value for tag, value in _PLAIN_TIFF.items()) and not odd
     if image.format == "TIFF" and plain and info.get("compression") in _STREAMED_TIFF:
         rows = tags.get(_TILE_ROWS) or tags.get(_STRIP_ROWS, image.height)  # which are decoded at once
         packed = info["compression"] != "raw"
