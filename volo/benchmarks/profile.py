@@ -128,8 +128,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         "",
         f"A batch of ours takes {found['batch_ms']:.1f} ms; the host has asked for all of it after "
         f"{found['host_ms']:.1f} ms; kernels run for {busy:.1f} ms.",
-        f"Waits of the host, calls a batch (the profiler waits in the end): {', '.join(waits) or 'none'}; torch warns of "
-        f"waits at {', '.join(places) or 'no line'}.",
+        f"Waits of the host, calls a batch (the profiler waits in the end): {', '.join(waits) or 'none'}; torch warns "
+        f"of waits at {', '.join(places) or 'no line'}.",
         *([f"Memory, MiB: {', '.join(memory)}."] if memory else []),
         "",
         "| class | ms | share | calls |",

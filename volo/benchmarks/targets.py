@@ -282,7 +282,7 @@ def _gpu() -> tuple[Experiment, ...]:
     return tuple(replace(each, part=part) for part, rows in zip(PARTS, parts, strict=True) for each in rows)
 
 
-_SMALL_STEP = "--img-size 64 -b 2 --steps 1 --rounds 1 --warm-up 1"
+_SMALL_STEP = "--img-size 32 -b 2 --steps 1 --rounds 1 --warm-up 1"
 # What is written behind a command line to rehearse it on a CPU: the last of two equal flags counts.
 _SMALL = {
     "train": _SMALL_STEP,
