@@ -451,6 +451,6 @@ def test_a_number_at_most() -> None:
     outcome = whole.Outcome(Experiment("x", "", (target,)), "x", 1.0, found)
     assert whole.measured(target, outcome) == (180, "reached") and target.verdict(191) == "missed"
     lines = whole.report(
-        Namespace(command_line="benchmark.py --all"), [whole.Outcome(outcome.experiment, "", 0, found)]
+        Namespace(command_line="benchmark.py --all", part=None), [whole.Outcome(outcome.experiment, "", 0, found)]
     )
     assert "| memory | <= 190 MiB | 180 MiB | reached |" in lines

@@ -125,6 +125,7 @@ def perform(
         return replace(planned, reason=f"the {minutes:g} minutes of --minutes are over")
     limit, began, start = min(seconds, planned.experiment.seconds), time.monotonic(), log.seek(0, os.SEEK_END)
     outcome = replace(planned, reason="it was still running when this was written")
+    tell(outcome)
     with tempfile.TemporaryDirectory() as folder, _process(planned.command, folder, log) as process:
         timer = Timer(limit, _kill, (process,))
         timer.start()
@@ -139,7 +140,8 @@ def perform(
             _kill(process)
     took = time.monotonic() - began
     if code and took >= limit:
-        reason = f"it was stopped after {took:.0f} s, its share of the {minutes:g} minutes of --minutes"
+        share = "its share" if limit < seconds else "all that was left"
+        reason = f"it was stopped after {took:.0f} s, {share} of the {minutes:g} minutes of --minutes"
         return replace(outcome, seconds=took, reason=reason)
     return replace(outcome, seconds=took, reason=_last_line(log, start, code) if code else None)
 

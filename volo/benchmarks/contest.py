@@ -124,9 +124,8 @@ def hold(
     for arm in arms:
         row = Row(arm.name, types[arm.name], flops(arm))
         try:
-            runner = make(arm)
-            found.rows.append(_by_itself(args, arm, row, runner))
-            runners[arm.name] = runner
+            row, runners[arm.name] = _by_itself(args, arm, row, make)
+            found.rows.append(row)
         except NoPeerError:
             raise
         except Exception as error:  # compilers raise their own kinds
@@ -141,14 +140,15 @@ def hold(
     return found
 
 
-def _by_itself(args: Namespace, arm: Arm, row: Row, runner: Runner) -> Row:
-    """Warm up, measure memory and time one round, which stands should the turns never come."""
+def _by_itself(args: Namespace, arm: Arm, row: Row, make: Callable[[Arm], Runner]) -> tuple[Row, Runner]:
+    """Make an arm, warm it up, measure its memory and time one round, which stands should the turns never come."""
+    runner = make(arm)
     began = time.perf_counter()
     with compile_errors_told(arm.flags):
         runner.run(args.warm_up)
         runner.phases.take()  # waits for the device
     row = replace(row, start=time.perf_counter() - began, memory=runner.memory())
-    return take_turns(args.steps, 1, [row], {arm.name: runner})[0]
+    return take_turns(args.steps, 1, [row], {arm.name: runner})[0], runner
 
 
 def described(device: torch.device) -> str:

@@ -91,7 +91,7 @@ def _summed(events: Any, device: torch.device) -> dict[str, Any]:
     for event in events:
         row = {"calls": event.count / _BATCHES, "ms": getattr(event, time_of) / 1e3 / _BATCHES}
         if _WAITS.search(event.key):
-            waits[event.key] = {**row, "ms": event.cpu_time_total / 1e3 / _BATCHES}
+            waits[event.key] = row | {"ms": max(row["ms"], event.cpu_time_total / 1e3 / _BATCHES)}
         if event.device_type == on_device and not event.is_user_annotation:
             kernels.append({"name": event.key[:_NAME], "class": class_of(event.key), **row})
     kernels.sort(key=lambda kernel: -kernel["ms"])
@@ -128,7 +128,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         "",
         f"A batch of ours takes {found['batch_ms']:.1f} ms; the host has asked for all of it after "
         f"{found['host_ms']:.1f} ms; kernels run for {busy:.1f} ms.",
-        f"Waits of the host, calls a batch: {', '.join(waits) or 'none'}; at {', '.join(places) or 'no line'}.",
+        f"Waits of the host, calls a batch (the profiler waits in the end): {', '.join(waits) or 'none'}; torch warns "
+        f"of waits at {', '.join(places) or 'no line'}.",
         *([f"Memory, MiB: {', '.join(memory)}."] if memory else []),
         "",
         "| class | ms | share | calls |",

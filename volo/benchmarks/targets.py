@@ -248,20 +248,20 @@ def _gpu_others() -> tuple[Experiment, ...]:
     run += " --drop-path 0.75 --model-dtype bfloat16 --channels-last --torchcompile --epochs 1 --cooldown-epochs 0"
     run += " --warmup-epochs 0 --log-interval 50 -j 12 --output DIR"
     return (
-        _gpu_against_timm("d1", 224, 256, 0.1, seconds=140),
-        _gpu_against_timm("d3", 224, 128, 0.5, _rate("D3 step at 224", 2400), seconds=140),
-        _gpu_against_timm("d5", 512, 16, 0.75, seconds=140),
+        _gpu_against_timm("d1", 224, 256, 0.1, seconds=150),
+        _gpu_against_timm("d3", 224, 128, 0.5, _rate("D3 step at 224", 2400), seconds=90),
+        _gpu_against_timm("d5", 512, 16, 0.75, seconds=90),
         Experiment(
             "train.py",
             run,
             (Target("GPU: train.py, D5 at 224, subset", 1090, " images/s", printed(r"\] loss .*\| (\d+) images/s")),),
-            seconds=120,
+            seconds=90,
         ),
         Experiment(
             "demo",
             "demo/digits.py --output DIR",
             (Target("GPU: demo, top-1 of VOLO-D0", 97, " %", printed(r"volo_d0 .* ([\d.]+) % of")),),
-            seconds=150,
+            seconds=120,
         ),
         Experiment("loss", "loss --repeats 3", (Target("GPU: loss, sparse against dense", 1, "x", _loss),)),
         Experiment(
@@ -282,7 +282,7 @@ def _gpu() -> tuple[Experiment, ...]:
     return tuple(replace(each, part=part) for part, rows in zip(PARTS, parts, strict=True) for each in rows)
 
 
-_SMALL_STEP = "--img-size 64 -b 2 --steps 1 --rounds 1 --warm-up 1"
+_SMALL_STEP = "--img-size 32 -b 2 --steps 1 --rounds 1 --warm-up 1"
 # What is written behind a command line to rehearse it on a CPU: the last of two equal flags counts.
 _SMALL = {
     "train": _SMALL_STEP,

@@ -41,7 +41,17 @@ def _pytest(files: list[str], found: Outcomes) -> None:
 
     workers = min(_WORKERS, (os.cpu_count() or 1) // 2)
     parallel = ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []
-    flags = ["-m", "gpu", "-q", "-o", "faulthandler_timeout=120", "-p", "no:cacheprovider", *parallel]
+    flags = [
+        "-m",
+        "gpu",
+        "-q",
+        "--continue-on-collection-errors",
+        "-o",
+        "faulthandler_timeout=120",
+        "-p",
+        "no:cacheprovider",
+        *parallel,
+    ]
     code = pytest.main([f"--rootdir={_ROOT}", "-c", str(_ROOT / "pyproject.toml"), *flags, *files], plugins=[found])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         found.failed.setdefault("pytest", f"it ended with {code!r}")
