@@ -1,4 +1,5 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
+# make test-versions   the tests on every promised Python that is here, on the oldest with the oldest packages (uv)
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
@@ -16,7 +17,7 @@ PART ?= 1 2 3 4
 DEVICE ?= cuda
 BENCHMARK_ARGS ?=
 
-.PHONY: demo test test-faults test-slurm test-docker benchmark-gpu lint clean
+.PHONY: demo test test-versions test-faults test-slurm test-docker benchmark-gpu lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -30,6 +31,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)
+
+test-versions:
+	.ci/test-versions $(PARALLEL) $(TEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "" -k test_fault $(TEST_ARGS)
@@ -60,4 +64,4 @@ lint: $(VENV)/.installed-dev
 	.ci/lint-shell
 
 clean:
-	rm -rf $(VENV) demo_output
+	rm -rf $(VENV) .venv-versions demo_output

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from tlt.data.workers import end_with_main_process
+from tlt.data.workers import START_METHOD, end_with_main_process
 from tlt.errors import UserError
 from tlt.progress import Progress
 
@@ -56,8 +56,7 @@ def _parallel(
     function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str
 ) -> Iterator[Result]:
     # libvips, once it is loaded, does not survive a fork.
-    fork = sys.platform == "linux" and "pyvips" not in sys.modules
-    context = multiprocessing.get_context("fork" if fork else "spawn")
+    context = multiprocessing.get_context("spawn" if "pyvips" in sys.modules else START_METHOD)
     pool = ProcessPoolExecutor(min(workers, len(items)) or 1, context, _take, (job,))
     try:
         waiting: deque[Future[Result]] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import re
@@ -73,9 +74,18 @@ def test_worker_count_changes_nothing() -> None:
             assert (last, samples) == (their_last, their_samples) and same(batch, theirs)
 
 
+@pytest.fixture
+def as_python_3_14() -> Iterator[None]:
+    """Where processes are not forked unasked."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_that_hangs_in_its_fork_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
+    as_python_3_14: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
 ) -> None:
     """As a fork does that waits for a lock whose owner stayed behind: no code of the worker runs."""
     real, once = workers._obey_main_process, tmp_path / "once"

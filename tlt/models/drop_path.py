@@ -60,7 +60,7 @@ def add_branch(
             gradients.
     """
     if samples is not None and not samples.is_floating_point():
-        # Outside of `_Join`: torch 2.13 and 2.14 trace no run-time float (dynamic=True) whose first use is in a function.
+        # Not in `_Join`: torch 2.13 and 2.14 lose a run-time float (dynamic=True) that is first used in a function.
         factor = x.shape[0] / (samples.shape[0] * divisor)
         skip, rows = _Split.apply(x, samples)
         return _Join.apply(skip, rows, branch(rows), samples, factor)

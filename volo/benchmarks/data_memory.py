@@ -75,14 +75,8 @@ def memory(entries: int) -> list[Measured]:
 
 
 def _in_own_process(root: str, entries: int, names: str, workers: int) -> Measured:
-    start = multiprocessing.get_start_method()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_workers_by, (start,)) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, root, entries, names, workers).result()
-
-
-def _start_workers_by(method: str) -> None:
-    """A spawned process would spawn its workers, too; let it start them as training does."""
-    multiprocessing.set_start_method(method, force=True)
 
 
 def make_labels(root: Path, entries: int) -> None:

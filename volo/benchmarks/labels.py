@@ -25,6 +25,7 @@ import torch
 
 from tlt.archive import LabelArchive
 from tlt.archive_writer import ArchiveWriter, make_header
+from tlt.data.workers import START_METHOD
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
 from tlt.store import PublishedTree, write_map
@@ -175,7 +176,7 @@ def sharing(archive: LabelArchive, workers: int) -> dict[str, Sharing]:
 
 
 def _in_workers(keep: bool, archive: LabelArchive, workers: int) -> Sharing:
-    context = multiprocessing.get_context()  # as torch's DataLoader starts its workers
+    context = multiprocessing.get_context(START_METHOD)  # as data workers are started
     queue, barrier = context.SimpleQueue(), context.Barrier(workers)
     start = partial(context.Process, target=_worker, args=(archive, keep, barrier, queue), daemon=True)
     processes = [start() for _ in range(workers)]
