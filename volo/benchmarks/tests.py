@@ -81,8 +81,8 @@ class Outcomes:
 
     def _fails(self, report: Any) -> None:
         crash = getattr(report.longrepr, "reprcrash", None)
-        text = crash.message if crash else str(report.longrepr)
-        self.failed[report.nodeid] = " ".join(text.split())[:300]
+        text = crash.message[:300] if crash else str(report.longrepr)[-300:]  # what can't be imported stands last
+        self.failed[report.nodeid] = " ".join(text.split())
 
     def facts(self) -> dict[str, Any]:
         """What there is so far."""
