@@ -293,7 +293,6 @@ def test_timm_models_are_refused_in_one_line() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_repeats_itself_and_does_not_wait() -> None:
     torch.manual_seed(0)
     model, x = subset(Branch(64, rate=0.47)).cuda(), torch.randn(44, 196, 64, device="cuda")
