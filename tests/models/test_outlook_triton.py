@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tlt.errors import UserError
 from volo.kernels import outlook_attention, reference, triton_outlook
 
 INTERPRETED = (
@@ -137,6 +140,32 @@ def test_second_derivatives_are_refused(device: str) -> None:
     (first,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         first.sum().backward()
+
+
+@on_each
+@pytest.mark.parametrize("program", triton_outlook.PROGRAMS)
+def test_a_program_that_cannot_be_made_is_one_line(program: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    from volo.kernels import triton_programs
+
+    def run(error: Exception) -> None:
+        monkeypatch.setattr(triton_programs, program, MagicMock(**{"__getitem__.return_value.side_effect": error}))
+        with_gradients("triton", *draw(1, 2, 2, 1, 16, torch.float32, device))
+
+    for error in (
+        OutOfResources(300_000, 232_448, "shared memory"),
+        PTXASError("fatal\n" * 100),
+        CompilationError(None, ast.Pass(lineno=1, col_offset=0), "two\nlines"),
+        subprocess.CalledProcessError(1, ["gcc"]),
+    ):
+        expected = rf"{program} of .*\({type(error).__name__}: .*\): --outlook-kernel windows \(or reference\)"
+        with pytest.raises(UserError, match=expected) as caught:
+            run(error)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # may be another program's fault
+        run(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
 
 
 @pytest.mark.gpu
