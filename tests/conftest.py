@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -50,6 +50,27 @@ def _imagines_gpus() -> bool:
 
 
 imagined_gpu = pytest.mark.skipif(not _imagines_gpus(), reason="this torch asks the driver for what has no contents")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def float32_as_on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is marked `gpu` computes without TF32, which rounds convolutions to 10 bits unless told not to."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+    torch.set_float32_matmul_precision(before)
+
 
 COLOURS = {"blue": (40, 60, 200), "green": (50, 180, 60), "grey": (128, 128, 128), "red": (210, 50, 40)}
 

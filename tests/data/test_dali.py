@@ -343,7 +343,6 @@ def test_dali_gpu_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_images_stay_there(folder: ImageFolder) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = create_backend("dali-gpu", threads=2, device=device)

@@ -310,7 +310,6 @@ def test_images_that_are_not_the_plans_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("text", ["rand-n3-m9-mstd0.5-inc1-p0.9", "rand-n2-m9-t3aw-p1.0"])
 def test_cuda_gives_the_cpus_images_without_waiting_for_the_host(text):
     config = AugmentConfig((64, 96), auto_augment=text, reprob=0.6)

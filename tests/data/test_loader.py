@@ -9,8 +9,10 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -289,11 +291,34 @@ def test_reading_board_is_clear_when_a_batch_is_done() -> None:
     assert longest is not None and longest[0] == 4
 
 
+def test_all_passes_copy_ahead_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what was freed on a stream for that stream: with a new one, each pass took the memory anew."""
+    used: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    for training in (loader(), loader()):
+        training._feed.ahead = True
+        assert [len(list(training.epoch(epoch))) for epoch in range(2)] == [7, 7]
+    assert len(used) == 28 and len(set(used)) == 1
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_prefetching_on_cuda_changes_nothing() -> None:
-    plain = loader(2, device="cuda", prefetch=False)
-    ahead = loader(2, device="cuda", prefetch=True, pin_memory=True)
+def test_passes_leave_no_memory_behind() -> None:
+    reserved = []
+    for training in (loader(device="cuda"), loader(device="cuda")):
+        for epoch in range(3):
+            assert len(list(training.epoch(epoch))) == 7
+            reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[1:])) == 1, reserved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_prefetching_on_cuda_changes_nothing(worker_type: str) -> None:
+    plain = loader(2, device="cuda", prefetch=False, worker_type=worker_type)
+    ahead = loader(2, device="cuda", prefetch=True, pin_memory=True, worker_type=worker_type)
     host = loader(0)
     for (_, _, a), (_, _, b), (_, _, c) in zip(plain.epoch(0), ahead.epoch(0), host.epoch(0), strict=True):
         assert a.images.is_cuda and b.images.is_cuda and same(a, b)
@@ -301,7 +326,6 @@ def test_prefetching_on_cuda_changes_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_never_waits_for_a_batch_that_is_copied_ahead() -> None:
     training = loader(2, device="cuda", prefetch=True)
     assert len(list(training.epoch(0))) == 7

@@ -88,7 +88,6 @@ def test_wrong_settings_name_the_flag() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_cuda_mixes_as_the_cpu_without_waiting_for_the_host(mode: str, settings: dict[str, Any]) -> None:

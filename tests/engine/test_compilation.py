@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -194,6 +195,14 @@ def test_errors_of_the_compiler_are_one_line() -> None:
     told = pytest.raises(UserError, match="No working C.. compiler.*: install a C.. compiler")
     with told, missing, compile_errors_told(args):
         torch.compile(nn.Softplus())(torch.ones(2))
+    from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
+
+    kinds = [NoTritonConfigsError]
+    if importlib.util.find_spec("triton"):
+        kinds += [importlib.import_module("triton.runtime.errors").PTXASError]
+    for kind in kinds:  # from a program that is compiled when it runs: none of torch's errors around it
+        with pytest.raises(UserError, match=f"can't compile this .{kind.__name__}: "), compile_errors_told(args):
+            raise kind("registers")
     with pytest.raises(ZeroDivisionError), compile_errors_told(args):
         _ = 1 / 0
 

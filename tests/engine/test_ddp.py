@@ -140,3 +140,28 @@ def test_three_ranks_sum_in_the_first_step_as_in_every_other(tmp_path: Path) -> 
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
         others = torch.load(tmp_path / f"{name}-2.pt", weights_only=True)
         assert all(torch.equal(a, b) for a, b in zip(first, others[0], strict=True)), name
+
+
+def on_one_gpu(rank: int, directory: str) -> None:
+    """By NCCL, which takes one rank a GPU: with one, the sum over the ranks is its own gradient."""
+    store, gpu = dist.FileStore(f"{directory}/store", 1), torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(0)).to(gpu)
+    plain = net().to(gpu)
+    plain(x, True).square().mean().backward()
+    for settings in SETTINGS.values():
+        model = distribute(net().to(gpu), gpu, settings)
+        for _ in range(STEPS):  # torch fills its buckets anew after the first
+            model.zero_grad()
+            model(x, True).square().mean().backward()
+        for found, exact in zip(gradients(model), gradients(plain), strict=True):
+            expected = exact if settings.compression == "none" else exact.bfloat16().float()
+            torch.testing.assert_close(
+                found, expected, rtol=1e-2 if settings.compression == "bf16" else 1e-5, atol=1e-7
+            )
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_gradients_by_nccl_on_one_gpu(tmp_path: Path) -> None:
+    spawn(on_one_gpu, (str(tmp_path),), nprocs=1)

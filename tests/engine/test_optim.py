@@ -113,13 +113,15 @@ def test_fused_where_torch_has_it() -> None:
     assert "fused" not in create_optimizer(arguments("--opt lamb"), Small()).defaults
 
 
-def test_fused_steps_equal_plain_ones() -> None:
-    models = Small(), Small()
-    for model, device in zip(models, ("mps", "cpu"), strict=True):  # torch has no fused kernels for the first
-        optimizer = create_optimizer(arguments("--weight-decay 0.2"), model, torch.device(device))
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fused_steps_equal_plain_ones(name: str, device: str) -> None:
+    models = Small().to(device), Small().to(device)
+    for model, kind in zip(models, ("mps", device), strict=True):  # torch has no fused kernels for the first
+        optimizer = create_optimizer(arguments(f"--opt {name} --weight-decay 0.2"), model, torch.device(kind))
         set_lr(optimizer, 0.01)
         for seed in range(3):
-            x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(seed))
+            x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(seed)).to(device)
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()

@@ -49,7 +49,6 @@ def test_saved_under_wrappers_loaded_without_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
     def on_gpu(seed: int) -> TrainState:
         state = build(seed)

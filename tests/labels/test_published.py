@@ -140,7 +140,6 @@ def test_an_image_without_a_map_keeps_its_class_in_roi_targets() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_roi_targets_on_cuda_agree_and_do_not_synchronise() -> None:
     view_of = view({"label-crop", "label-affine"}, PUBLISHED, some_labels())
     make = target_maker({"roi-align", "target-sum"}, make_targets)

@@ -179,7 +179,6 @@ def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_repeats_itself_bit_for_bit() -> None:
     labels, affine, visible, truth = raw_case()
     targets = make_sparse_targets(

@@ -236,7 +236,6 @@ def test_autocast_does_not_reach_the_targets() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> None:
     labels, affine, visible = random_case(0)
     expected = made((labels, affine, visible), (3, 4), torch.float32)

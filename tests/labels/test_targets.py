@@ -241,7 +241,6 @@ def test_autocast_does_not_reach_the_targets() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> None:
     labels, boxes = random_labels(8, 5, 18, 18), random_boxes(8).float()
     arguments = (crop_affine(boxes), boxes, torch.arange(8))

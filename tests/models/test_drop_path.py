@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import comb, prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -291,8 +293,37 @@ def test_timm_models_are_refused_in_one_line() -> None:
     assert modes == ["subset"] * 4
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_cudnn_makes_no_plans_where_each_block_has_a_batch_size_of_its_own(
+    checkpointing: bool, make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images, allowed = model_of("lvvit_test"), make_images(4, 64), []
+    fused = F.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return fused(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model.set_grad_checkpointing(checkpointing)
+    for mode, training, expected in (("mask", True, True), ("subset", True, False), ("subset", False, True)):
+        model.set_drop_path_mode(mode)
+        allowed.clear()
+        model.train(training)(images).sum().backward()
+        assert len(allowed) == len(model.named_blocks()) * (1 + checkpointing) and set(allowed) == {expected}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_takes_flash_attention_for_the_subset() -> None:
+    model, images = model_of("lvvit_test").to("cuda", torch.bfloat16), torch.randn(8, 3, 64, 64, device="cuda")
+    with Operators() as operators:
+        model(images.bfloat16()).sum().backward()
+    found = {name for name in operators.names if "attention" in name}
+    assert found == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
+
+
+@pytest.mark.gpu
 def test_a_gpu_repeats_itself_and_does_not_wait() -> None:
     torch.manual_seed(0)
     model, x = subset(Branch(64, rate=0.47)).cuda(), torch.randn(44, 196, 64, device="cuda")

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tlt.errors import UserError
 from volo.kernels import outlook_attention, reference, triton_outlook
 
 INTERPRETED = (
     os.environ.get("TRITON_INTERPRET") == "1"
 )  # must be set before Triton is imported: in a process of its own
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no GPU: test_in_the_interpreter runs it")
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+on_each = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="test_in_the_interpreter runs it")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 Arrays = tuple[Tensor, Tensor, Tensor]
 
 
-def draw(
-    batch: int, height: int, width: int, heads: int, head_dim: int, dtype: torch.dtype, device: str = DEVICE
-) -> Arrays:
+def draw(batch: int, height: int, width: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Arrays:
     """v, logits of some spread and a gradient of the result."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(batch, height, width, heads * head_dim, generator=generator)
@@ -54,7 +59,7 @@ def assert_close(got: Arrays, expected: Arrays, dtype: torch.dtype) -> None:
         assert (ours.double() - exact).abs().max() <= 2 * rounding * exact.abs().max()
 
 
-@runs
+@on_each
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -65,47 +70,49 @@ def assert_close(got: Arrays, expected: Arrays, dtype: torch.dtype) -> None:
         ((1, 2, 9, 1, 128), torch.float32),
     ],
 )
-def test_values_and_gradients_against_float64(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-    tensors = draw(*shape, dtype)
+def test_values_and_gradients_against_float64(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    tensors = draw(*shape, dtype, device)
     assert_close(with_gradients("triton", *tensors), in_float64(*tensors), dtype)
 
 
-@runs
-def test_inputs_and_gradients_need_not_be_contiguous() -> None:
-    v, logits, grad = draw(2, 3, 4, 2, 16, torch.float32)
+@on_each
+def test_inputs_and_gradients_need_not_be_contiguous(device: str) -> None:
+    v, logits, grad = draw(2, 3, 4, 2, 16, torch.float32, device)
     v = v.transpose(1, 2).contiguous().transpose(1, 2)
     logits = logits[:1].expand(2, -1, -1, -1)
     grad = grad[..., :1].expand_as(v)
     assert_close(with_gradients("triton", v, logits, grad), in_float64(v, logits, grad), torch.float32)
 
 
-@runs
+@on_each
 @pytest.mark.parametrize("height", [3, 4])
-def test_logits_of_places_outside_the_image_may_be_huge(height: int) -> None:
-    v, logits, grad = draw(1, height, 3, 1, 16, torch.float32)
+def test_logits_of_places_outside_the_image_may_be_huge(height: int, device: str) -> None:
+    v, logits, grad = draw(1, height, 3, 1, 16, torch.float32, device)
     rows = logits.unflatten(-1, (9, 9))
     outside = torch.zeros(rows.shape[:-1], dtype=torch.bool)
     outside[:, 0, :, :3] = outside[:, :, 0, 0::3] = outside[:, :, -1, 2::3] = True
     if height == 3:
         outside[:, -1, :, 6:] = True
     rows[..., 0] = -1e4  # far below the row's largest
-    rows[outside] = torch.where(torch.arange(9) % 2 == 0, 3e38, -3e38).to(DEVICE)
+    rows[outside] = torch.where(torch.arange(9) % 2 == 0, 1e9, -1e9).to(device)  # about as large as they may be
     got = with_gradients("triton", v, logits, grad)
     assert_close(got, in_float64(v, logits, grad), torch.float32)
     assert got[2].unflatten(-1, (9, 9))[outside].eq(0).all()
 
 
-@runs
-def test_torch_accepts_the_ops() -> None:
-    v, logits, grad = draw(1, 3, 2, 1, 16, torch.float32)
+@on_each
+def test_torch_accepts_the_ops(device: str) -> None:
+    v, logits, grad = draw(1, 3, 2, 1, 16, torch.float32, device)
     torch.library.opcheck(torch.ops.volo.outlook_attention, (v.requires_grad_(), logits.requires_grad_(), 0.2))
     torch.library.opcheck(torch.ops.volo.outlook_attention_backward, (grad, v.detach(), logits.detach(), 0.2))
 
 
-@runs
-def test_one_graph_without_breaks_under_compile() -> None:
-    tensors = draw(2, 3, 4, 1, 16, torch.float32)
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+@on_each
+def test_one_graph_without_breaks_under_compile(device: str) -> None:
+    tensors = draw(2, 3, 4, 1, 16, torch.float32, device)
+    backend = "inductor" if device == "cuda" else "aot_eager"
     attend = torch.compile(outlook_attention, backend=backend, fullgraph=True)
     v, logits = tensors[0].clone().requires_grad_(), tensors[1].clone().requires_grad_()
     out = attend(v, logits, scale=0.2, kernel="triton")
@@ -114,10 +121,10 @@ def test_one_graph_without_breaks_under_compile() -> None:
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 
-@runs
-def test_autocast_gives_its_type() -> None:
-    v, logits, grad = draw(1, 3, 4, 2, 16, torch.float32)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+@on_each
+def test_autocast_gives_its_type(device: str) -> None:
+    v, logits, grad = draw(1, 3, 4, 2, 16, torch.float32, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
         out, grad_v, grad_logits = with_gradients("triton", v, logits, grad.bfloat16())
         assert outlook_attention(v, logits, kernel="reference").dtype == out.dtype == torch.bfloat16
     assert grad_v.dtype == grad_logits.dtype == torch.float32
@@ -126,20 +133,45 @@ def test_autocast_gives_its_type() -> None:
         assert (ours.double() - expected).abs().max() <= 2**-6 * expected.abs().max()
 
 
-@runs
-def test_second_derivatives_are_refused() -> None:
-    v, logits, _ = draw(1, 2, 2, 1, 16, torch.float32)
+@on_each
+def test_second_derivatives_are_refused(device: str) -> None:
+    v, logits, _ = draw(1, 2, 2, 1, 16, torch.float32, device)
     out = outlook_attention(v.requires_grad_(), logits.requires_grad_(), kernel="triton")
     (first,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         first.sum().backward()
 
 
+@on_each
+@pytest.mark.parametrize("program", triton_outlook.PROGRAMS)
+def test_a_program_that_cannot_be_made_is_one_line(program: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    from volo.kernels import triton_programs
+
+    def run(error: Exception) -> None:
+        monkeypatch.setattr(triton_programs, program, MagicMock(**{"__getitem__.return_value.side_effect": error}))
+        with_gradients("triton", *draw(1, 2, 2, 1, 16, torch.float32, device))
+
+    for error in (
+        OutOfResources(300_000, 232_448, "shared memory"),
+        PTXASError("fatal\n" * 100),
+        CompilationError(None, ast.Pass(lineno=1, col_offset=0), "two\nlines"),
+        subprocess.CalledProcessError(1, ["gcc"]),
+    ):
+        expected = rf"{program} of .*\({type(error).__name__}: .*\): --outlook-kernel windows \(or reference\)"
+        with pytest.raises(UserError, match=expected) as caught:
+            run(error)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    with pytest.raises(RuntimeError, match="illegal memory access"):  # may be another program's fault
+        run(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+
+
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_whole_stage_on_a_gpu_repeats_bit_for_bit(dtype: torch.dtype) -> None:
-    tensors = draw(16, 28, 28, 12, 32, dtype)
+    tensors = draw(16, 28, 28, 12, 32, dtype, "cuda")
     first = with_gradients("auto", *tensors)
     assert_close(first, in_float64(*tensors), dtype)
     for _ in range(3):
@@ -148,12 +180,11 @@ def test_whole_stage_on_a_gpu_repeats_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_cuda_graph_replays_with_new_inputs() -> None:
-    v, logits, grad = draw(4, 14, 14, 6, 32, torch.bfloat16)
+    v, logits, grad = draw(4, 14, 14, 6, 32, torch.bfloat16, "cuda")
     v, logits = v.requires_grad_(), logits.requires_grad_()
     attend = torch.cuda.make_graphed_callables(lambda v, a: outlook_attention(v, a, scale=0.2), (v, logits))
-    other = draw(4, 14, 14, 6, 32, torch.bfloat16)[0].flip(0).requires_grad_()
+    other = draw(4, 14, 14, 6, 32, torch.bfloat16, "cuda")[0].flip(0).requires_grad_()
     out = attend(other, logits)
     got = (out.detach(), *torch.autograd.grad(out, (other, logits), grad))
     for replayed, eager in zip(got, with_gradients("triton", other, logits, grad), strict=True):

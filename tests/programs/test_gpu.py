@@ -1,7 +1,10 @@
-"""Whole training runs on a GPU: mixed precision, the fused optimizer, prefetching, exact resume."""
+"""Whole runs on a GPU against a CPU's: mixed precision, optimizers, prefetching, resume, no wait for the device."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,27 +12,42 @@ import pytest
 import timm
 import torch
 
+from tests.programs import interrupted_train
 from tests.programs.conftest import QUICK, Ended, metrics
+from volo.engine import loop
+from volo.engine.precision import Precision
+from volo.engine.saver import Saver
+from volo.engine.snapshot import HostSnapshot
+from volo.engine.topology import read_machine, visible_gpus
+from volo.programs import train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("amp", ["", "--amp --amp-dtype bfloat16", "--apex-amp"])
+@pytest.mark.parametrize(
+    ("amp", "more"),
+    [
+        ("", ""),
+        ("", "--opt lamb --grad-checkpointing"),
+        ("", "--opt sgd --worker-type thread -j 2"),
+        ("--amp --amp-dtype bfloat16", ""),
+        ("--model-dtype bfloat16", "--grad-accum-steps 2 -b 4 --model-ema"),
+        ("--apex-amp", ""),
+    ],
+)
 def test_losses_are_those_of_the_cpu(
     call: Callable[..., Ended],
     make_dataset: Callable[..., Path],
     make_labels: Callable[..., Path],
     tmp_path: Path,
     amp: str,
+    more: str,
 ) -> None:
     data = make_dataset()
     labels = make_labels(data)
     # Dropout and stochastic depth draw other numbers on a GPU.
     flags = f"{data} {QUICK} --epochs 2 --lr 1e-4 --drop-path 0 --token-label --token-label-data {labels}"
-    flags += f" --output {tmp_path}"
+    flags += f" --output {tmp_path} {more}"
     assert call("train", f"{flags} --experiment cpu --device cpu").code == 0
     ended = call("train", f"{flags} --experiment gpu --device cuda --pin-mem --channels-last {amp}")
     assert ended.code == 0, ended.err
@@ -38,9 +56,100 @@ def test_losses_are_those_of_the_cpu(
     assert [r["loss"] for r in gpu] == pytest.approx([r["loss"] for r in cpu], rel=tolerance)
 
 
-def test_fault_53_a_broken_step_changes_nothing_on_the_gpu() -> None:
-    from volo.engine.precision import Precision
+@pytest.mark.parametrize("more", ["--drop-path-mode subset --model-ema", "--amp", "--model-dtype bfloat16"])
+def test_between_two_reports_the_host_never_waits(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+) -> None:
+    steps, take_broken, checked = itertools.count(), Precision.take_broken, []
 
+    def begin_step() -> None:  # of the second epoch on: in the first one libraries start up
+        if next(steps) >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def report(precision: Precision) -> dict[int, bool]:
+        checked.append(torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("default")
+        return take_broken(precision)
+
+    monkeypatch.setattr(loop, "begin_step", begin_step)
+    monkeypatch.setattr(Precision, "take_broken", report)
+    data = make_dataset()
+    flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
+    try:
+        ended = call("train", f"{flags} --token-label --token-label-data {make_labels(data)} --output {tmp_path}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ended.code == 0 and checked == [0, 2], ended.err
+
+
+def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"{make_dataset()} {QUICK} -b 4 --epochs 2 --lr 1e-3 --drop-path 0.5 --drop-path-mode subset --amp"
+    flags += f" --token-label --model-ema --device cuda --output {tmp_path} --resume auto --experiment"
+    assert call("train", flags, "whole").code == 0
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(train, "validate_epoch", train.validate_epoch)
+    interrupted_train.stop_at({3})
+    assert call("train", flags, "cut").code == 130
+    assert call("train", flags, "cut").code == 0
+    whole, cut = (metrics(tmp_path / name) for name in ("whole", "cut"))
+    assert len(cut) == 8 and [r["loss"] for r in cut] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
+
+
+def test_accuracy_and_labels_are_those_of_the_cpu(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data, weights = make_dataset(), tmp_path / "weights.pth"
+    torch.manual_seed(0)
+    torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights)
+    model = f"--model volo_test --checkpoint {weights} --num-classes 4 --img-size 32 -b 5 -j 0"
+    losses, labels = [], []
+    for device in ("cpu", "cuda"):
+        results = tmp_path / f"{device}.json"
+        ended = call("validate", f"{data} {model} --device {device} --results-file {results} --results-format json")
+        assert ended.code == 0, ended.err
+        losses.append(json.loads(results.read_text())[0]["loss"])
+        assert call("generate_label", f"{data} {tmp_path / device} {model} --device {device}").code == 0
+        files = sorted((tmp_path / device).rglob("*.pt"))
+        labels.append(torch.stack([torch.load(file)[0] for file in files]).float())  # logits, the largest first
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and labels[0].shape[:2] == (16, 4)
+    torch.testing.assert_close(labels[1], labels[0], rtol=2e-3, atol=2e-3)  # in half precision
+
+
+def test_the_copy_for_a_checkpoint_is_of_its_moment_and_waits_for_nothing() -> None:
+    weight, snapshot = torch.zeros(2**24, device="cuda"), HostSnapshot()
+    payload = {"weight": weight, "shared": [weight, torch.ones(3)]}
+    snapshot.reserve(payload)
+    for value in range(2):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            copied = snapshot.take(payload)
+            weight.add_(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        snapshot.wait()
+        assert copied["weight"].eq(value).all() and copied["weight"].is_pinned()
+        assert copied["shared"][0] is copied["weight"]
+
+
+def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
+    gpus = read_machine().gpus
+    if not gpus:
+        pytest.skip("this machine's /sys shows no GPU")
+    shown, why = visible_gpus(gpus, os.environ)
+    torchs = torch.cuda.get_device_properties(0)
+    address = f"{torchs.pci_domain_id:04x}:{torchs.pci_bus_id:02x}:{torchs.pci_device_id:02x}.0"
+    assert why or shown[0].address == address
+
+
+def test_fault_53_a_broken_step_changes_nothing_on_the_gpu() -> None:
     device = torch.device("cuda")
     model = torch.nn.Linear(3, 2, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
@@ -67,8 +176,14 @@ def test_a_teacher_on_the_gpu_says_what_it_says_on_the_cpu(
     assert metrics(tmp_path / "gpu", "epoch")[0]["teacher_ms_per_image"] > 0
 
 
-@pytest.mark.parametrize("more", ["", "--torchcompile-mode reduce-overhead", "--torchcompile-scope model"])
-@pytest.mark.parametrize("model", ["volo_test", "lvvit_test"])
+@pytest.mark.parametrize(
+    ("model", "more"),  # half a minute each
+    [
+        ("volo_test", ""),
+        ("volo_test", "--torchcompile-mode reduce-overhead"),
+        ("lvvit_test", "--torchcompile-scope model"),
+    ],
+)
 def test_compiled_losses_are_those_without_and_cuda_graphs_leave_nothing_out(
     call: Callable[..., Ended],
     make_dataset: Callable[..., Path],

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -96,18 +96,23 @@ def test_without_a_gpu_an_older_torch_tells_the_rest(call: Call, flags: str, mon
     assert "activations on a CPU" in ended.out and "can't tell without one (no driver)" in ended.out
 
 
-def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> NoReturn:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total ...")
-
-    monkeypatch.setattr(train, "train_epoch", fail)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total ..."),
+        torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(train, "train_epoch", Mock(side_effect=error))
     ended = call("train", f"{flags} --experiment full")
     assert ended.code == 2 and len(ended.err.strip().splitlines()) == 1
-    assert "-b 8" in ended.err and "CUDA out of memory" in ended.err and "--activation-memory auto" in ended.err
+    assert "-b 8" in ended.err and "out of memory)" in ended.err and "--activation-memory auto" in ended.err
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu(call: Call, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     for model in ("--model volo_d1 -b 32", "--model lvvit_s -b 32"):
         assert cli.benchmark(f"activations {model} --amp --amp-dtype bfloat16 --json".split()) == 0

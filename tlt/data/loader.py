@@ -292,6 +292,12 @@ def _augmented(stage: Callable[[Tensor, Plan], Tensor], images: Tensor, host: Ho
     return stage(images, host.plan)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one of all passes and loaders: torch keeps what was freed on a stream for that stream alone."""
+    return torch.cuda.Stream(device)
+
+
 class _Feed:
     """From host batches to batches on the device."""
 
@@ -305,7 +311,7 @@ class _Feed:
         return self._run_ahead(counted) if self.ahead else ((host, self._move(host)) for host in counted)
 
     def _run_ahead(self, hosts: Iterator[HostBatch]) -> Iterator[tuple[HostBatch, Batch]]:
-        stream = torch.cuda.Stream(self.device)
+        stream = _side_stream(self.device)
         waiting: tuple[HostBatch, Batch, torch.cuda.Event] | None = None
         for host in hosts:
             with torch.cuda.stream(stream):

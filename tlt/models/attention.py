@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Up to here products written out are faster than torch's fused attention on a CPU in bfloat16: forward and backward
 # 1.8 to 3.2 times at 196 tokens (heads of 32 to 64 channels), 1.5 at 784; at 1024 heads of 48 channels are slower. In
 # float32 the fused one wins at every size (by 1.05 to 1.2), and it needs no memory for N * M weights.
 WRITTEN_OUT_TOKENS = 800
 
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cudnn: bool = True) -> Tensor:
     """`softmax(q k^T / sqrt(D)) v`, the softmax computed in float32.
 
     Queries are scaled before their product with the keys, so that half precision does not overflow where the scaled
@@ -22,12 +27,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         q: (B, heads, N, D).
         k, v: (B, heads, M, D).
         dropout: Rate of dropout on the weights; 0 outside training.
+        cudnn: cuDNN may compute it, which torch prefers on some GPUs (H100). It makes a plan for every size of batch it
+            meets, tens of milliseconds each; flash attention is compiled for all of them.
 
     Returns:
         (B, heads, N, D)
     """
     if not _written_out(k):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+        with nullcontext() if cudnn else sdpa_kernel(_WITHOUT_PLANS):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = F.dropout(logits.softmax(dim=-1), dropout)  # in float32, but written in the queries' type
     return weights @ v

@@ -22,7 +22,12 @@ class SelfAttention(nn.Module):
         dim: Channels, a multiple of `num_heads`.
         attn_drop: Dropout rate on the attention weights.
         proj_drop: Dropout rate on the output.
+
+    Attributes:
+        cudnn: cuDNN may compute the attention in training (`tlt.models.attention`).
     """
+
+    cudnn = True
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
@@ -39,7 +44,7 @@ class SelfAttention(nn.Module):
         tokens = x.flatten(1, -2)  # (B, N, C)
         qkv = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
-        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0, self.cudnn or not self.training)
         mixed = mixed.transpose(1, 2).reshape(x.shape)
         return self.proj_drop(self.proj(mixed))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth
-from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.layers import SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import Linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
@@ -225,6 +225,10 @@ class TokenLabelModel(nn.Module):
         for module in self.modules():
             if isinstance(module, StochasticDepth):
                 module.mode = mode
+            elif isinstance(module, SelfAttention):
+                # Nearly every block keeps another number of images. Rounded to few numbers, cuDNN would plan less, but
+                # blocks would train at other rates than they were given.
+                module.cudnn = mode == "mask"
 
     # Heads ---------------------------------------------------------------------------------------------------------
 

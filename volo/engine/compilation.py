@@ -162,7 +162,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_compile_error(error: Exception) -> bool:
-    return type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc")
+    """Whether it comes from torch's compiler, or from Triton, where Inductor compiles a program not before it runs."""
+    return type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
 
 
 def _summary(error: Exception) -> str:

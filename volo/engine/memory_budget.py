@@ -142,10 +142,12 @@ def out_of_memory_explained(args: Namespace) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if "out of memory" not in str(error):  # torch.OutOfMemoryError says so, and what CUDA tells Triton and others
+            raise
         remedy = "--grad-checkpointing" if args.activation_memory is not None else "--activation-memory auto"
         remedy = "a smaller --img-size" if args.grad_checkpointing else remedy
         raise UserError(
-            f"out of memory with -b {args.batch_size} ({str(error).strip().split('. ')[0]}): use a smaller -b "
+            f"out of memory with -b {args.batch_size} ({str(error).splitlines()[0].split('. ')[0]}): use a smaller -b "
             f"(--grad-accum-steps keeps the global batch), or {remedy}"
         ) from error

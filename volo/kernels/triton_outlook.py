@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from tlt.errors import UserError
+
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LONGEST = 300  # characters of Triton's message that are shown
 PROGRAMS = ("outlook_forward", "outlook_backward_logits", "outlook_backward_values")
 
 
@@ -95,9 +98,12 @@ def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]
 def _launch(
     program: str, tensors: tuple[Tensor, ...], v: Tensor, logits: Tensor, scales: tuple[float, ...], **options: bool
 ) -> None:
-    """Start one for every head and block of cells."""
-    from volo.kernels import triton_programs
+    """Start one for every head and block of cells.
 
+    Raises:
+        UserError: It can't be compiled for this GPU, or needs more than the GPU has. No other implementation takes its
+            place: a run that is many times slower than it might be had better not start.
+    """
     _, height, width, channels = v.shape
     batch, rows, columns, outputs = logits.shape
     cells, heads = batch * rows * columns, outputs // 81
@@ -107,8 +113,19 @@ def _launch(
     grid = (heads * -(-cells // block),)
     sizes = (height, width, rows, columns, cells, heads)
     constants = {"D": channels // heads, "BLOCK": block, **options, "num_warps": warps, "enable_fp_fusion": True}
-    with torch.cuda.device_of(v):
-        getattr(triton_programs, program)[grid](*tensors, *sizes, *scales, **constants)
+    try:
+        from volo.kernels import triton_programs
+
+        with torch.cuda.device_of(v):
+            getattr(triton_programs, program)[grid](*tensors, *sizes, *scales, **constants)
+    except Exception as error:  # Triton's own derive from nothing narrower; without a C compiler subprocess raises
+        if "Triton Error [CUDA]" in str(error):  # the driver's, also for what any program did before
+            raise
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+        raise UserError(
+            f"Triton can't make the program {program} of outlook attention for this device ({found}): "
+            "--outlook-kernel windows (or reference) does without Triton"
+        ) from error
 
 
 @_forward.register_fake

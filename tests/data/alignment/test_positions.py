@@ -77,7 +77,6 @@ def test_worker_processes_give_the_same_geometry(scene: Scene) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("order", AUG_ORDERS)
 def test_gpu(scene: Scene, order: str) -> None:
     check(measure(scene, geometry_only("everything", aug_order=order), area="center", device="cuda"))
