@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tlt.data.loader import Batch
+from tlt.models.layers import SelfAttention
 from tlt.models.token_labeling import TokenLabelModel
 from volo.benchmarks.arms import (
     OURS,
@@ -50,9 +51,8 @@ def run(args: Namespace) -> int:
 def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
     """Build, compare, warm up and time all arms. Raises UserError: as `volo.benchmarks.contest.hold`."""
     device = choose_device(args.device, 0)
-    torch.backends.cuda.enable_cudnn_sdp(not args.no_cudnn_attention)
     arms = arms_of(args)
-    case = _Case(arms[0], device)
+    case = _Case(arms[0], device, args.cudnn_attention)
     height, width = case.settings["input_size"][1:]
     return hold(args, f"training step at {height} x {width} px", arms, device, case.step, case.flops, tell)
 
@@ -60,8 +60,8 @@ def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
 class _Case:
     """What all arms share: weights, batches, the objective, and the work that an image takes."""
 
-    def __init__(self, ours: Arm, device: torch.device) -> None:
-        self.ours, self.device = ours, device
+    def __init__(self, ours: Arm, device: torch.device, cudnn: bool) -> None:
+        self.ours, self.device, self.cudnn = ours, device, cudnn
         self.first: TimmModel = build_first(ours)
         self.settings: dict[str, Any] = eval_settings(ours.flags, self.first)
         size = self.settings["input_size"][1:]
@@ -76,6 +76,9 @@ class _Case:
         if arm.is_timm:
             arm.flags.channels_last = self._timm_likes_channels_last(arm)
         model = place(arm, build_bare(arm, self.first), self.device)
+        for module in model.modules() if self.cudnn else ():
+            if isinstance(module, SelfAttention):
+                module.cudnn = True
         if arm.name != OURS:
             self._compare(arm, model)
         batches = self._batches()

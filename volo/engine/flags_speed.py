@@ -60,7 +60,7 @@ TRAIN_STEP = (
         "Precision and speed",
         (
             *_rows(*_PRECISION),
-            switch("--no-cudnn-attention", help="attention of all arms by torch's own kernels, not by cuDNN's (GPUs)"),
+            switch("--cudnn-attention", help="attention may be cuDNN's with --drop-path-mode subset, too (GPUs)"),
         ),
     ),
     Group(
