@@ -60,7 +60,7 @@ def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
 class _Case:
     """What all arms share: weights, batches, the objective, and the work that an image takes."""
 
-    def __init__(self, ours: Arm, device: torch.device, cudnn: bool) -> None:
+    def __init__(self, ours: Arm, device: torch.device, cudnn: bool = False) -> None:
         self.ours, self.device, self.cudnn = ours, device, cudnn
         self.first: TimmModel = build_first(ours)
         self.settings: dict[str, Any] = eval_settings(ours.flags, self.first)
