@@ -83,6 +83,23 @@ def test_steps_too_small_for_bfloat16_add_up() -> None:
     assert master.weight.item() == 1 - 2**-6 == copy.module.weight.item()
 
 
+def test_sixteen_micro_batches_add_up_in_float32() -> None:
+    master = volo_model()
+    copy = WorkingCopy(master)
+    copy.module.eval()
+    exact, precision = torch.zeros(()), Precision(CPU, torch.bfloat16, working_copy=copy)
+    for part in images(0, 32).chunk(16):
+        with precision.autocast():
+            loss = copy.module(part).float().logsumexp(-1).mean()
+        loss.backward()
+        exact = exact + nn.utils.parameters_to_vector([p.grad.double() for p in copy.module.parameters()])
+        copy.module.zero_grad()
+    for part in images(0, 32).chunk(16):
+        backward(precision, copy.module, part)
+    found = nn.utils.parameters_to_vector([p.grad for p in master.parameters()])
+    assert (found - exact).norm() < 1e-6 * exact.norm()  # added in bfloat16: 4e-3
+
+
 def test_micro_batches_add_up_and_an_average_follows_the_master() -> None:
     master, whole = volo_model(), volo_model()
     for model, parts in ((master, 2), (whole, 1)):

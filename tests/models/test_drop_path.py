@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tlt.errors import UserError
-from tlt.models.drop_path import StochasticDepth, add_branch, draw_samples
+from tlt.models.drop_path import StochasticDepth, add_branch, draw_orders, draw_samples
 from tlt.models.layers import TransformerBlock
 from volo.engine.args import parse_train
 from volo.engine.model import build_model
@@ -98,21 +98,21 @@ def test_mean_of_outputs_and_gradients_over_all_subsets_is_that_of_timms_drop_pa
 
     # What timm's DropPath and ours ask torch for.
     monkeypatch.setattr(torch.Tensor, "bernoulli_", lambda self, p: self.copy_(next(draws).view_as(self)))
-    monkeypatch.setattr(torch, "randperm", lambda n, device: next(draws))
+    monkeypatch.setattr(torch, "rand", lambda rows, batch, **_: next(draws).argsort()[None])  # of which it is the order
     expected = weighted_mean(all_masks())
     found = weighted_mean(all_subsets()) if subset(block) else []
     assert next(draws, None) is None
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_every_subset_is_as_likely_in_each_of_two_branches() -> None:
+def test_every_pair_of_subsets_is_as_likely_in_two_branches_that_are_drawn_for_together() -> None:
     torch.manual_seed(0)
     first, second = subset(StochasticDepth(RATE)), subset(StochasticDepth(RATE))
     zeros, counts, passes = torch.zeros(BATCH, 1), Counter(), 3600
     for _ in range(passes):
         drawn = [
-            add_branch(zeros, torch.ones_like, draw_samples(layer, zeros)).flatten().tolist()
-            for layer in (first, second)
+            add_branch(zeros, torch.ones_like, draw_samples(layer, zeros, order)).flatten().tolist()
+            for layer, order in zip((first, second), draw_orders(2, zeros), strict=True)
         ]
         counts[tuple(map(tuple, drawn))] += 1
     cells = comb(BATCH, KEPT) ** 2
@@ -178,6 +178,36 @@ def test_nothing_is_added_atomically_and_every_parameter_gets_a_gradient(
         "_index_put_impl_",
     }
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Draws(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_of_d5_s_depth_draws_once_and_each_of_its_72_branches_apart(
+    checkpointing: bool, make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = timm.create_model("volo_test", img_size=32, layers=(12, 12, 20, 4), drop_path_rate=0.75).train()
+    model.set_drop_path_mode("subset")
+    model.set_grad_checkpointing(checkpointing)
+    images, drawn = make_images(16, 32), []
+    run = TransformerBlock.run
+    monkeypatch.setattr(TransformerBlock, "run", lambda block, x, *given: drawn.extend(given) or run(block, x, *given))
+    with Draws() as draws:
+        sum(out.square().mean() for out in model(images, dense=True)).backward()
+    assert draws.names == ["rand.default"] and len(drawn) == 72 * (1 + checkpointing)
+    assert all(len(set(samples.tolist())) == len(samples) for samples in drawn)
+    assert len({tuple(samples.tolist()) for samples in drawn}) == 72
+    kept = [layer.kept(16) for layer in model.modules() if isinstance(layer, StochasticDepth)]
+    assert [len(samples) for samples in drawn[:72]] == kept
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -109,11 +109,13 @@ def test_gradients_in_bfloat16_move_the_weights_by_their_rounding(dataset: tuple
     flags += f" --token-label --token-label-data {labels} --output {tmp_path} --experiment"
     launch(2, f"{flags} exact", data)
     launch(2, f"{flags} rounded --grad-compression bf16", data)
+    launch(2, f"{flags} copied --model-dtype bfloat16", data)
     exact, rounded = (torch.load(tmp_path / run / "last.pth.tar", weights_only=True) for run in ("exact", "rounded"))
     assert (exact["args"]["grad_compression"], rounded["args"]["grad_compression"]) == ("none", "bf16")
-    one, two = (metrics(tmp_path / run) for run in ("exact", "rounded"))
+    one, two, three = (metrics(tmp_path / run) for run in ("exact", "rounded", "copied"))
     assert two[0]["loss"] == one[0]["loss"] and two[0]["grad_norm"] != one[0]["grad_norm"]
     assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=0.01)
+    assert [r["grad_norm"] for r in three] == pytest.approx([r["grad_norm"] for r in one], rel=0.03)
 
 
 def test_gradients_of_one_process_are_not_compressed(

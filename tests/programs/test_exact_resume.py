@@ -99,14 +99,14 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("more", ["", "--grad-compression bf16", "--model-dtype bfloat16"])
+@pytest.mark.parametrize("more", ["", "--grad-compression bf16", "--model-dtype bfloat16 -b 2 --grad-accum-steps 2"])
 def test_fault_11_interrupted_on_two_ranks(
     make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path, more: str
 ) -> None:
     """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
     data = make_dataset(train=24)
     flags = (
-        f"{FLAGS} {more} -b 4 --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
+        f"{FLAGS} -b 4 {more} --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
     )
     launch(2, f"{flags} --experiment whole", data)
     driver = str(Path(interrupted_train.__file__))

@@ -35,8 +35,16 @@ def drop_path_layer(rate: float) -> nn.Module:
     return StochasticDepth(rate) if rate > 0.0 else nn.Identity()
 
 
-def draw_samples(drop_path: nn.Module, x: Tensor) -> Tensor | None:
+def draw_orders(count: int, x: Tensor) -> Tensor:
+    """Draw `count` orders of the B samples of x (B, ...), int64 (count, B), each for itself, in one go."""
+    return torch.rand(count, x.shape[0], dtype=torch.float64, device=x.device).argsort(dim=1)  # float32's can tie
+
+
+def draw_samples(drop_path: nn.Module, x: Tensor, order: Tensor | None = None) -> Tensor | None:
     """Draw which of the B samples of x (B, ...) keep a branch, from torch's generator of the device.
+
+    Args:
+        order: Of `draw_orders`, one of those drawn for many branches at once; without it mode "subset" draws its own.
 
     Returns:
         Mode "mask": (B, 1, ..., 1), what each sample's branch is multiplied by, as in timm's DropPath. Mode "subset":
@@ -46,7 +54,8 @@ def draw_samples(drop_path: nn.Module, x: Tensor) -> Tensor | None:
         return None
     if drop_path.mode == "mask":
         return drop_path(x.new_ones((x.shape[0],) + (1,) * (x.ndim - 1)))
-    return torch.randperm(x.shape[0], device=x.device)[: drop_path.kept(x.shape[0])]
+    order = draw_orders(1, x)[0] if order is None else order
+    return order[: drop_path.kept(x.shape[0])]
 
 
 def add_branch(

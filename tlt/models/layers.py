@@ -112,9 +112,9 @@ class ResidualBlock(Block):
     drop_path2: nn.Module
     residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., C) -> the same shape."""
-        return self.run(x, draw_samples(self.drop_path1, x), draw_samples(self.drop_path2, x))
+    def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
+        """(B, ..., C) -> the same shape; `first` and `second` are the branches' orders, as of `draw_samples`."""
+        return self.run(x, draw_samples(self.drop_path1, x, first), draw_samples(self.drop_path2, x, second))
 
     def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
         first, second = samples

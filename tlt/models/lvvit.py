@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, register
-from tlt.models.token_labeling import TokenLabelModel, conv_stem_grid
+from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid
 
 STEM_STRIDE = 2
 
@@ -158,8 +158,8 @@ class LVViT(TokenLabelModel):
         cls = self.cls_token.expand(x.shape[0], -1, -1)
         return self.pos_drop(torch.cat((cls, x.flatten(1, 2)), dim=1) + pos)
 
-    def stage(self, x: Tensor, index: int) -> Tensor:
-        return self.run_block(self.blocks[index], x)
+    def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
+        return self.run_block(self.blocks[index], x, orders)
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
         x = self.norm(x) if norm else x

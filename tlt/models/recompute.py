@@ -40,12 +40,12 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 _selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
-def run_block(block: nn.Module, x: Tensor, level: str) -> Tensor:
+def run_block(block: nn.Module, level: str, *inputs: Tensor) -> Tensor:
     """Apply `block`, which computes `level`, one of `LEVELS`, anew in the backward pass."""
     if level == NOTHING or not torch.is_grad_enabled():
-        result: Tensor = block(x)
+        result: Tensor = block(*inputs)
     elif level == POINTWISE:
-        result = checkpoint(block, x, use_reentrant=False, context_fn=_selective_contexts)
+        result = checkpoint(block, *inputs, use_reentrant=False, context_fn=_selective_contexts)
     else:
-        result = checkpoint(block, x, use_reentrant=False)
+        result = checkpoint(block, *inputs, use_reentrant=False)
     return result

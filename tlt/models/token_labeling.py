@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
-from tlt.models.drop_path import StochasticDepth
-from tlt.models.layers import SelfAttention, TransformerBlock, init_linear
+from tlt.models.drop_path import StochasticDepth, draw_orders
+from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import Linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 
+Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
 # Four ints as `mix_box` are run-time values of the compiled graph from the first box on; otherwise torch.compile would
@@ -69,6 +70,7 @@ class TokenLabelModel(nn.Module):
         self.dense_head = dense_head
         self.grad_checkpointing = False
         self._recompute: dict[nn.Module, str] = {}
+        self._skipping: list[nn.Module] = []  # blocks that `set_drop_path_mode` has put in mode "subset"
 
     # What a model defines ------------------------------------------------------------------------------------------
 
@@ -80,8 +82,8 @@ class TokenLabelModel(nn.Module):
         """What happens to the embedding before the first stage."""
         return x
 
-    def stage(self, x: Tensor, index: int) -> Tensor:
-        """Stage `index` of `feature_info`, with whatever leads to it."""
+    def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
+        """Stage `index` of `feature_info`, with whatever leads to it; `orders` are for `run_block`."""
         raise NotImplementedError
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
@@ -129,9 +131,9 @@ class TokenLabelModel(nn.Module):
         x = self.embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
-        x = self.start(x)
+        x, orders = self.start(x), self._draw_orders(x)
         for index in range(len(self.feature_info)):
-            x = self.stage(x, index)
+            x = self.stage(x, index, orders)
         return self.finish(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -177,11 +179,11 @@ class TokenLabelModel(nn.Module):
             raise ValueError(f"output_fmt is NCHW or NHWC, not {output_fmt}")
         wanted, last = self.wanted_stages(indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
-        x = self.start(self.embed(x))
+        x, orders = self.start(self.embed(x)), self._draw_orders(x)
         maps = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
-            x = self.stage(x, index)
+            x = self.stage(x, index, orders)
             if index in wanted:
                 maps.append(self.stage_map(x, index, grid, norm))
         if output_fmt == "NCHW":
@@ -204,9 +206,17 @@ class TokenLabelModel(nn.Module):
         """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
-    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+    def run_block(self, block: nn.Module, x: Tensor, orders: Orders) -> Tensor:
         """Apply a block; `set_grad_checkpointing` and `set_recompute` say what its backward pass computes anew."""
-        return run_block(block, x, EVERYTHING if self.grad_checkpointing else self._recompute.get(block, NOTHING))
+        level = EVERYTHING if self.grad_checkpointing else self._recompute.get(block, NOTHING)
+        return run_block(block, level, x, *orders.get(block, ()))
+
+    def _draw_orders(self, x: Tensor) -> Orders:
+        """Draw for the B images of x (B, ...) and all blocks that skip some which ones each branch keeps."""
+        if not self.training or not self._skipping:
+            return {}
+        drawn = draw_orders(2 * len(self._skipping), x).unbind()
+        return dict(zip(self._skipping, zip(drawn[::2], drawn[1::2], strict=True), strict=True))
 
     @property
     def recompute(self) -> dict[str, str]:
@@ -229,6 +239,8 @@ class TokenLabelModel(nn.Module):
                 # Nearly every block keeps another number of images. Rounded to few numbers, cuDNN would plan less, but
                 # blocks would train at other rates than they were given.
                 module.cudnn = mode == "mask"
+        blocks = self.named_blocks() if mode == "subset" else []
+        self._skipping = [block for _, block in blocks if isinstance(block, ResidualBlock)]
 
     # Heads ---------------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ def train_epoch(
                 terms = objective(model, batch, step)
             meter.forward += time.perf_counter() - began
             # Micro-batches weigh by their images, so that accumulation equals one large batch, ragged tail included.
-            precision.backward(terms.total * (batch.size / update_size))
+            precision.backward(terms.total * (batch.size / update_size), reduced=is_last and world.size > 1)
         meter.add(terms, batch)
         micro_batch += 1
         if not is_last:

@@ -1,9 +1,9 @@
 """Training in bfloat16 with float32 master weights (`--model-dtype bfloat16`).
 
-The float32 model stays what is optimized, averaged, validated and saved. A copy of it in bfloat16 computes: before a
-step its gradients go to the master weights, after it the weights come back. Autocast casts weights in every forward
-pass and gradients in every backward pass, and adds the float32 position embedding to the activations, which are float32
-from there on; here all of that is bfloat16.
+The float32 model stays what is optimized, averaged, validated and saved. A copy of it in bfloat16 computes: after a
+backward pass its gradients go to the master weights, which add up those of micro-batches; after a step the weights come
+back. Autocast casts weights in every forward pass and gradients in every backward pass, and adds the float32 position
+embedding to the activations, which are float32 from there on; here all of that is bfloat16.
 """
 
 from __future__ import annotations
@@ -42,12 +42,25 @@ class WorkingCopy:
 
     @torch.no_grad()
     def give_gradients(self) -> None:
-        """Move the copy's gradients to the master's parameters, in float32."""
-        given, taken = [], []
+        """Move the copy's gradients to the master's parameters, where they are added to what is there, in float32."""
+        new, old = [], []
         for own, cast in self._pairs:
-            if cast.grad is not None:
+            if cast.grad is not None and own.grad is not None:
+                old.append((own.grad, cast.grad))
+            elif cast.grad is not None:
                 own.grad = torch.empty_like(own)
-                given.append(cast.grad)
-                taken.append(own.grad)
-                cast.grad = None
-        torch._foreach_copy_(taken, given)
+                new.append((own.grad, cast.grad))
+            cast.grad = None
+        if new:
+            torch._foreach_copy_([own for own, _ in new], [cast for _, cast in new])
+        if old:
+            torch._foreach_add_([own for own, _ in old], [cast for _, cast in old])
+
+    def take_gradients_back(self) -> None:
+        """Round what was given so far into the copy's gradients, to which the next backward pass adds its own.
+
+        DistributedDataParallel knows the copy alone, and sends what its gradients are after that pass.
+        """
+        for own, cast in self._pairs:
+            if own.grad is not None:
+                cast.grad, own.grad = own.grad.to(cast.dtype), None

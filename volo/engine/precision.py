@@ -95,10 +95,18 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.amp_dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`, scaled where float16 needs it."""
+    def backward(self, loss: Tensor, reduced: bool = False) -> None:
+        """Accumulate the gradients of `loss`, scaled where float16 needs it.
+
+        Args:
+            reduced: This backward pass averages what was accumulated over the ranks.
+        """
         self._loss_broken = self._loss_broken | ~torch.isfinite(loss.detach())
+        if self.working_copy is not None and reduced:
+            self.working_copy.take_gradients_back()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.working_copy is not None:
+            self.working_copy.give_gradients()
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
         """Clip, step unless a gradient is not finite, clear the gradients.
@@ -106,8 +114,6 @@ class Precision:
         Returns the 2-norm of the gradients before clipping, a scalar on the device. All ranks agree on whether to step,
         because they hold the same all-reduced gradients.
         """
-        if self.working_copy is not None:
-            self.working_copy.give_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = total_norm(parameters)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, register
-from tlt.models.token_labeling import TokenLabelModel, conv_stem_grid
+from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid
 from volo.models.blocks import ClassBlock, Downsample, OutlookAttention, Outlooker, PatchEmbed
 
 CLASS_BLOCKS = 2
@@ -136,20 +136,20 @@ class VOLO(TokenLabelModel):
     def embed(self, x: Tensor) -> Tensor:
         return self.patch_embed(x)
 
-    def stage(self, x: Tensor, index: int) -> Tensor:
+    def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
         # network: outlookers, downsampling, three stages of transformer blocks
         if index == 0:
-            return self._run_stage(0, x)
+            return self._run_stage(0, x, orders)
         if index == 1:
             x = self.network[1](x)
             x = self.pos_drop(x + self.resized_pos_embed((x.shape[1], x.shape[2])))
-        return self._run_stage(index + 1, x)
+        return self._run_stage(index + 1, x, orders)
 
-    def _run_stage(self, place: int, x: Tensor) -> Tensor:
-        if not (self.grad_checkpointing or self._recompute):
+    def _run_stage(self, place: int, x: Tensor, orders: Orders) -> Tensor:
+        if not (self.grad_checkpointing or self._recompute or orders):
             return self.network[place](x)  # as a module, so that hooks on a stage are called
         for block in self.network[place].children():
-            x = self.run_block(block, x)
+            x = self.run_block(block, x, orders)
         return x
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
@@ -160,7 +160,7 @@ class VOLO(TokenLabelModel):
         if self.post_network is not None and self.cls_token is not None:
             x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
             for block in self.post_network:
-                x = self.run_block(block, x)
+                x = self.run_block(block, x, {})
         return self.norm(x)
 
     def prune_intermediate_layers(
