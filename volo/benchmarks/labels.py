@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -176,7 +176,7 @@ def sharing(archive: LabelArchive, workers: int) -> dict[str, Sharing]:
 
 
 def _in_workers(keep: bool, archive: LabelArchive, workers: int) -> Sharing:
-    context = multiprocessing.get_context(START_METHOD)  # as data workers are started
+    context: Any = multiprocessing.get_context(START_METHOD)  # as data workers are started
     queue, barrier = context.SimpleQueue(), context.Barrier(workers)
     start = partial(context.Process, target=_worker, args=(archive, keep, barrier, queue), daemon=True)
     processes = [start() for _ in range(workers)]
