@@ -51,13 +51,22 @@ class Outcome:
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the experiment ends with us
     args.minutes = args.minutes or (_PART_MINUTES if args.part else _MINUTES)
     end = time.monotonic() + 60 * args.minutes
-    device = choose_device(args.device, 0)
-    args.device = str(device)
-    outcomes = plan(args, device.type)
+    args.device = str(choose_device(args.device, 0))
+    outcomes = plan(args)
     write(args, outcomes)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the experiment ends with us
+    try:
+        _perform_all(args, outcomes, end)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("\n".join(report(args, outcomes)), flush=True)
+    return 0
+
+
+def _perform_all(args: Namespace, outcomes: list[Outcome], end: float) -> None:
+    """Run what has not begun, one after the other, and write all of it anew whenever there is more."""
     with _log(args) as log:
         for number, planned in enumerate(outcomes):
             if not planned.command:
@@ -69,16 +78,15 @@ def run(args: Namespace) -> int:
                 write(args, outcomes)
 
             tell(perform(planned, args.minutes, end - time.monotonic(), log, tell))
-    print("\n".join(report(args, outcomes)), flush=True)
-    return 0
 
 
-def plan(args: Namespace, kind: str) -> list[Outcome]:
+def plan(args: Namespace) -> list[Outcome]:
     """All experiments, none of which has begun.
 
     Raises:
         UserError: `--only` names what isn't there.
     """
+    kind = args.device.partition(":")[0]
     experiments = [each for each in EXPERIMENTS["cuda" if args.part else kind] if args.part in (None, each.part)]
     if args.part and kind == "cpu":
         experiments = [rehearsed(each) for each in experiments]
