@@ -22,6 +22,7 @@ import volo  # noqa: F401  registers the models
 from tlt.errors import UserError
 from tlt.models.drop_path import drop_path_layer
 from tlt.models.layers import ResidualBlock
+from tests.conftest import imagined_gpu
 from volo.engine import compilation
 from volo.engine.args import parse_train
 from volo.engine.compilation import CompileWatch, compile_errors_told, compile_model, feature_compiler
@@ -261,6 +262,7 @@ def test_steps_are_marked_for_cuda_graphs_alone(monkeypatch: pytest.MonkeyPatch)
     assert len(marked) == 1
 
 
+@imagined_gpu
 def test_nothing_in_the_model_keeps_it_from_a_cuda_graph() -> None:
     """In training, traced on tensors that say they are on a GPU: nothing comes from the host, no value goes there."""
     for name in SMALL:
