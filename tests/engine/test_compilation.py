@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import volo  # noqa: F401  registers the models
+from tests.conftest import imagined_gpu
 from tlt.errors import UserError
 from tlt.models.drop_path import drop_path_layer
 from tlt.models.layers import ResidualBlock
-from tests.conftest import imagined_gpu
 from volo.engine import compilation
 from volo.engine.args import parse_train
 from volo.engine.compilation import CompileWatch, compile_errors_told, compile_model, feature_compiler
