@@ -17,15 +17,16 @@ def outlook_attention(
 ) -> Tensor:
     """As `volo.kernels.outlook_attention`; the softmax is computed in float32 at least."""
     height, width = v.shape[1:3]
-    rows, columns = logits.shape[1:3]
-    heads = logits.shape[-1] // 81
+    batch, rows, columns, heads = *logits.shape[:3], logits.shape[-1] // 81
+    depth = v.shape[-1] // heads
     # An odd map has no pixel where its last windows end.
     padded = F.pad(v, (0, 0, 1, 2 * columns - width, 1, 2 * rows - height))
     places = [padded[:, y : y + 2 * rows - 1 : 2, x : x + 2 * columns - 1 : 2] for y in range(3) for x in range(3)]
-    values = torch.stack(places, dim=3).unflatten(-1, (heads, -1)).transpose(3, 4)  # (B, h, w, heads, 9, D)
-    weights = (logits * scale).unflatten(-1, (heads, 9, 9))
+    # Reshaped, not unflattened: torch 2.11 compiles no unflatten under torch.set_default_device.
+    values = torch.stack(places, dim=3).reshape(batch, rows, columns, 9, heads, depth).transpose(3, 4)
+    weights = (logits * scale).reshape(batch, rows, columns, heads, 9, 9)
     weights = weights.softmax(-1, dtype=torch.promote_types(v.dtype, torch.float32)).to(v.dtype)
-    mixed = (F.dropout(weights, dropout) @ values).unflatten(-2, (3, 3))  # (B, h, w, heads, 3, 3, D)
+    mixed = (F.dropout(weights, dropout) @ values).reshape(batch, rows, columns, heads, 3, 3, depth)
     out = _join(_join(mixed, 1, -3), 2, -2)  # (B, 2h, 2w, heads, D)
     return out[:, :height, :width].flatten(3)
 
