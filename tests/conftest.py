@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
@@ -25,7 +26,11 @@ def wait_until(happened: Callable[[], T], what: Callable[[], str] = str) -> T:
     """Return what `happened()` returns as soon as that is true. `what` says what did not come within LIMIT."""
     until, pause = time.monotonic() + LIMIT, 0.01
     while not (found := happened()):
-        assert time.monotonic() < until, f"not within {LIMIT:g} s: {what()}"
+        if time.monotonic() > until:
+            told = what()
+            told = told if len(told) < 5000 else f"{told[:4000]}\n[...]\n{told[-1000:]}"
+            # The last line, which the end of a long log still shows.
+            pytest.fail(f"{told}\nnot within {LIMIT:g} s in {os.environ['PYTEST_CURRENT_TEST']}")
         time.sleep(pause)
         pause = min(1.2 * pause, 0.3)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,8 +135,12 @@ class Running:
         """Send the signals and return the exit code when it has ended."""
         for number in signals:
             self.process.send_signal(number)
-        wait_until(lambda: self.process.poll() is not None, lambda: f"the end of\n{self.output}")
+        wait_until(lambda: self.process.poll() is not None, lambda: f"the end of\n{self.output}{self._signals()}")
         return self.process.returncode
+
+    def _signals(self) -> str:
+        """Which signals it blocks, ignores and catches (Linux)."""
+        return "".join(re.findall("Sig.*\n", Path(f"/proc/{self.process.pid}/status").read_text()))
 
     def ranks(self) -> dict[int, int]:
         """Process of each rank, by rank, of a distributed_train.sh."""
