@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,16 @@ def wait_until(happened: Callable[[], T], what: Callable[[], str] = str) -> T:
         time.sleep(pause)
         pause = min(1.2 * pause, 0.3)
     return found
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A program that was told to end in this process ignores what tells it so from then on, and so would all that is
+    started by later tests: a shell can't even trap a signal that was ignored when it began."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def free_port() -> int:
