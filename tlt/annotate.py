@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.groups import image_groups
+from tlt.label_map import Area
 from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
 from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead
+from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, find_tokens
 
 _SUGGESTION = (
     "use a ConvNet (resnet50, convnext_tiny, dm_nfnet_f0), Swin, a vision transformer with average pooling, or a model "
@@ -57,6 +58,15 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
         UserError: The model's features are not a map, its logits not their mean, or its dense head is switched off.
     """
     return _classify(model, *_features(model, images))
+
+
+def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
+    """What the places of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It may
+    reach outside, where a place looks at padding."""
+    if isinstance(model, TOKEN_LABEL_MODELS):
+        return model.token_places(img_size).window(model.token_grid(img_size), img_size)
+    found = find_tokens(model, img_size)
+    return found.places.window(found.grid, img_size)
 
 
 class Annotation(NamedTuple):

@@ -17,6 +17,7 @@ ROWS: Mapping[str, str] = {
     "label-scale": "both axes of the label window are scaled by the map's width",
     "label-area": "every map is taken to cover the whole image",
     "label-affine": "flips and operations move the map's cells, one after the other, by nearest neighbour",
+    "token-places": "tokens are the image cut into equal parts, whatever the model shows them",
     "roi-align": "as many points per token as roi_align finds right for the crop",
     "uncovered": "where nothing is known all classes are equally likely, as --uncovered uniform",
     "target-sum": "smoothed token targets sum to 1 + s / C",

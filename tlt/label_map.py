@@ -39,8 +39,8 @@ class LabelMap:
     Attributes:
         values: (k, h, w) float16 logits of the classes in `ids`; float32 where they were shifted (`tlt.tail`).
         ids: (k, h, w) int32 class ids.
-        area: `(x0, y0, x1, y1)`, the part of the source image that the map covers, in [0, 1]. An empty area means that
-            nothing is known about the image.
+        area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. It may reach outside by less than
+            the image's size, where a network has padding. An empty area means that nothing is known about the image.
     """
 
     values: np.ndarray
@@ -58,7 +58,7 @@ class LabelMap:
 
         Raises:
             UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, the arrays are
-                not of one (k, h, w) shape, or the area leaves the image. `source` (a file name) starts the message.
+                not of one (k, h, w) shape, or the area is none. `source` (a file name) starts the message.
         """
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
             raise UserError(f"{source}: values {self.values.shape} and ids {self.ids.shape} are not one (k, h, w) map")
@@ -70,8 +70,8 @@ class LabelMap:
             limit = "0 or more" if num_classes is None else f"in 0..{num_classes - 1} (--num-classes {num_classes})"
             raise UserError(f"{source}: class id {wrong} is not {limit}; were these labels made for other classes?")
         x0, y0, x1, y1 = self.area
-        if not (0 <= x0 <= x1 <= 1 and 0 <= y0 <= y1 <= 1):
-            raise UserError(f"{source}: area {self.area} is not (x0, y0, x1, y1) inside the unit square")
+        if not (-1 < x0 <= x1 < 2 and -1 < y0 <= y1 < 2):
+            raise UserError(f"{source}: area {self.area} is not (x0, y0, x1, y1) in shares of the image")
         return self
 
     @classmethod

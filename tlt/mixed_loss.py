@@ -52,7 +52,7 @@ def mixed_token_label_loss(
     mixed = replace(targets, cls=shares.blend_labels(cls))
     if token_logits is None or targets.weight is None or not dense_weight:
         return loss_of(cls_logits, token_logits, mixed, mix_box, cls_weight=cls_weight)
-    stays = shares.of_tokens(targets.grid, targets.weight)  # (B or 1, N)
+    stays = shares.of_tokens(targets.grid, targets.window, targets.weight)  # (B or 1, N)
     part = replace(mixed, weight=targets.weight * stays)
     own = loss_of(cls_logits, token_logits, part, mix_box, cls_weight=cls_weight)
     rest = replace(mixed, weight=targets.weight * (1 - stays.flip(0)))

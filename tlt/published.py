@@ -23,7 +23,7 @@ from tlt import geometry
 from tlt.data.plan import AugmentConfig, Plan, Steps, flips_and_operations
 from tlt.data.rand_augment import Kernel
 from tlt.errors import UserError
-from tlt.label_map import FULL_AREA, LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.sparse_targets import SparseLabels, SparseTargets
 from tlt.targets import Targets, check_size, dense_maps, known, one_hot, smooth
 
@@ -161,6 +161,7 @@ def make_roi_targets(
     smoothing: float = 0.1,
     token_label_size: int | None = None,
     uncovered: str = "uniform",
+    window: Area = FULL_AREA,
 ) -> Targets:
     """As `tlt.targets.make_targets` for plain windows, by `torchvision.ops.roi_align` as it is called there.
 
@@ -172,20 +173,21 @@ def make_roi_targets(
     # An empty map would be read at points without number.
     low, high = labels.area.to(affine).masked_fill(~covers[:, None], 0).split(2, 1)  # (B, 2) x, y
     extent = (high - low).masked_fill(~covers[:, None], 1)
-    h, w = labels.values.shape[2:]
-    (x0, y0), (x1, y1) = (
-        ((corner - low) / extent).unbind(1)
-        for corner in (affine[:, :, 2], affine[:, :, 2] + affine[:, :, :2].diagonal(dim1=1, dim2=2))
-    )
-    number = torch.arange(len(covers), device=affine.device, dtype=affine.dtype)
-    rois = torch.stack([number, x0 * w - 0.5, y0 * h - 0.5, x1 * w - 0.5, y1 * h - 0.5], 1)
+    cells = affine.new_tensor(labels.values.shape[:1:-1])  # w, h
+    scale = affine[:, :, :2].diagonal(dim1=1, dim2=2)
+
+    def rois(part: Area) -> Tensor:
+        corners = [affine[:, :, 2] + scale * affine.new_tensor(corner) for corner in (part[:2], part[2:])]
+        number = torch.arange(len(covers), device=affine.device, dtype=affine.dtype)[:, None]
+        return torch.cat([number, *((corner - low) / extent * cells - 0.5 for corner in corners)], 1)
+
     truth = one_hot(classes.long(), num_classes, smoothing, affine.dtype)
     with torch.autocast(affine.device.type, enabled=False):
         maps = dense_maps(labels, num_classes, affine.dtype)  # (B, C, h, w)
-        crop = smooth(roi_align(maps, rois, (1, 1)).flatten(1).softmax(-1), smoothing)
+        crop = smooth(roi_align(maps, rois(FULL_AREA), (1, 1)).flatten(1).softmax(-1), smoothing)
         tokens = None
         if token_label_size != 1:
-            tokens = smooth(roi_align(maps, rois, grid).flatten(2).transpose(1, 2).softmax(-1), smoothing)
+            tokens = smooth(roi_align(maps, rois(window), grid).flatten(2).transpose(1, 2).softmax(-1), smoothing)
     cls = torch.where(covers[:, None], crop, truth)
     weight = None if tokens is None else covers.to(cls)[:, None].expand(tokens.shape[:2])
     return Targets(cls, tokens, weight, classes.long(), smoothing, grid)

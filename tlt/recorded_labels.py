@@ -79,7 +79,7 @@ class RecordedLabels(LabelStore):
         x0, y0, x1, y1 = record["area"].tolist()
         if width and height:
             self._compare_size(index, record["size"].tolist(), width, height)
-        area = self._area_of(width, height) if self._area_asked or x0 < 0 else (x0, y0, x1, y1)
+        area = self._area_of(width, height) if self._area_asked or x0 <= -1 else (x0, y0, x1, y1)
         return LabelMap(values.copy(), record["ids"].astype(np.int32), area)
 
     def log_sum_exp(self, index: int) -> np.ndarray | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt.groups import image_groups
-from tlt.label_map import LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.targets import (
     check_size,
     check_uncovered,
@@ -61,6 +61,7 @@ class SparseTargets:
         truth: (B,) int64 class of each image by its folder.
         smoothing: Label smoothing in [0, 1) that `cls` and `tokens` contain.
         grid: Token grid, (rows, cols); N = rows * cols.
+        window: What of the crop the grid covers, see `tlt.targets.sample_tokens`.
     """
 
     cls: Tensor
@@ -69,6 +70,7 @@ class SparseTargets:
     truth: Tensor
     smoothing: float
     grid: tuple[int, int]
+    window: Area = FULL_AREA
 
     def truth_target(self) -> Tensor:
         """(B, C) one-hot folder class with the same smoothing as the other targets."""
@@ -93,6 +95,7 @@ def make_sparse_targets(
     smoothing: float = 0.1,
     token_label_size: int | None = None,
     uncovered: str = "ignore",
+    window: Area = FULL_AREA,
 ) -> SparseTargets:
     """The targets of `tlt.targets.make_targets`, whose arguments these are, without a tensor of (B, N, C).
 
@@ -115,10 +118,10 @@ def make_sparse_targets(
         with torch.autocast(affine.device.type, enabled=False):
             cls = _crop_labels(*geometry, cls, smoothing)
             if token_label_size != 1:
-                tokens, weight = _token_labels(*geometry, num_classes, smoothing)
+                tokens, weight = _token_labels(*geometry, num_classes, smoothing, window)
     if token_label_size == 1:
-        return SparseTargets(cls, None, None, classes, smoothing, grid)
-    return SparseTargets(cls, tokens, weight, classes, smoothing, grid)
+        return SparseTargets(cls, None, None, classes, smoothing, grid, window)
+    return SparseTargets(cls, tokens, weight, classes, smoothing, grid, window)
 
 
 def _truth_tokens(
@@ -158,13 +161,14 @@ def _token_labels(
     uncovered: str,
     num_classes: int,
     smoothing: float,
+    window: Area,
 ) -> tuple[SparseLabels, Tensor]:
     """Soft labels of every token, and (B, N) how much it counts."""
     shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(labels, grid))
     weight, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
     ids = torch.empty(shape, dtype=torch.int32, device=affine.device)
     for rows in image_groups(shape[0], shape[1] * shape[2], affine.device):
-        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, num_classes)
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, num_classes, window)
         weight[rows] = sample.counted.mean(-1)
         base[rows], ids[rows], excess[rows] = _soft_labels(*_token_logits(sample), num_classes, smoothing)
     return SparseLabels(base, ids, excess), weight
@@ -193,17 +197,24 @@ class _Sample:
 
 
 def _sample(
-    labels: LabelBatch, affine: Tensor, visible: Tensor, grid: tuple[int, int], uncovered: str, num_classes: int
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
+    grid: tuple[int, int],
+    uncovered: str,
+    num_classes: int,
+    window: Area = FULL_AREA,
 ) -> _Sample:
     _, _, h, w = labels.values.shape
     n = points_per_token((h, w), grid)
     offsets = [((index // n + 0.5) / n, (index % n + 0.5) / n) for index in range(n * n)]
-    points = torch.stack([source_points(affine, grid, offset) for offset in offsets], 2)
+    read = [source_points(affine, grid, offset, window) for offset in offsets]
+    points, shown = torch.stack([each for each, _ in read], 2), torch.stack([each for _, each in read], 1)
     area = labels.area.to(affine.dtype)
     low = torch.maximum(area[:, :2], visible[:, :2])[:, None, None]
     high = torch.minimum(area[:, 2:], visible[:, 2:])[:, None, None]
     # Strict, so that an empty area covers nothing.
-    inside = ((points > low) & (points < high)).all(-1).to(affine.dtype)
+    inside = (shown & ((points > low) & (points < high)).all(-1)).to(affine.dtype)
     counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
     return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside, counted)
 

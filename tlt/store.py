@@ -39,7 +39,8 @@ class TreeMetadata:
     Attributes:
         k, grid: Every map is k x grid[0] x grid[1].
         num_classes: Class ids are below it.
-        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image.
+        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image
+            (a network with padding at its edges labels places that reach outside of it).
         annotator: What made the labels.
         class_names: Folder name of every class id; None where the ids are of another data set than the folders.
         skipped: Images, relative to the image folder, that could not be read and have no map.
@@ -104,8 +105,8 @@ def _checked_area(area: Any) -> str | Area:
     if area in AREAS:
         return area
     x0, y0, x1, y1 = map(float, area)
-    if not (0 <= x0 < x1 <= 1 and 0 <= y0 < y1 <= 1):
-        raise ValueError(f"area {area} is none of {', '.join(AREAS)} and not (x0, y0, x1, y1) in [0, 1]")
+    if not (-1 < x0 < x1 < 2 and -1 < y0 < y1 < 2):
+        raise ValueError(f"area {area} is none of {', '.join(AREAS)} and not (x0, y0, x1, y1) in shares of the image")
     return (x0, y0, x1, y1)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from tlt.errors import UserError
-from tlt.label_map import LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch
 
 UNCOVERED = ("ignore", "uniform")
 
@@ -37,6 +37,7 @@ class Targets:
         truth: (B,) int64 class of each image by its folder.
         smoothing: Label smoothing in [0, 1) that `cls` and `tokens` contain.
         grid: Token grid, (rows, cols); N = rows * cols.
+        window: What of the crop the grid covers, see `sample_tokens`.
     """
 
     cls: torch.Tensor
@@ -45,6 +46,7 @@ class Targets:
     truth: torch.Tensor
     smoothing: float
     grid: tuple[int, int]
+    window: Area = FULL_AREA
 
     def truth_target(self) -> torch.Tensor:
         """(B, C) one-hot folder class with the same smoothing as the other targets."""
@@ -76,12 +78,14 @@ def sample_tokens(
     grid: tuple[int, int],
     visible: torch.Tensor,
     num_classes: int,
+    window: Area = FULL_AREA,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean label logits of every token, and how much of each token is labelled.
 
     Every token is read at n x n evenly spaced points, bilinearly, with the edge cells continued to the edge of the map.
-    Points outside the map's area, or outside the part of the source that the crop shows, do not count. For a plain crop
-    this is `torchvision.ops.roi_align(..., sampling_ratio=n, aligned=True)` of the dense map with the true box.
+    Points outside the map's area, outside the crop, or outside the part of the source that the crop shows, do not
+    count. For a plain crop this is `torchvision.ops.roi_align(..., sampling_ratio=n, aligned=True)` of the dense map
+    with the true box.
 
     Classes that a cell does not list have logit 0 there (this defines the published targets). A class that a cell lists
     twice counts once, with its larger value.
@@ -94,6 +98,8 @@ def sample_tokens(
         visible: (B, 4) `(x0, y0, x1, y1)`, the part of the source image that the crop shows; where a rotation or shift
             reaches outside of it, the crop shows the fill colour.
         num_classes: C.
+        window: `(x0, y0, x1, y1)`, what the grid covers in shares of the crop (`tlt.models.token_places`); it may
+            reach outside of it.
 
     Returns:
         logits (B, N, C), 0 where nothing is covered; coverage (B, N), the share of covered points.
@@ -108,7 +114,7 @@ def sample_tokens(
         for start in range(0, batch, step):
             rows = slice(start, start + step)
             part = labels.select(rows)
-            weights, coverage[rows] = _cell_weights(part.area, (h, w), affine[rows], grid, visible[rows])
+            weights, coverage[rows] = _cell_weights(part.area, (h, w), affine[rows], grid, visible[rows], window)
             torch.bmm(weights, _dense(part, num_classes, affine.dtype), out=logits[rows])
     return logits, coverage
 
@@ -123,6 +129,7 @@ def make_targets(
     smoothing: float = 0.1,
     token_label_size: int | None = None,
     uncovered: str = "ignore",
+    window: Area = FULL_AREA,
 ) -> Targets:
     """Targets of one batch, computed on the device of its labels without synchronising with the host.
 
@@ -137,6 +144,8 @@ def make_targets(
         token_label_size: None takes the model's grid. 1 makes a soft label of the crop only (ReLabel).
         uncovered: What a point means that the map doesn't cover or the crop doesn't show. "ignore": nothing, it is left
             out of the mean. "uniform": logit 0 for all classes, as published, and every token weighs 1.
+
+        window: See `sample_tokens`.
 
     The class label is the mean over all points of the crop that count, as `roi_align` to 1 x 1 would give, then the
     softmax; a sample with no such point gets its folder class. A map of empty area says nothing of its image: there no
@@ -154,15 +163,31 @@ def make_targets(
         weight = truth.new_ones(classes.shape[0], grid[0] * grid[1])
         cls, tokens = truth, truth[:, None].expand(-1, weight.shape[1], -1)
     else:
-        logits, weight = sample_tokens(labels, affine.to(dtype), grid, visible.to(dtype), num_classes)
-        if uncovered == "uniform":
-            logits, weight = logits * weight[..., None], known(labels).to(dtype)[:, None].expand_as(weight)
+        logits, weight = _sampled(labels, affine.to(dtype), grid, visible.to(dtype), num_classes, uncovered, FULL_AREA)
         with torch.autocast(affine.device.type, enabled=False):
             cls = _crop_label(logits, weight, truth, smoothing)
+        if window != FULL_AREA:
+            logits, weight = _sampled(labels, affine.to(dtype), grid, visible.to(dtype), num_classes, uncovered, window)
         tokens = logits if token_label_size == 1 else smooth(logits.softmax(-1), smoothing)
     if token_label_size == 1:
-        return Targets(cls, None, None, classes, smoothing, grid)
-    return Targets(cls, tokens, weight, classes, smoothing, grid)
+        return Targets(cls, None, None, classes, smoothing, grid, window)
+    return Targets(cls, tokens, weight, classes, smoothing, grid, window)
+
+
+def _sampled(
+    labels: LabelBatch,
+    affine: torch.Tensor,
+    grid: tuple[int, int],
+    visible: torch.Tensor,
+    num_classes: int,
+    uncovered: str,
+    window: Area,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, N, C) token logits and (B, N) how much each token counts."""
+    logits, weight = sample_tokens(labels, affine, grid, visible, num_classes, window)
+    if uncovered == "uniform":
+        logits, weight = logits * weight[..., None], known(labels).to(weight)[:, None].expand_as(weight)
+    return logits, weight
 
 
 def check_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
@@ -196,6 +221,7 @@ def _cell_weights(
     affine: torch.Tensor,
     grid: tuple[int, int],
     visible: torch.Tensor,
+    window: Area,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, N, h * w) weight of every map cell in every token, rows summing to 1 or all 0, and (B, N) coverage.
 
@@ -209,23 +235,28 @@ def _cell_weights(
     area = area.to(affine.dtype)
     low, high = torch.maximum(area[:, :2], visible[:, :2]), torch.minimum(area[:, 2:], visible[:, 2:])  # (B, 2)
     for index in range(n * n):
-        point = source_points(affine, grid, ((index // n + 0.5) / n, (index % n + 0.5) / n))  # (B, N, 2)
+        point, shown = source_points(affine, grid, ((index // n + 0.5) / n, (index % n + 0.5) / n), window)  # (B, N, 2)
         # Strict, so that an empty area covers nothing.
-        inside = ((point > low[:, None]) & (point < high[:, None])).all(-1).to(affine.dtype)  # (B, N)
+        inside = (shown & ((point > low[:, None]) & (point < high[:, None])).all(-1)).to(affine.dtype)  # (B, N)
         across, down = hat_weights(point, area, map_size)
         weights.addcmul_((down * inside[..., None])[..., None], across[..., None, :])
         count += inside
     return weights.div_(count.clamp(min=1)[..., None, None]).flatten(2), count / (n * n)
 
 
-def source_points(affine: torch.Tensor, grid: tuple[int, int], offset: tuple[float, float]) -> torch.Tensor:
-    """(B, N, 2) source `(x, y)` of the point at `offset` = (row share, column share) inside every token."""
-    rows, cols = grid
-    y = (torch.arange(rows, dtype=affine.dtype, device=affine.device) + offset[0]) / rows
-    x = (torch.arange(cols, dtype=affine.dtype, device=affine.device) + offset[1]) / cols
+def source_points(
+    affine: torch.Tensor, grid: tuple[int, int], offset: tuple[float, float], window: Area = FULL_AREA
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, N, 2) source `(x, y)` of the point at `offset` = (row share, column share) inside every token of a grid that
+    covers `window` of the crop, and (N,) whether it is in the crop."""
+    x, y = (
+        low + (torch.arange(count, dtype=affine.dtype, device=affine.device) + share) / count * (high - low)
+        for low, high, count, share in zip(window[:2], window[2:], grid[::-1], offset[::-1], strict=True)
+    )
     # Elementwise rather than a matrix product: TF32 would move the points.
     points = affine[:, None, None, :, 0] * x[None, None, :, None] + affine[:, None, None, :, 1] * y[None, :, None, None]
-    return (points + affine[:, None, None, :, 2]).flatten(1, 2)
+    shown = ((y > 0) & (y < 1))[:, None] & ((x > 0) & (x < 1))[None, :]
+    return (points + affine[:, None, None, :, 2]).flatten(1, 2), shown.flatten()
 
 
 def hat_weights(

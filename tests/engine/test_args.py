@@ -344,7 +344,7 @@ def test_refused_in_one_line(line: str, message: str) -> None:
 
 
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
-    every = ["label-crop", "label-scale", "label-area", "label-affine", "roi-align"]
+    every = ["label-crop", "label-scale", "label-area", "label-affine", "token-places", "roi-align"]
     rest = ["target-sum", "half-ids", "label-names"]
     args = parse_train(["/data", *LABELS.split(), "--compat", "upstream"])
     assert args.compat == ["aug-order", *every, "uncovered", *rest, "mixtoken-rng"]

@@ -76,7 +76,9 @@ def test_the_tree_says_what_it_is(command: list[str]) -> None:
     assert generate_label([*command, "--top-k", "3"]) == 0
     metadata = TreeMetadata.read(out_of(command) / "labels.json")
     assert metadata is not None and (metadata.k, metadata.grid, metadata.num_classes) == (3, (2, 2), 4)
-    assert metadata.area == "full" and metadata.class_names == ["blue", "green", "grey", "red"]
+    # resnet10t: the first token's centre is at 14.5 pixels of 64, where that of the image's upper half is at 16.
+    assert metadata.area == (-1.5 / 64, -1.5 / 64, 62.5 / 64, 62.5 / 64)
+    assert metadata.class_names == ["blue", "green", "grey", "red"]
     assert metadata.annotator["model"] == "resnet10t" and metadata.annotator["input_size"] == [3, SIZE, SIZE]
     assert not (out_of(command) / "labels.partial.json").exists()
     assert torch.load(out_of(command) / "blue" / "blue0.pt").shape == (2, 3, 2, 2)

@@ -19,6 +19,7 @@ from tests.programs.conftest import QUICK, Ended, metrics
 from tlt.annotate import Annotation, Annotator
 from tlt.data.loader import Batch
 from tlt.data.mix import Mixup
+from tlt.label_map import FULL_AREA
 from volo.engine.flops import flops_per_image
 from volo.engine.objective import StepKey, TokenLabelObjective
 from volo.engine.teacher import Teacher
@@ -214,7 +215,7 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
         )
 
     pixels = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.1, 0.2, 0.3), (0.2, 0.2, 0.2))
-    teacher = Teacher(cast(Annotator, look), *pixels, 4, torch.device("cpu"))
+    teacher = Teacher(cast(Annotator, look), *pixels, 4, FULL_AREA, torch.device("cpu"))
     whole = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3)
     images = torch.rand(3, 3, 32, 32)
     batch = Batch(

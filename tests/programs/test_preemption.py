@@ -100,7 +100,7 @@ def test_fault_09_a_background_process_of_a_script_heeds_sigint(data: Path, tmp_
 def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_same_bits(
     data: Path, tmp_path: Path, target: str
 ) -> None:
-    flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 6 --output {tmp_path} --experiment"
+    flags = f"{QUICK} -j 1 -b 4 --lr 1e-3 --epochs 2 --output {tmp_path} --experiment"
     cut = start(f"{flags} cut", data, processes=2, **held(tmp_path, at=12))
     cut.read_until("epoch 1 [3/5]")
     os.kill(cut.process.pid if target == "launcher" else cut.ranks()[1], signal.SIGTERM)

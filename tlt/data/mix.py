@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.data.on_device import send
 from tlt.errors import UserError
+from tlt.label_map import Area
 from tlt.targets import one_hot
 
 Floats = npt.NDArray[np.float64]
@@ -47,11 +47,17 @@ class Shares:
         """(B, C) soft labels of the images -> those of the mixed ones."""
         return _blend(labels, self.samples.to(labels.dtype))
 
-    def of_tokens(self, grid: tuple[int, int], like: Tensor) -> Tensor:
-        """(R, N) of each token: the mean over its pixels, in the dtype of `like`."""
+    def of_tokens(self, grid: tuple[int, int], window: Area, like: Tensor) -> Tensor:
+        """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.sample_tokens`): the mean
+        over its pixels, in the dtype of `like`."""
         if self.pixels.shape[2:] == (1, 1):
             return self.samples.to(like.dtype).expand(-1, grid[0] * grid[1])
-        return F.adaptive_avg_pool2d(self.pixels.to(like.dtype), grid).flatten(1)
+        pixels = self.pixels.to(like.dtype)
+        rows, cols = (
+            _pixels_of_tokens(count, low, high, side, like)
+            for count, low, high, side in zip(grid, window[1::-1], window[:1:-1], pixels.shape[2:], strict=True)
+        )
+        return (rows @ pixels @ cols.T).flatten(1)
 
 
 class Mixup:
@@ -186,6 +192,15 @@ def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], im
     y, x = (torch.arange(length, device=images.device) for length in size)
     outside = ((y < top) | (y >= bottom))[..., None] | ((x < left) | (x >= right))[..., None, :]  # (R, 1, H, W)
     return Shares(samples, torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), samples[..., None, None]))
+
+
+def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tensor) -> Tensor:
+    """(count, side) share of each pixel in each of `count` tokens, from `low` to `high` of `side` pixels."""
+    edges = (low + torch.arange(count + 1, dtype=torch.float64, device=like.device) / count * (high - low)).clamp(0, 1)
+    pixel = torch.arange(side, device=like.device)
+    shares = torch.minimum(edges[1:, None] * side, pixel + 1) - torch.maximum(edges[:-1, None] * side, pixel)
+    shares = shares.clamp(min=0)
+    return (shares / shares.sum(1, keepdim=True).clamp(min=1e-6)).to(like.dtype)
 
 
 def _blend(values: Tensor, weight: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, register
-from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid
+from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid, conv_stem_places
+from tlt.models.token_places import TokenPlaces
 
 STEM_STRIDE = 2
 
@@ -149,6 +150,9 @@ class LVViT(TokenLabelModel):
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         return conv_stem_grid(img_size or self.img_size, STEM_STRIDE, self.patch_size)
+
+    def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
+        return conv_stem_places(STEM_STRIDE, self.patch_size)
 
     def embed(self, x: Tensor) -> Tensor:
         return self.patch_embed(x)

@@ -21,6 +21,7 @@ from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, in
 from tlt.models.linear import Linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
+from tlt.models.token_places import TokenPlaces
 
 Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
@@ -37,8 +38,8 @@ class TokenLabelModel(nn.Module):
     `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
     `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
 
-    A subclass sets `pos_grid` and `feature_info`, calls `_init_heads` last and defines `token_grid`, `embed`, `start`,
-    `stage`, `stage_map` and `finish`.
+    A subclass sets `pos_grid` and `feature_info`, calls `_init_heads` last and defines `token_grid`, `token_places`,
+    `embed`, `start`, `stage`, `stage_map` and `finish`.
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
@@ -96,6 +97,10 @@ class TokenLabelModel(nn.Module):
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size)."""
+        raise NotImplementedError
+
+    def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
+        """Where the tokens lie in an image, whatever its size."""
         raise NotImplementedError
 
     # Forward -------------------------------------------------------------------------------------------------------
@@ -351,6 +356,14 @@ def conv_stem_grid(
         least = patch_size * pooling
         raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
     return rows, cols
+
+
+def conv_stem_places(stem_stride: int, patch_size: int, pooling: int = 1) -> TokenPlaces:
+    """Where the tokens of `conv_stem_grid` lie: the first cell of the stem has its centre at 0.5 pixels, and a token
+    that of the cells it is made of."""
+    pitch = patch_size * pooling
+    first = (pitch - stem_stride) / 2 + 0.5
+    return TokenPlaces((pitch, pitch), (first, first))
 
 
 def _checked_pool(global_pool: str) -> str:

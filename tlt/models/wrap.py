@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,20 @@ from tlt.models.layers import init_linear
 from tlt.models.mix_point import MixPoint, add_mix_point
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.token_places import Size, TokenPlaces, places_of, shrinking_layers
 from tlt.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
 
 # Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
 DENSE_LAYERS = ("aux_head", "aux_norm")
+
+
+class Tokens(NamedTuple):
+    """The last map of a model for one size of images: rows and columns, where they lie, channels."""
+
+    grid: Size
+    places: TokenPlaces
+    channels: int
 
 
 class WithDenseHead(nn.Module):
@@ -46,7 +55,7 @@ class WithDenseHead(nn.Module):
     aux_norm: nn.Module
     mix_point: MixPoint | None
     mix_refusal: str  # why there is no `mix_point`
-    _grids: dict[tuple[int, int], tuple[int, int]]
+    _seen: dict[Size, Tokens]  # for images of a size
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
         """Classify images; arguments and results as of `TokenLabelModel.forward`.
@@ -85,17 +94,23 @@ class WithDenseHead(nn.Module):
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         """Rows and columns of the last map for images of (H, W) pixels (default: the model's own size).
 
-        Found by running the model, once for each size.
+        Found by running the model, once for each size, as are its `token_places`.
 
         Raises:
             UserError: The model does not take this size.
         """
+        return self._tokens(img_size).grid
+
+    def token_places(self, img_size: int | Size | None = None) -> TokenPlaces:
+        """Where the tokens lie in images of (H, W) pixels (default: the model's own size). Raises as `token_grid`."""
+        return self._tokens(img_size).places
+
+    def _tokens(self, img_size: int | Size | None) -> Tokens:
         size = _own_size(self) if img_size is None else img_size
         size = (size, size) if isinstance(size, int) else (size[0], size[1])
-        if size not in self._grids:
-            places = _places(self, _probe(self, 1, size))
-            self._grids[size] = places.shape[1], places.shape[2]
-        return self._grids[size]
+        if size not in self._seen:
+            self._seen[size] = find_tokens(self, size)
+        return self._seen[size]
 
     def set_dense_head(self, enabled: bool) -> None:
         """Switch the dense head on or off; off, it is kept but takes no gradient.
@@ -139,22 +154,29 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
         raise UserError(f"{_name(model)} can't get a dense head: it drops patches in training (patch_drop_rate)")
     size = _own_size(model) if img_size is None else (img_size[0], img_size[1])
     try:
-        places = _places(model, _probe(model, 1, size))
+        found = find_tokens(model, size)
     except UserError as error:
         raise UserError(f"{_name(model)} can't get a dense head: {error}") from error
-    channels = places.shape[-1]
     model.__class__ = _subclass(cast(Hashable, type(model)))
-    model._grids = {size: (places.shape[1], places.shape[2])}
-    model.aux_norm = nn.LayerNorm(channels) if norm_after_pooling(model) is not None else nn.Identity()
-    model.aux_norm.to(places.device, places.dtype)
-    model.aux_head = _new_head(model, channels)
+    model._seen = {size: found}
+    model.aux_head = _new_head(model, found.channels)
+    model.aux_norm = nn.LayerNorm(found.channels) if norm_after_pooling(model) is not None else nn.Identity()
+    model.aux_norm.to(model.aux_head.weight)
     model.set_dense_head(True)
     model.mix_point, model.mix_refusal = None, ""
     try:
-        model.mix_point = add_mix_point(model, functools.partial(_places, model), _probe(model, 2, size))
+        model.mix_point = add_mix_point(model, functools.partial(_last_map, model), _probe(model, 2, size))
     except UserError as error:
         model.mix_refusal = str(error)
     return model
+
+
+def find_tokens(model: Any, size: Size) -> Tokens:
+    """Run a timm model on an image of (H, W) to see what its last map is. Raises UserError as `with_dense_head`."""
+    with shrinking_layers(model) as layers:
+        found = _last_map(model, _probe(model, 1, size))
+    grid = found.shape[1], found.shape[2]
+    return Tokens(grid, places_of(layers, grid, size), found.shape[3])
 
 
 @functools.cache
@@ -170,7 +192,7 @@ def _new_head(model: Any, channels: int) -> nn.Linear:
 
 
 @torch.no_grad()
-def _places(model: Any, images: Tensor) -> Tensor:
+def _last_map(model: Any, images: Tensor) -> Tensor:
     """(B, h, w, C) last features in evaluation mode; the model is left as it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -23,6 +23,7 @@ from tlt.errors import UserError
 from tlt.labels import open_labels
 from tlt.published import target_maker
 from tlt.targets import make_targets
+from volo.benchmarks import families
 from volo.benchmarks.position_code import (
     Comparison,
     Size,
@@ -91,6 +92,9 @@ class Files:
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
+    if args.families is not None:
+        families.run(args)
+        return 0
     size = (args.size[0], args.size[1])
     if any(side % PATCH for side in size):
         raise UserError(f"--size {size[0]} {size[1]}: tokens are {PATCH} x {PATCH} pixels, give multiples of {PATCH}")

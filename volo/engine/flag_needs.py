@@ -148,6 +148,7 @@ COMPAT_NEEDS = (
         "--token-label-data",
         lambda a: a.token_label and bool(a.token_label_data),
     ),
+    Need(("token-places",), "--token-label", lambda a: a.token_label),
     Need(("label-names",), "label files", lambda a: a.data_backend != "synthetic"),
     Need(("aug-order", "label-affine"), "augmentation (--no-aug)", lambda a: not a.no_aug),
     Need(("target-sum",), "--smoothing above 0 and below 1", lambda a: 0 < a.smoothing < 1),

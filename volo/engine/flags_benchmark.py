@@ -207,6 +207,19 @@ _ALIGNMENT = (
         ),
     ),
     Group(
+        "Models",
+        (
+            flag(
+                "--families",
+                default=None,
+                nargs="*",
+                metavar="MODEL",
+                help="measure instead where the tokens of timm's models look, and how far from that their labels are "
+                "taken; none named: 45 families (hours)",
+            ),
+        ),
+    ),
+    Group(
         "Output",
         (
             switch("--json", help="one line of JSON instead of the table"),

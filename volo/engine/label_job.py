@@ -112,7 +112,7 @@ class LabelJob:
 
     def _compare(self, recorded: TreeMetadata) -> None:
         old, new = ({**asdict(each), **each.annotator} for each in (recorded, self.metadata))
-        for key in old | new:  # in order
+        for key in sorted(old | new, key="area".__eq__):  # in order, and last what follows from the others
             if key not in ("annotator", "skipped") and old.get(key) != new.get(key):
                 raise UserError(
                     f"{printable(str(self.root))} holds labels made with {key} {_shown(old.get(key))}, this command "
@@ -199,7 +199,8 @@ class ArchiveJob(LabelJob):
             metadata.num_classes,
             names,
             self._labels,
-            metadata=metadata,
+            metadata.area,
+            metadata,
             log_sum_exp=self.log_sum_exp,
         )
         manifest = self._recorded()

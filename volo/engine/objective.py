@@ -21,7 +21,7 @@ from tlt.data.counter import key
 from tlt.data.loader import Batch
 from tlt.data.mix import Mixup
 from tlt.errors import UserError
-from tlt.label_map import LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.loss import LossTerms
 from tlt.mixed_loss import mixed_token_label_loss
 from tlt.models.wrap import TOKEN_LABEL_MODELS
@@ -92,6 +92,7 @@ class TokenLabelObjective:
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
         uncovered: What counts where no label is known, see `tlt.targets.make_targets`.
+        window: What of an image the tokens cover (`tlt.models.token_places`).
         make_targets, draw_box: How targets are made and boxes drawn; `--compat` has other ways.
         teacher: Labels the batch, before anything is mixed; None: it comes with labels, or without.
     """
@@ -109,6 +110,7 @@ class TokenLabelObjective:
     mix_token: bool = True
     mix: Mixup | None = None
     uncovered: str = "ignore"
+    window: Area = FULL_AREA
     make_targets: published.TargetMaker = sparse_or_dense_targets
     draw_box: Callable[[StepKey, Grid], Sequence[int]] = box_of_step
     teacher: Teacher | None = None
@@ -152,6 +154,7 @@ class TokenLabelObjective:
             self.smoothing,
             self.token_label_size,
             self.uncovered,
+            self.window,
         )
         return made
 
@@ -214,6 +217,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         uncovered=args.uncovered,
+        window=FULL_AREA if "token-places" in rows else model.token_places(image_size).window(grid, image_size),
         make_targets=published.target_maker(rows, sparse_or_dense_targets),
         draw_box=_legacy_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
     )

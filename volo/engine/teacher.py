@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.annotate import Annotator, check_dense
+from tlt.annotate import Annotator, check_dense, labelled_area
 from tlt.archive_format import sha256_of
 from tlt.data.loader import Batch
 from tlt.errors import UserError
-from tlt.label_map import FULL_AREA, LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.tail import relative_to_tail
 from tlt.weights import clean_state_dict
 from volo.engine.annotator import load_annotator
@@ -71,6 +71,7 @@ class Teacher:
         annotator: On the training device.
         student, own: (mean, deviation) of the pixels of the images that come in, and of those that it wants.
         num_classes: Of student and annotator.
+        area: What of an image the annotator labels (`tlt.annotate.labelled_area`).
         device: Where batches are.
         exact_tail: `--label-tail exact` (`tlt.tail`).
         record: What a checkpoint is to say about it.
@@ -82,6 +83,7 @@ class Teacher:
         student: tuple[Sequence[float], Sequence[float]],
         own: tuple[Sequence[float], Sequence[float]],
         num_classes: int,
+        area: Area,
         device: torch.device,
         exact_tail: bool = False,
         record: dict[str, Any] | None = None,
@@ -96,20 +98,20 @@ class Teacher:
         self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
         self.device = device
         self._affine = torch.eye(2, 3, device=device)
-        self._area = torch.tensor(FULL_AREA, device=device)
+        self._area, self._visible = (torch.tensor(part, device=device) for part in (area, FULL_AREA))
         self._watch, self._images = Stopwatch(device), 0
 
     def label(self, batch: Batch) -> Batch:
-        """The batch with labels that cover each of its images from edge to edge."""
+        """The batch with labels that lie where the annotator saw them."""
         with self._watch.lap():
             found = self.annotator(torch.addcmul(self._shift, batch.images, self._scale))
             values = found.values
             if self.exact_tail:
                 values = relative_to_tail(values, found.log_sum_exp, self.num_classes)
         self._images += batch.size
-        area = self._area.expand(batch.size, 4)
-        labels = LabelBatch(values, found.ids, area)
-        return replace(batch, labels=labels, affine=self._affine.expand(batch.size, 2, 3), visible=area)
+        labels = LabelBatch(values, found.ids, self._area.expand(batch.size, 4))
+        affine, visible = self._affine.expand(batch.size, 2, 3), self._visible.expand(batch.size, 4)
+        return replace(batch, labels=labels, affine=affine, visible=visible)
 
     def take_cost(self) -> tuple[float, int]:
         """Seconds, and images labelled in them on this rank, since the last call. Waits for the device."""
@@ -157,7 +159,8 @@ def load_teacher(
     record = {"teacher": name, "sha256": sha256_of(path) if path else _weights_sha256(model)}
     own = eval_settings(asked, model, recorded)
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
-    return Teacher(annotator, *pixels, student.num_classes, world.device, args.label_tail == "exact", record)
+    area = labelled_area(model, settings["input_size"][1:])
+    return Teacher(annotator, *pixels, student.num_classes, area, world.device, args.label_tail == "exact", record)
 
 
 def teacher_costs(teacher: Teacher | None, training_seconds: float, tell: Callable[[str], None]) -> dict[str, float]:

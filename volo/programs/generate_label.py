@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tlt.annotate import Annotation, Annotator, check_dense
+from tlt.annotate import Annotation, Annotator, check_dense, labelled_area
 from tlt.archive_format import sha256_of
 from tlt.data.dataset import EvalDataset, Skipped
 from tlt.data.decode import create_backend
@@ -35,7 +35,7 @@ from tlt.data.loader import Batch, EvalLoader, SkipCounter
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
-from tlt.label_map import LabelMap
+from tlt.label_map import FULL_AREA, LabelMap
 from tlt.progress import Progress
 from tlt.store import TreeMetadata
 from volo.engine.annotator import load_annotator
@@ -81,7 +81,7 @@ def label_folder(args: Namespace, world: World, board: Board) -> int:
     annotator = prepare_annotator(args, model, settings, world)
     grid = annotator(torch.zeros(1, *settings["input_size"], device=world.device)).values.shape[2:]
     with primary_first():
-        job = open_job(args, folder, describe(args, settings, folder, model.num_classes, grid), world)
+        job = open_job(args, folder, describe(args, settings, folder, model, grid), world)
     pending = from_primary(find_pending(args, job) if world.is_primary else [])
     return make_labels(args, job, pending, annotator, settings, world, board)
 
@@ -139,9 +139,10 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
 
 
 def describe(
-    args: Namespace, settings: dict[str, Any], folder: ImageSource, classes: int, grid: torch.Size
+    args: Namespace, settings: dict[str, Any], folder: ImageSource, model: Any, grid: torch.Size
 ) -> TreeMetadata:
     """What labels.json will say."""
+    area = labelled_area(model, settings["input_size"][1:])
     weights = "published"
     if args.checkpoint:
         weights = f"sha256 {sha256_of(args.checkpoint)}" + (", EMA" if args.use_ema else "")
@@ -156,7 +157,14 @@ def describe(
         "amp_dtype": (args.amp_dtype or "default") if args.amp else None,
     }
     names = None if args.transfer else folder.class_names
-    return TreeMetadata(min(args.top_k, classes), (grid[0], grid[1]), classes, "full", annotator, names)
+    return TreeMetadata(
+        min(args.top_k, model.num_classes),
+        (grid[0], grid[1]),
+        model.num_classes,
+        "full" if area == FULL_AREA else area,
+        annotator,
+        names,
+    )
 
 
 def open_job(args: Namespace, folder: ImageSource, metadata: TreeMetadata, world: World) -> LabelJob:
@@ -238,8 +246,9 @@ def write_batch(
     found = Annotation(*(tensor.cpu() for tensor in found))
     indices, classes = batch.indices.tolist(), batch.classes.cpu()
     places = [place for place, index in enumerate(indices) if rows[index] in wanted]
+    area = job.metadata.area if isinstance(job.metadata.area, tuple) else FULL_AREA
     for place in places:
-        label_map = LabelMap(found.values[place].numpy(), found.ids[place].numpy())
+        label_map = LabelMap(found.values[place].numpy(), found.ids[place].numpy(), area)
         width, height = batch.sizes[place].tolist()
         job.write(rows[indices[place]], label_map, found.log_sum_exp[place].numpy(), (width, height))
     if sums is not None:

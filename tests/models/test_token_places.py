@@ -1,0 +1,140 @@
+"""Tokens lie where gradients say that they look, at every image size, and their labels are read there."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import volo  # noqa: F401
+from tlt.data.mix import Shares
+from tlt.label_map import FULL_AREA, LabelBatch
+from tlt.models.token_places import TokenPlaces, places_of, shrinking_layers
+from tlt.models.wrap import with_dense_head
+from tlt.sparse_targets import make_sparse_targets
+from tlt.targets import make_targets, sample_tokens
+from volo.benchmarks.families import measure
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "equal_part"),
+    [
+        ("lvvit_test", 46, 11.0),
+        ("volo_test", 54, 5.5),
+        ("regnety_002", 112, 13.5),
+        ("regnety_002", 118, 14.25),
+        ("resnet18d", 76, 15.17),
+        ("convnext_atto", 120, 20.0),
+    ],
+)
+def test_tokens_look_at_their_places(name: str, size: int, equal_part: float) -> None:
+    found = measure(name, size)
+    assert abs(found.off) < max(0.5, 2 * found.error), found
+    model = timm.create_model(name, num_classes=4)
+    grid = with_dense_head(model, (size, size)).token_grid(size)
+    last = found.places.first[0] + (grid[0] - 1) * found.places.pitch[0]
+    away = [
+        abs(place - (token + 0.5) * size / grid[0])
+        for token, place in ((0, found.places.first[0]), (grid[0] - 1, last))
+    ]
+    assert max(away) == pytest.approx(equal_part, abs=0.01)  # where the labels were taken from once
+
+
+def _random_layers(draw: random.Random) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(draw.randint(1, 4)):
+        kernel, dilation = draw.randint(1, 4), draw.choice([1, 1, 2])
+        stride, padding = draw.randint(1, 3), draw.randint(0, dilation * (kernel - 1) // 2)
+        layers.append(nn.Conv2d(3, 3, kernel, stride, padding, dilation))
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_places_are_the_middle_of_what_a_token_sees(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = _random_layers(draw).double()
+    size = draw.randint(90, 130), draw.randint(90, 130)
+    images = torch.randn(1, 3, *size, dtype=torch.float64, requires_grad=True)
+    with shrinking_layers(layers) as found:
+        output = layers(images)
+    grid = output.shape[2], output.shape[3]
+    places = places_of(found, grid, size)
+    row, column = grid[0] // 2, grid[1] // 2
+    output[0, :, row, column].sum().backward()
+    assert images.grad is not None
+    seen = images.grad[0].abs().sum(0) > 0
+    for axis, token in ((0, row), (1, column)):
+        lines = seen.any(1 - axis).nonzero()
+        middle = (int(lines.min()) + int(lines.max()) + 1) / 2
+        assert places.first[axis] + token * places.pitch[axis] == middle
+    assert not layers[0]._forward_hooks
+
+
+def test_volo_drops_six_of_230_pixels() -> None:
+    model = timm.create_model("volo_d1", img_size=224)
+    assert model.token_places() == TokenPlaces((16, 16), (7.5, 7.5))
+    window = model.token_places((230, 300)).window(model.token_grid((230, 300)), (230, 300))
+    assert window == pytest.approx((-0.5 / 300, -0.5 / 230, 287.5 / 300, 223.5 / 230))
+
+
+def _labels(batch: int, cells: int, classes: int) -> LabelBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(classes, (batch, 2, cells, cells), generator=generator, dtype=torch.int32)
+    values = torch.randn(batch, 2, cells, cells, generator=generator)
+    return LabelBatch(values, ids, torch.tensor([[0.0, 0.0, 1.0, 1.0]] * batch))
+
+
+AFFINE = torch.tensor([[[0.5, 0.1, 0.2], [-0.1, 0.6, 0.25]], [[-0.4, 0.0, 0.7], [0.0, 0.5, 0.1]]], dtype=torch.float64)
+VISIBLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2, dtype=torch.float64)
+
+
+def test_labels_are_read_in_the_window() -> None:
+    labels, (x0, y0, x1, y1) = _labels(2, 5, 6), (0.1, 0.05, 0.8, 0.9)
+    moved = AFFINE.clone()  # the window as if it were the crop
+    moved[:, :, 2] += AFFINE[:, :, 0] * x0 + AFFINE[:, :, 1] * y0
+    moved[:, :, 0] *= x1 - x0
+    moved[:, :, 1] *= y1 - y0
+    expected = sample_tokens(labels, moved, (3, 4), VISIBLE, 6)
+    torch.testing.assert_close(sample_tokens(labels, AFFINE, (3, 4), VISIBLE, 6, (x0, y0, x1, y1)), expected)
+
+
+def test_what_is_outside_of_the_crop_has_no_label_even_where_the_image_goes_on() -> None:
+    # A ResNet at 64 pixels: half of the first row and column of tokens, and all beyond the last.
+    _, coverage = sample_tokens(_labels(2, 4, 6), AFFINE, (2, 2), VISIBLE, 6, (-0.25, -0.25, 0.75, 0.75))
+    assert coverage.tolist() == [[0.25, 0.5, 0.5, 1.0]] * 2
+
+
+@pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
+def test_both_forms_of_targets_agree_and_the_class_is_that_of_the_whole_crop(uncovered: str) -> None:
+    window = (-0.2, -0.1, 0.9, 0.8)
+    arguments = (_labels(2, 5, 200), AFFINE, VISIBLE, torch.tensor([1, 2]), (3, 4), 200, 0.1, None, uncovered)
+    whole = make_targets(*arguments)
+    for make in (make_targets, make_sparse_targets):
+        made = make(*arguments, window)
+        assert made.window == window
+        torch.testing.assert_close(made.cls, whole.cls)
+    dense, sparse = make_targets(*arguments, window), make_sparse_targets(*arguments, window)
+    assert isinstance(dense.tokens, Tensor) and sparse.tokens is not None
+    torch.testing.assert_close(sparse.tokens.dense(200), dense.tokens)
+    torch.testing.assert_close(sparse.weight, dense.weight)
+    assert not torch.allclose(dense.tokens, whole.tokens)
+
+
+def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:
+    pixels = torch.rand(2, 1, 20, 30, dtype=torch.float64)
+    shares = Shares(torch.rand(2, 1), pixels)
+    window = (-0.1, 0.05, 0.8, 1.2)
+    fine = pixels[:, 0].repeat_interleave(60, 1).repeat_interleave(60, 2)  # (2, 1200, 1800)
+    edges = [np.clip(np.linspace(low, high, 4) * side, 0, side).round().astype(int)
+             for low, high, side in ((0.05, 1.2, 1200), (-0.1, 0.8, 1800))]  # fmt: skip
+    for token, found in enumerate(shares.of_tokens((3, 3), window, pixels).unbind(1)):
+        (top, bottom), (left, right) = (
+            each[place : place + 2] for each, place in zip(edges, divmod(token, 3), strict=True)
+        )
+        torch.testing.assert_close(found, fine[:, top:bottom, left:right].mean((1, 2)), rtol=0, atol=1e-3)
+    whole = shares.of_tokens((4, 5), FULL_AREA, pixels)
+    torch.testing.assert_close(whole, nn.functional.adaptive_avg_pool2d(pixels, (4, 5)).flatten(1))

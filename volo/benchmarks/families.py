@@ -1,0 +1,133 @@
+"""`benchmark.py alignment --families`: whether the tokens of timm's models are where `token_places` says.
+
+Where a token looks is measured: the centroid, over the pixels of a noise image, of the squared gradient of its features
+in a random direction; the mean over tokens, directions and random weights. Gates that the whole image opens (squeeze
+and excite) are held constant: they look nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import volo  # noqa: F401, registers the models
+from tlt.errors import UserError
+from tlt.models.spatial import feature_map
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.token_places import Size, TokenPlaces
+from tlt.models.wrap import find_tokens
+
+# Small ones of many families, which take images of any size.
+FAMILIES = """
+volo_d1 lvvit_t resnet18 resnet18d seresnext26d_32x4d res2net50_26w_4s skresnet18 regnetx_002 regnety_002 gernet_s
+resnetv2_18 nf_resnet26 convnext_atto convnextv2_atto inception_next_tiny mambaout_femto starnet_s1 efficientnet_b0
+tf_efficientnet_b0 mnasnet_050 mobilenetv2_050 tf_mobilenetv3_small_100 mobilenetv4_conv_small fbnetc_100 ghostnet_100
+hardcorenas_a rexnet_100 lcnet_050 repvgg_a0 repghostnet_050 fastvit_t8 densenet121 vgg11 darknet17 cs3darknet_s
+vovnet39a hgnetv2_b0 selecsls42 edgenext_xx_small pvt_v2_b0 poolformer_s12 mobilevit_xxs efficientvit_b0
+focalnet_tiny_srf davit_tiny
+"""
+SIZES = (224, 230, 256)  # px
+_GATES = ("SE", "Squeeze", "EffectiveSE", "Eca", "GlobalContext")
+_BATCH, _ROUNDS, _ENOUGH = 16, 40, 0.1  # images, sets of weights at most, px of standard error
+
+
+class Row(NamedTuple):
+    """How far from its places the tokens of a model look at an image size, in pixels, and the standard error."""
+
+    model: str
+    size: int
+    places: TokenPlaces
+    off: float
+    error: float
+
+
+def run(args: Namespace) -> None:
+    """Print a line for each model and size, when it is measured."""
+    print(f"{'model':28}{'px':>6}{'pitch':>8}{'first':>8}{'looks':>10}{'+-':>7}  px from there", flush=True)
+    for name in args.families or FAMILIES.split():
+        for size in SIZES:
+            row = measure(name, size)
+            numbers = f"{row.places.pitch[0]:8g}{row.places.first[0]:8g}{row.off:+10.2f}{row.error:7.2f}"
+            print(f"{name:28}{size:6}{numbers}", flush=True)
+
+
+def measure(name: str, size: int) -> Row:
+    """Measure with one set of random weights after the other, until that is precise enough or takes too long.
+
+    Raises:
+        UserError: timm has no such model, or it does not take this size.
+    """
+    generator, found = torch.Generator().manual_seed(1), torch.zeros(0)
+    places, error = TokenPlaces((0.0, 0.0), (0.0, 0.0)), math.inf
+    for seed in range(_ROUNDS):
+        model = _random_model(name, seed)
+        if isinstance(model, TokenLabelModel):
+            grid, places = model.token_grid(size), model.token_places(size)
+        else:
+            grid, places, _ = find_tokens(model, (size, size))
+        with gates_held(model):
+            tokens, centroids = looks(model, (size, size), grid, generator)
+        off = centroids - (torch.tensor(places.first) + tokens * torch.tensor(places.pitch))
+        last = torch.tensor(grid) - 1
+        found = torch.cat([found, off[(tokens > 0) & (tokens < last) | (last < 2)]])  # the edge cuts off what it sees
+        error = float(found.std() / math.sqrt(len(found)))
+        if seed and error < _ENOUGH:
+            break
+    return Row(name, size, places, float(found.mean()), error)
+
+
+def _random_model(name: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    try:
+        return timm.create_model(name, num_classes=4).eval()
+    except RuntimeError as error:  # timm's word for a name that it does not know
+        raise UserError(f"--families {name}: {error}") from error
+
+
+def looks(model: nn.Module, size: Size, grid: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random tokens (B, 2), row and column, and the centroids (B, 2) in pixels, down and across, of what they see."""
+    images = torch.randn(_BATCH, 3, *size, generator=generator).requires_grad_()
+    features = _map(model, images)  # (B, h, w, C)
+    tokens = torch.stack([torch.randint(count, (_BATCH,), generator=generator) for count in grid], 1)
+    chosen = features[torch.arange(_BATCH), tokens[:, 0], tokens[:, 1]]  # (B, C)
+    (chosen * torch.randn(chosen.shape, generator=generator)).sum().backward()
+    assert images.grad is not None
+    energy = images.grad.double().square().sum(1)  # (B, H, W)
+    energy /= energy.sum((1, 2), keepdim=True)
+    down = energy.sum(2) @ (torch.arange(size[0]).double() + 0.5)
+    across = energy.sum(1) @ (torch.arange(size[1]).double() + 0.5)
+    return tokens, torch.stack([down, across], 1).float()
+
+
+def _map(model: Any, images: Tensor) -> Tensor:
+    size = images.shape[-2], images.shape[-1]
+    features = model.forward_features(images)
+    if isinstance(model, TokenLabelModel):
+        return features[:, 1:].unflatten(1, model.token_grid(size))
+    return feature_map(model, features, size)
+
+
+@contextmanager
+def gates_held(model: nn.Module) -> Iterator[None]:
+    """Take the factor by which a gate multiplies its input as given."""
+
+    def hold(gate: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if output.shape != inputs[0].shape:
+            return None
+        factor = (output / inputs[0]).detach().nan_to_num(0.0, 0.0, 0.0)
+        return output.detach() + factor * (inputs[0] - inputs[0].detach())
+
+    gates = [module for module in model.modules() if type(module).__name__.startswith(_GATES)]
+    handles = [gate.register_forward_hook(hold) for gate in gates]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
