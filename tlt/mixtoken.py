@@ -50,11 +50,21 @@ def mix_tokens(x: Tensor, box: Box, scale: int = 1) -> Tensor:
     Returns:
         A new tensor of the shape of `x`.
     """
-    row0, col0, row1, col1 = _edges(box)
     rows = torch.arange(x.shape[1], device=x.device)
     cols = torch.arange(x.shape[2], device=x.device)
-    inside_rows = (rows >= row0 * scale) & (rows < row1 * scale)  # (H,)
-    inside_cols = (cols >= col0 * scale) & (cols < col1 * scale)  # (W,)
+    return mix_cells(x, box, rows // scale, cols // scale)
+
+
+def mix_cells(x: Tensor, box: Box, rows: Tensor, cols: Tensor) -> Tensor:
+    """As `mix_tokens`, for cells that say which token they belong to.
+
+    Args:
+        x: (B, H, W, C).
+        rows, cols: (H,) token row of each row of cells, and (W,) token column.
+    """
+    row0, col0, row1, col1 = _edges(box)
+    inside_rows = (rows >= row0) & (rows < row1)  # (H,)
+    inside_cols = (cols >= col0) & (cols < col1)  # (W,)
     inside = inside_rows[:, None, None] & inside_cols[None, :, None]  # (H, W, 1)
     return torch.where(inside, x.flip(0), x)
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tlt.annotate import check_dense, dense_logits
 from tlt.errors import UserError
+from tlt.models.mix_point import layer_output
 from tlt.models.wrap import WithDenseHead, is_dense_head, with_dense_head
 
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
@@ -72,10 +73,11 @@ def test_the_dense_head_sees_each_place_of_the_last_map(name: str) -> None:
     assert dense_logits(model, images()).shape == (4, rows, cols, CLASSES)
 
 
-def spatial_mask(box: tuple[int, int, int, int], grid: tuple[int, int], scale: int) -> torch.Tensor:
+def spatial_mask(box: tuple[int, int, int, int], grid: tuple[int, int], scale: int = 1, shift: int = 0) -> torch.Tensor:
     inside = torch.zeros(grid, dtype=torch.bool)
     inside[box[0] : box[2], box[1] : box[3]] = True
-    return torch.from_numpy(inside.numpy().repeat(scale, 0).repeat(scale, 1))
+    rows, cols = (((torch.arange(side * scale) + shift) // scale).clamp(max=side - 1) for side in grid)
+    return inside[rows][:, cols]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -87,7 +89,8 @@ def test_images_are_mixed_behind_the_embedding_and_tokens_sent_back(name: str) -
     layer = next(n for n in ("patch_embed", "stem", "maxpool", "bn1") if hasattr(reference, n))
 
     def overwrite(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        mask = spatial_mask(box, grid, scale)
+        # Padding moves the tokens of an EfficientNet up and left by half of one.
+        mask = spatial_mask(box, grid, scale, 8 if name == "test_efficientnet" else 0)
         if output.ndim == 3:
             mask = mask.reshape(-1)[:, None]
         else:
@@ -101,7 +104,7 @@ def test_images_are_mixed_behind_the_embedding_and_tokens_sent_back(name: str) -
         torch.testing.assert_close(cls, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(model(images(), mix_box=box), expected, rtol=1e-5, atol=1e-6)
         mixed = model.aux_head(model.aux_norm(flat_features(name, reference)))
-        inside = spatial_mask(box, grid, 1).reshape(-1)
+        inside = spatial_mask(box, grid).reshape(-1)
         torch.testing.assert_close(tokens[0, inside], mixed[3, inside], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(tokens[0, ~inside], mixed[0, ~inside], rtol=1e-5, atol=1e-6)
         assert not torch.allclose(expected, plain(name)(images()), atol=1e-5)
@@ -111,8 +114,10 @@ def test_images_are_mixed_behind_the_embedding_and_tokens_sent_back(name: str) -
 def test_a_failing_forward_pass_leaves_no_box_behind() -> None:
     model = with_dense_head(plain("test_vit"), SIZE)
     before = model(images())
-    with pytest.raises(AssertionError):
+    with pytest.raises(UserError, match="does not take images of 60 x 90 px"):
         model(images(size=(60, 90)), mix_box=(0, 0, 4, 3))
+    with pytest.raises(RuntimeError):
+        model(images().double(), mix_box=(0, 0, 4, 3))
     assert torch.equal(model(images()), before)
 
 
@@ -140,7 +145,6 @@ def test_dropped_patches_and_missing_classes_are_refused() -> None:
     ("name", "size", "reason"),
     [
         ("densenet121", (64, 64), "none of its layers is one that MixToken knows"),
-        ("test_resnet", (80, 80), r"no whole multiple of 3 x 3 tokens"),
     ],
 )
 def test_models_that_can_t_be_mixed_train_without(name: str, size: tuple[int, int], reason: str) -> None:
@@ -160,6 +164,34 @@ def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
     with torch.no_grad():
         shape = (model.stem if layout == "NCHW" else model.patch_embed)(images(1, size)).shape
     assert len(set(shape[1:])) == 1 and model.mix_point.layout == layout
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("test_resnet", 80),
+        ("regnety_002", 118),
+        ("tf_efficientnet_b0", 72),
+        ("test_efficientnet", 96),
+        ("pvt_v2_b0", 100),
+    ],
+)
+def test_a_box_mixes_the_cells_that_lie_where_its_tokens_do(name: str, size: int) -> None:
+    """The pixels of a cell are those that its gradient is not 0 at."""
+    model = with_dense_head(timm.create_model(name, num_classes=CLASSES).eval(), (size, size))
+    point, (rows, _), places = model.mix_point, model.token_grid(size), model.token_places(size)
+    pixels = images(1, (size, size)).requires_grad_()
+    _, output = layer_output(getattr(model, point.layer), model.forward_features, pixels)
+    cells = output[0].movedim(0, -1) if point.layout == "NCHW" else output[0]  # (H, W, C)
+    direction = torch.randn(cells.shape[2])
+    for row, token in enumerate(model._tokens(size).cells.tokens(0, cells.shape[0], pixels.device).tolist()):
+        (seen,) = torch.autograd.grad(cells[row, cells.shape[1] // 2] @ direction, pixels, retain_graph=True)
+        lines = seen[0].abs().amax((0, 2)).nonzero()
+        if lines.min() > 0 and lines.max() < size - 1 and 0 < token < rows - 1:
+            middle = (lines.min() + lines.max() + 1) / 2
+            assert abs(middle - places.first[0] - token * places.pitch[0]) <= places.pitch[0] / 2 + 1, (row, token)
+    # Those on padding, and those that no token is made of, go with the nearest.
+    assert {0, rows - 1} <= set(model._tokens(size).cells.tokens(0, cells.shape[0], pixels.device).tolist())
 
 
 def test_an_image_that_gets_past_the_embedding_is_found_out() -> None:

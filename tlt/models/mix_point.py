@@ -1,17 +1,19 @@
 """Where in a timm model MixToken mixes: behind the last layer that sees the whole image before the blocks.
 
-Shapes: B images, a final map of `h x w` places, `scale` cells of the embedding to each place along each axis.
+Shapes: B images, a final map of `h x w` places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.mixtoken import Box, mix_tokens
+from tlt.mixtoken import Box, mix_cells, mix_tokens
+from tlt.models.token_places import Shrinking, Size, places_of, shrinking_layers
 
 # Names that timm gives to that layer, in the order in which they are looked for.
 _EMBEDDINGS = ("patch_embed", "stem", "maxpool", "bn1")
@@ -20,18 +22,40 @@ _TOLERANCE = 1e-3  # of the largest feature
 Features = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> map (B, h, w, C)
 
 
+class Cells(NamedTuple):
+    """Which token the cells of an embedding belong to, along (rows, columns).
+
+    Attributes:
+        grid: Tokens.
+        pitch: Cells from one token to the next.
+        start: Where the first token begins, in cells from the first one's edge; negative where it looks at padding.
+    """
+
+    grid: Size
+    pitch: tuple[float, float]
+    start: tuple[float, float]
+
+    def tokens(self, axis: int, count: int, device: torch.device) -> Tensor:
+        """(count,) the token of each cell along an axis; what is beyond the outer tokens is theirs."""
+        centres = torch.arange(count, device=device) + (0.5 - self.start[axis])
+        return (centres / self.pitch[axis]).floor().clamp(0, self.grid[axis] - 1)
+
+
 class MixPoint:
     """Mixes the output of one layer by `box` while that is set; a forward hook of the layer.
 
     Args:
         layer: Name of the layer.
-        scale: Cells of its output to one place of the final map.
         layout: "NLC" (patches row by row), "NHWC" or "NCHW".
+
+    Attributes:
+        cells: For images of the present size; the caller sets it with `box`.
     """
 
-    def __init__(self, layer: str, scale: int, layout: str) -> None:
-        self.layer, self.scale, self.layout = layer, scale, layout
+    def __init__(self, layer: str, layout: str) -> None:
+        self.layer, self.layout = layer, layout
         self.box: Box | None = None
+        self.cells: Cells | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if self.box is None:
@@ -39,37 +63,57 @@ class MixPoint:
         if self.layout == "NLC":
             image = inputs[0]  # (B, 3, H, W)
             grid = module.dynamic_feat_size((image.shape[-2], image.shape[-1]))  # type: ignore[operator]
-            return mix_tokens(output.unflatten(1, grid), self.box, self.scale).flatten(1, 2)
+            return mix_tokens(output.unflatten(1, grid), self.box).flatten(1, 2)
         if self.layout == "NHWC":
-            return mix_tokens(output, self.box, self.scale)
-        return mix_tokens(output.permute(0, 2, 3, 1), self.box, self.scale).permute(0, 3, 1, 2)
+            return self._mixed(output)
+        return self._mixed(output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def cells_of(self, output: Tensor, layers: list[Shrinking], grid: Size, img_size: Size) -> Cells | None:
+        """The cells of this `output` in a network with these layers; None where they are the tokens."""
+        if self.layout == "NLC":
+            return None
+        rows = self.layout.index("H")
+        tokens = places_of(layers, grid, img_size)
+        cells = places_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
+        pitch_y, pitch_x = (far / near for far, near in zip(tokens.pitch, cells.pitch, strict=True))
+        start_y, start_x = (
+            (token - cell) / near + 0.5 - pitch / 2
+            for token, cell, near, pitch in zip(tokens.first, cells.first, cells.pitch, (pitch_y, pitch_x), strict=True)
+        )
+        return Cells(grid, (pitch_y, pitch_x), (start_y, start_x))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        assert self.box is not None and self.cells is not None
+        rows, cols = (self.cells.tokens(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
+        return mix_cells(x, self.box, rows, cols)
 
 
 def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPoint:
-    """Find the layer, hook a `MixPoint` to it and prove it: a box of all places must show the partner's image.
+    """Hook a `MixPoint` to the embedding of a model and prove it: a box of all places must show the partner's image.
 
     Args:
         features: Of `model`, in evaluation mode.
         images: (2, 3, H, W), any two.
 
     Raises:
-        UserError: There is no such layer, its output is no whole multiple of the final map, or images reach the
-            features on another way too. No hook is left behind.
+        UserError: There is no such layer, its output is no map, or images reach the features on another way too. No
+            hook is left behind.
     """
     name = next((n for n in _EMBEDDINGS if type(getattr(model, n, None)) not in _NO_LAYERS), None)
     if name is None:
         raise UserError(f"none of its layers is one that MixToken knows ({', '.join(_EMBEDDINGS)})")
     layer: nn.Module = getattr(model, name)
-    partner, output = _seen(layer, features, images.flip(0))
-    grid = partner.shape[1], partner.shape[2]
-    fitting = _fitting(name, layer, output, grid)
-    if len(fitting) > 1:  # as many channels as rows and columns
+    with shrinking_layers(model) as layers:
+        partner, output = layer_output(layer, features, images.flip(0))
+    grid, size = (partner.shape[1], partner.shape[2]), (images.shape[2], images.shape[3])
+    layouts = _layouts(name, layer, output, grid, {step.size for step in layers})
+    if len(layouts) > 1:  # as many channels as rows and columns
         lower = images.flip(0)
         lower[:, :, images.shape[2] // 2 :] *= -1
-        fitting = _by_reach(fitting, output, _seen(layer, features, lower)[1])
-    point = MixPoint(name, *fitting[0])
+        layouts = _by_reach(layouts, output, layer_output(layer, features, lower)[1])
+    point = MixPoint(name, layouts[0])
     handle = layer.register_forward_hook(point)
-    point.box = (0, 0, *grid)
+    point.box, point.cells = (0, 0, *grid), point.cells_of(output, layers, grid, size)
     mixed = features(images)
     point.box = None
     if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():
@@ -81,7 +125,7 @@ def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPo
 _NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
 
 
-def _seen(layer: nn.Module, features: Features, images: Tensor) -> tuple[Tensor, Any]:
+def layer_output(layer: nn.Module, features: Features, images: Tensor) -> tuple[Tensor, Any]:
     """The features of images, and what `layer` put out on the way; None unless that was one thing."""
     outputs: list[Any] = []
     handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -92,8 +136,9 @@ def _seen(layer: nn.Module, features: Features, images: Tensor) -> tuple[Tensor,
     return result, outputs[0] if len(outputs) == 1 else None
 
 
-def _fitting(name: str, layer: nn.Module, output: Any, grid: tuple[int, int]) -> list[tuple[int, str]]:
-    """(scale, layout) as which the output of `layer` can be read: one, or two where nothing tells channels from rows.
+def _layouts(name: str, layer: nn.Module, output: Any, grid: Size, sizes: set[Size]) -> list[str]:
+    """Layouts as which the output of `layer` can be read, of the maps of `sizes` that the network makes: one, or two
+    where nothing tells channels from rows.
 
     Raises:
         UserError: It can't be read as a map at all.
@@ -105,25 +150,23 @@ def _fitting(name: str, layer: nn.Module, output: Any, grid: tuple[int, int]) ->
             raise UserError(
                 f"its {name} gives {output.shape[1]} tokens, not the {grid[0]} x {grid[1]} that MixToken mixes"
             )
-        return [(1, "NLC")]
+        return ["NLC"]
     stated = str(getattr(layer, "output_fmt", "")).rpartition(".")[2].upper()
-    fitting = []
-    for layout, (rows, cols) in (("NCHW", output.shape[2:]), ("NHWC", output.shape[1:3])):
-        scale = rows // grid[0]
-        if stated in ("", layout) and scale and (rows, cols) == (scale * grid[0], scale * grid[1]):
-            fitting.append((scale, layout))
-    if not fitting:
-        shape = tuple(output.shape[1:])
-        raise UserError(f"its {name} gives {shape}, no whole multiple of {grid[0]} x {grid[1]} tokens")
-    return fitting
+    found = []
+    for layout, size in (("NCHW", tuple(output.shape[2:])), ("NHWC", tuple(output.shape[1:3]))):
+        if stated in ("", layout) and size in sizes:
+            found.append(layout)
+    if not found:
+        raise UserError(f"its {name} gives {tuple(output.shape[1:])}, which is no map of its layers")
+    return found
 
 
-def _by_reach(fitting: list[tuple[int, str]], output: Tensor, lower: Tensor) -> list[tuple[int, str]]:
+def _by_reach(layouts: list[str], output: Tensor, lower: Tensor) -> list[str]:
     """Sort by how little the upper half of the rows changes from images to those with another lower half."""
     change = (output - lower).abs()
 
-    def above(place: tuple[int, str]) -> float:
-        axis = place[1].index("H")
+    def above(layout: str) -> float:
+        axis = layout.index("H")
         return float(change.narrow(axis, 0, change.shape[axis] // 2).sum())
 
-    return sorted(fitting, key=above)
+    return sorted(layouts, key=above)

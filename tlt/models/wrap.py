@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.layers import init_linear
-from tlt.models.mix_point import MixPoint, add_mix_point
+from tlt.models.mix_point import Cells, MixPoint, add_mix_point, layer_output
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_places import Size, TokenPlaces, places_of, shrinking_layers
@@ -33,11 +33,13 @@ DENSE_LAYERS = ("aux_head", "aux_norm")
 
 
 class Tokens(NamedTuple):
-    """The last map of a model for one size of images: rows and columns, where they lie, channels."""
+    """The last map of a model for one size of images: rows and columns, where they lie, channels, and which
+    of them the cells belong to that MixToken mixes."""
 
     grid: Size
     places: TokenPlaces
     channels: int
+    cells: Cells | None = None
 
 
 class WithDenseHead(nn.Module):
@@ -80,7 +82,7 @@ class WithDenseHead(nn.Module):
     def _mixed_features(self, x: Tensor, box: Box) -> Tensor:
         self.check_mix_token()
         assert self.mix_point is not None
-        self.mix_point.box = box
+        self.mix_point.box, self.mix_point.cells = box, self._tokens((x.shape[-2], x.shape[-1])).cells
         try:
             return self.forward_features(x)
         finally:
@@ -109,7 +111,7 @@ class WithDenseHead(nn.Module):
         size = _own_size(self) if img_size is None else img_size
         size = (size, size) if isinstance(size, int) else (size[0], size[1])
         if size not in self._seen:
-            self._seen[size] = find_tokens(self, size)
+            self._seen[size] = find_tokens(self, size, self.mix_point)
         return self._seen[size]
 
     def set_dense_head(self, enabled: bool) -> None:
@@ -166,17 +168,20 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     model.mix_point, model.mix_refusal = None, ""
     try:
         model.mix_point = add_mix_point(model, functools.partial(_last_map, model), _probe(model, 2, size))
+        model._seen = {size: found._replace(cells=model.mix_point.cells)}
     except UserError as error:
         model.mix_refusal = str(error)
     return model
 
 
-def find_tokens(model: Any, size: Size) -> Tokens:
+def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> Tokens:
     """Run a timm model on an image of (H, W) to see what its last map is. Raises UserError as `with_dense_head`."""
+    features, layer = functools.partial(_last_map, model), getattr(model, mix_point.layer) if mix_point else model
     with shrinking_layers(model) as layers:
-        found = _last_map(model, _probe(model, 1, size))
+        found, output = layer_output(layer, features, _probe(model, 1, size))
     grid = found.shape[1], found.shape[2]
-    return Tokens(grid, places_of(layers, grid, size), found.shape[3])
+    cells = mix_point.cells_of(output, layers, grid, size) if mix_point else None
+    return Tokens(grid, places_of(layers, grid, size), found.shape[3], cells)
 
 
 @functools.cache

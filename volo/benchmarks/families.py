@@ -71,7 +71,7 @@ def measure(name: str, size: int) -> Row:
         if isinstance(model, TokenLabelModel):
             grid, places = model.token_grid(size), model.token_places(size)
         else:
-            grid, places, _ = find_tokens(model, (size, size))
+            grid, places, *_ = find_tokens(model, (size, size))
         with gates_held(model):
             tokens, centroids = looks(model, (size, size), grid, generator)
         off = centroids - (torch.tensor(places.first) + tokens * torch.tensor(places.pitch))
