@@ -22,6 +22,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from tlt.data.image_file import (
     DEFAULT_MAX_PIXELS,
     BadImage,
+    as_rgb,
     check_size,
     first_line,
     image_formats,
@@ -161,7 +162,7 @@ class PilBackend(Backend):
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
-            return _same_size(image.convert("RGB"), encoded)
+            return _same_size(as_rgb(image), encoded)
 
 
 class TorchvisionBackend(PilBackend):

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+import numpy as np
 from PIL import Image
 
 from tlt.data.jpeg import plain_size
@@ -89,14 +90,35 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
     """Width and height from the header, without decoding.
 
     Raises:
-        BadImage: No known format, or more than `max_pixels` pixels (a small file can hold a huge image).
+        BadImage: No known format, pixels without a range, or more than `max_pixels` of them (a small file can hold a
+            huge image).
     """
     plain = plain_size(data)
     return _header_size(io.BytesIO(data), max_pixels) if plain is None else check_size(*plain, max_pixels)
 
 
+def as_rgb(image: Image.Image) -> Image.Image:
+    """`image.convert("RGB")`; of 16 bits of gray, which that would clip at 255, the upper 8.
+
+    Raises:
+        BadImage: Its pixels are floating-point numbers or 32 bits wide: nobody knows which of them is white.
+    """
+    _check_range(image)
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _check_range(image: Image.Image) -> None:
+    # Pillow shows a PNG of 16 bits as 32 in some versions.
+    if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+        kind = "floating-point numbers" if image.mode == "F" else "32 bits wide"
+        raise BadImage(f"its pixels are {kind}: nobody knows which of them is white; convert it to 8 or 16 bits")
+
+
 def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:
     with pillow_errors(max_pixels), Image.open(file, formats=image_formats()) as image:
+        _check_range(image)
         width, height = image.size
     return check_size(width, height, max_pixels)
 

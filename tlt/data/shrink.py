@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import numpy as np
 from PIL import Image, JpegImagePlugin
 
-from tlt.data.image_file import UNLIMITED, BadImage, image_formats, pillow_errors
+from tlt.data.image_file import UNLIMITED, BadImage, as_rgb, image_formats, pillow_errors
 from tlt.errors import require
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ class Picture:
 
     def _pixels(self, factor: int = 1) -> pyvips.Image:
         """8 bits, grey or RGB, to be read from top to bottom; a JPEG scaled by 1 / `factor`."""
-        if self.header.mode.startswith(("I", "F")):
-            raise BadImage(f"{self.header.kind}: Pillow cuts its values off at 255; make it 8 bits a channel first")
+        if self.header.mode in ("I", "F"):
+            raise BadImage(f"{self.header.kind}: nobody knows which of its values is white; make it 8 or 16 bits first")
         self._refuse_above(self.header.memory, self.header.kind)
         if not self.header.loader:
             return self._by_pillow()
@@ -194,7 +194,7 @@ class Picture:
     def _by_pillow(self) -> pyvips.Image:
         self._file.seek(0)
         with pillow_errors(UNLIMITED), Image.open(self._file, formats=image_formats()) as image:
-            pixels = np.asarray(image.convert("RGB"))
+            pixels = np.asarray(as_rgb(image))
         return _libvips().Image.new_from_array(pixels)
 
     def _refuse_above(self, needed: int, what: str) -> None:
