@@ -127,6 +127,19 @@ def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4, abs=1e-6), name
 
 
+def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --start-epoch 1"
+    assert call("train", f"{flags} --epochs 2 --resume auto").code == 0
+    again = call("train", f"{flags} --epochs 3 --resume auto")
+    assert again.code == 0 and "--start-epoch 1: the run has begun there and goes on from epoch 2" in again.out
+    assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+    back = call("train", f"{flags} --epochs 3 --resume {tmp_path / 'run' / 'last.pth.tar'}")
+    assert back.code == 0 and "has begun there" not in back.out
+    assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
 def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:

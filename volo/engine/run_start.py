@@ -81,7 +81,13 @@ def resume_run(
         last = setup.schedule.total_epochs - 1
         if args.start_epoch > last:
             raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
-        state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
+        if args.resume == "auto" and path is not None and state.epoch >= args.start_epoch:  # a job that was requeued
+            logger.line(
+                f"--start-epoch {args.start_epoch}: the run has begun there and goes on from epoch {state.epoch}; "
+                "to go back, name a checkpoint with --resume FILE"
+            )
+        else:
+            state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
     if world.is_primary and (args.resume or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=path, skipped=passed_over)
