@@ -10,7 +10,7 @@ from typing import Any
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import dense_head_of, with_dense_head
-from tlt.weights import read_checkpoint
+from tlt.weights import EMA_KEYS, read_checkpoint
 from volo.engine.finetune import load_weights
 from volo.engine.model import TimmModel, build_model, eval_settings, image_size_of
 from volo.engine.model_config import model_config_of
@@ -24,6 +24,7 @@ class TrainedModel:
     args: Namespace  # the flags, with what the checkpoint says filled in where they leave it open
     config: dict[str, Any]  # the checkpoint's `model_config`, empty where it has none
     settings: dict[str, Any]  # how images are prepared, of `eval_settings`
+    notes: list[str]  # what a user should know
 
 
 def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) -> TrainedModel:
@@ -46,7 +47,13 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
         load_weights(model, path, args.use_ema, checkpoint)
     if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
         model.set_dense_head(False)
-    return TrainedModel(model.eval(), args, config, eval_settings(args, model, config))
+    notes = []
+    if not args.use_ema and any(key in checkpoint for key in EMA_KEYS):
+        # Where the average is validated, it is what a run's epochs are ranked by.
+        notes.append(
+            f"{path} holds a moving average of the weights too (--use-ema takes it): these are the plain weights"
+        )
+    return TrainedModel(model.eval(), args, config, eval_settings(args, model, config), notes)
 
 
 def with_recorded(

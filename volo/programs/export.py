@@ -42,6 +42,7 @@ def run(args: Namespace) -> int:
     for package in kind.packages:
         require(package, extra="onnx")
     trained = load_trained(args, args.checkpoint or None, args.dense)
+    print(*trained.notes, sep="\n", end="\n" if trained.notes else "")
     check_dense(trained, args.dense)
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width

@@ -89,6 +89,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     """Evaluate one checkpoint; return its row of the results."""
     trained = load_trained(args, path)
     model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
+    _say(world, trained.notes)
     parameters = sum(p.numel() for p in model.parameters())
     fold_batchnorm(model)
 
