@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from argparse import Namespace
 
 import pytest
 import timm
 import torch
-from timm.optim import param_groups_layer_decay
+from timm.optim import list_optimizers, param_groups_layer_decay
 from torch import nn
 
 from tlt.errors import UserError
 from volo.engine.args import parse_train
 from volo.engine.optim import create_optimizer, set_lr
-from volo.engine.optimizer_state import load_optimizer_state
+from volo.engine.optimizer_state import check_optimizer_state, load_optimizer_state
 
 
 def arguments(line: str = "") -> Namespace:
@@ -177,3 +178,38 @@ def test_moments_of_another_memory_format(opt: str) -> None:
         ends.append(weight)
     torch.testing.assert_close(ends[1], ends[0])
     torch.testing.assert_close(ends[2], ends[0])
+
+
+def _optimizers() -> list[str]:
+    """All that timm has and can build here."""
+    return [name for name in list_optimizers(exclude_filters=["fused*", "bnb*", "adahessian"])]
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+@pytest.mark.parametrize("opt", [name for each in _optimizers() for name in (each, f"lookahead_{each}")])
+def test_every_optimizer_goes_on_where_it_was(opt: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))
+        return model, create_optimizer(arguments(f"--opt {opt} --lr 1e-2"), model)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            images = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+            model(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, optimizer = build()
+    train(whole, optimizer, range(9))
+    (first, first_optimizer), (second, second_optimizer) = build(), build()
+    train(first, first_optimizer, range(4))
+    file = io.BytesIO()
+    torch.save(first_optimizer.state_dict(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    check_optimizer_state(second_optimizer, saved, "file.pth", type(first_optimizer).__name__)
+    assert load_optimizer_state(second_optimizer, saved) == []
+    second.load_state_dict(first.state_dict())
+    train(second, second_optimizer, range(4, 9))
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], weight), name

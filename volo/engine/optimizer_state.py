@@ -17,8 +17,9 @@ from tlt.weights import first_non_finite
 
 # What schedules and layer decay write into parameter groups besides the constructor's arguments.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
-# State that has one value per value of the parameter, whatever the optimizer.
+# State that has one value per value of the parameter, whatever the optimizer, or (NovoGrad) one in all.
 _PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+_COUNTER = "step"  # what counts in a parameter group is state, among the settings though it may be (Lookahead)
 
 
 def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None) -> None:
@@ -44,13 +45,14 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[st
 
     Tensors go to the devices of the parameters; fused and foreach stay as this optimizer was built.
     """
-    keep = _GROUP_SETTINGS | set(optimizer.defaults)
+    settings = {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
+    keep, told = _GROUP_SETTINGS | settings, sorted(_numeric(optimizer.defaults) & settings - {"lr"})
     groups, messages = [], []
     for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         merged = {k: v for k, v in theirs.items() if k not in keep}
         merged.update({k: v for k, v in own.items() if k in keep})
         groups.append({**merged, "params": theirs["params"]})
-        changed = [k for k in sorted(_numeric(optimizer.defaults) - {"lr"}) if _differ(theirs.get(k), own[k])]
+        changed = [k for k in told if _differ(theirs.get(k), own[k])]
         messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     _match_layout(optimizer)
@@ -62,7 +64,7 @@ def _match_layout(optimizer: Optimizer) -> None:
     fused step would take the wrong elements on a CPU, without a word."""
     for parameter, state in optimizer.state.items():
         for key in _PER_VALUE & state.keys():
-            if state[key].stride() != parameter.stride():
+            if state[key].shape == parameter.shape and state[key].stride() != parameter.stride():
                 state[key] = torch.empty_like(parameter).copy_(state[key])
 
 
@@ -86,7 +88,7 @@ def _state_problem(optimizer: Optimizer, states: Any, indices: list[Any]) -> str
     for number, (parameter, index) in enumerate(zip(parameters, indices, strict=True)):
         tensors = {k: v for k, v in states.get(index, {}).items() if isinstance(v, Tensor)}
         for key in _PER_VALUE & tensors.keys():
-            if tensors[key].shape != parameter.shape:
+            if tensors[key].numel() != 1 and tensors[key].shape != parameter.shape:
                 shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameter.shape)}"
                 return f"{key} of parameter {number} is {shapes}"
         if broken := first_non_finite(tensors):
