@@ -112,7 +112,13 @@ SCHEDULE = Group(
         switch("--warmup-prefix", help="put the warm-up before --epochs, not into them"),
         flag("--cooldown-epochs", default=10, type=COUNT, metavar="N", help="epochs at --min-lr after the schedule"),
         flag("--min-lr", default=1e-5, type=AMOUNT, metavar="LR", help="learning rate at the end"),
-        flag("--start-epoch", default=None, type=COUNT, metavar="N", help="first epoch (the checkpoint's, or 0)"),
+        flag(
+            "--start-epoch",
+            default=None,
+            type=COUNT,
+            metavar="N",
+            help="first epoch (the checkpoint's, or 0); what --resume auto finds beyond it goes on from there",
+        ),
         flag("--decay-epochs", default=30.0, type=AMOUNT, metavar="N", help="epochs between decays (step)"),
         flag(
             "--decay-rate",
