@@ -144,7 +144,6 @@ def make_targets(
         token_label_size: None takes the model's grid. 1 makes a soft label of the crop only (ReLabel).
         uncovered: What a point means that the map doesn't cover or the crop doesn't show. "ignore": nothing, it is left
             out of the mean. "uniform": logit 0 for all classes, as published, and every token weighs 1.
-
         window: See `sample_tokens`.
 
     The class label is the mean over all points of the crop that count, as `roi_align` to 1 x 1 would give, then the
@@ -166,7 +165,7 @@ def make_targets(
         logits, weight = _sampled(labels, affine.to(dtype), grid, visible.to(dtype), num_classes, uncovered, FULL_AREA)
         with torch.autocast(affine.device.type, enabled=False):
             cls = _crop_label(logits, weight, truth, smoothing)
-        if window != FULL_AREA:
+        if window != FULL_AREA and token_label_size != 1:
             logits, weight = _sampled(labels, affine.to(dtype), grid, visible.to(dtype), num_classes, uncovered, window)
         tokens = logits if token_label_size == 1 else smooth(logits.softmax(-1), smoothing)
     if token_label_size == 1:

@@ -17,10 +17,10 @@ from timm.layers import BlurPool2d, Conv2dSame
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 
-Size = tuple[int, int]
-Window = tuple[float, float, float, float]
+from tlt.label_map import Area
 
-WHOLE: Window = (0.0, 0.0, 1.0, 1.0)
+Size = tuple[int, int]
+
 _POOLS = (nn.AvgPool2d, nn.MaxPool2d)
 _SAME = (Conv2dSame, AvgPool2dSame, MaxPool2dSame)
 _PADDED = 4  # cells that a network may append to a map before it is shrunk
@@ -38,7 +38,7 @@ class TokenPlaces(NamedTuple):
     pitch: tuple[float, float]
     first: tuple[float, float]
 
-    def window(self, grid: Size, img_size: Size) -> Window:
+    def window(self, grid: Size, img_size: Size) -> Area:
         """`(x0, y0, x1, y1)`, what the tokens cover, one pitch each, as shares of the image; it may reach outside."""
         (y0, y1), (x0, x1) = (
             ((first - pitch / 2) / side, (first + (count - 0.5) * pitch) / side)
