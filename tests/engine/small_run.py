@@ -63,7 +63,9 @@ def save(
     files: CheckpointDir, state: TrainState, metric: float | None = None, ranked: bool = True
 ) -> RankedCheckpoint | None:
     """Save here and now, after an epoch or (not `ranked`) within one; return the best checkpoint so far."""
-    decided = files.decide(state, metric, ranked)
+    if ranked and metric is not None:
+        state.scores[state.epoch - 1] = {files.ranked_by: metric}
+    decided = files.decide(state, ranked)
     try:
         files.write(decided)
     except BaseException:

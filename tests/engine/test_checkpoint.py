@@ -27,7 +27,7 @@ def test_top_k_is_timms(tmp_path: Path) -> None:
         saver = CheckpointSaver(
             state.model, state.optimizer, checkpoint_dir=str(theirs), max_history=3, decreasing=decreasing
         )
-        files = CheckpointDir(ours, keep=3, higher_is_better=not decreasing)
+        files = CheckpointDir(ours, keep=3, ranked_by="loss" if decreasing else "top1")
         for epoch in range(9):
             metric = None if generator.random() < 0.2 else float(generator.randrange(5))
             state.epoch = epoch + 1

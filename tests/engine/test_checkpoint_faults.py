@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,30 @@ def test_fault_01_kill_9(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout == "OK\n", done.stderr
+
+
+def test_fault_62_a_directory_that_is_removed_in_mid_run_costs_what_it_held(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    state, files = build(), CheckpointDir(directory)
+    for metric in (1.0, 9.0):
+        train(state)
+        save(files, state, metric)
+    shutil.rmtree(directory)
+    directory.mkdir()  # by the lock, before a save
+    train(state)
+    assert save(files, state, 2.0) == (2.0, 2, "checkpoint-2.pth.tar")
+    assert names(directory) == {"last.pth.tar", "model_best.pth.tar", "checkpoint-2.pth.tar"}
+    again, _, messages = resumed(directory)
+    assert same(again, state) and messages == []
+
+
+def test_model_best_outlives_its_other_name(tmp_path: Path) -> None:
+    state, files = build(), CheckpointDir(tmp_path)
+    for metric in (9.0, 1.0):
+        train(state)
+        save(files, state, metric)
+        (tmp_path / "checkpoint-0.pth.tar").unlink(missing_ok=True)
+    assert epoch_of(tmp_path / "model_best.pth.tar") == 0
 
 
 def test_fault_01_leftovers_are_never_read_and_removed_at_start(tmp_path: Path) -> None:

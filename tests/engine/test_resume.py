@@ -116,6 +116,45 @@ def test_kept_checkpoints_that_were_deleted(tmp_path: Path) -> None:
     assert messages == ["checkpoint-1.pth.tar, one of the kept checkpoints, is gone"]
 
 
+FOUND = [{"top1": 90.0, "loss": 0.2, "top1_ema": 10.0}, {"top1": 70.0, "loss": 0.1, "top1_ema": 30.0}]
+
+
+@pytest.mark.parametrize(("before", "after", "best"), [
+    ("loss", "top1", 0), ("top1", "loss", 1), ("top1", "top1_ema", 1), ("top1_ema", "top1", 0), ("top1", "top5", None),
+])  # fmt: skip
+def test_a_run_that_is_ranked_by_something_else_compares_like_with_like(
+    tmp_path: Path, before: str, after: str, best: int | None
+) -> None:
+    state, files = build(), CheckpointDir(tmp_path, ranked_by=before)
+    for scores in FOUND:
+        train(state)
+        state.scores[state.epoch - 1] = scores
+        save(files, state)
+    again, found = build(seed=1), find_resume("auto", tmp_path)
+    again.load(found.checkpoint, found.path)  # type: ignore[arg-type]
+    files = CheckpointDir(tmp_path, ranked_by=after)
+    assert files.restore(again, found.path)[0] == f"the kept checkpoints are now ranked by {after}"  # type: ignore[arg-type]
+    if best is not None:
+        assert epoch_of(tmp_path / "model_best.pth.tar") == best
+    train(again)
+    bad = 1000.0 if after == "loss" else 0.5
+    first = save(files, again, bad)
+    assert first is not None
+    assert (first.metric, first.epoch) == ((bad, 2) if best is None else (FOUND[best][after], best))
+    assert epoch_of(tmp_path / "model_best.pth.tar") == first.epoch
+
+
+def test_a_file_without_scores_is_ranked_by_what_its_arguments_say(tmp_path: Path) -> None:
+    three_epochs(tmp_path)
+    payload = read_checkpoint(tmp_path / "last.pth.tar")
+    del payload["scores"]
+    payload["args"] = {"eval_metric": "loss", "model_ema": True}
+    save_checkpoint(tmp_path / "last.pth.tar", payload)
+    state = build()
+    state.load(payload, tmp_path / "last.pth.tar")
+    assert state.best and state.scores == {entry.epoch: {"loss_ema": entry.metric} for entry in state.best}
+
+
 def test_fewer_are_kept_after_resume(tmp_path: Path) -> None:
     three_epochs(tmp_path)
     state, _, _ = resumed(tmp_path)  # keeps 2

@@ -46,6 +46,25 @@ def test_resume_goes_on_in_the_directory_of_the_run(tmp_path: Path) -> None:
     assert choose_directory(_args(tmp_path, resume=str(named)), (224, 224)) == named.parent
 
 
+def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_path: Path) -> None:
+    for name, recorded in (
+        ("20260101", {"lr": 0.1, "seed": 1, "workers": 4, "output": "elsewhere", "data_dir": "/node7/scratch"}),
+        ("20260102", {"lr": 0.1, "seed": 2}),
+        ("20260103", {"lr": 0.2, "seed": 1}),
+    ):
+        (tmp_path / f"{name}-volo_d1-224").mkdir()
+        (tmp_path / f"{name}-volo_d1-224" / "args.yaml").write_text(yaml.safe_dump(recorded))
+    told: list[str] = []
+    asked = {"resume": "auto", "workers": 8, "data_dir": "/data", "grad_accum_steps": 2}
+    assert choose_directory(_args(tmp_path, seed=1, **asked), (224, 224), told.append).name == "20260101-volo_d1-224"
+    assert told == [
+        f"--resume auto leaves {tmp_path}/20260103-volo_d1-224 alone, another experiment (lr: 0.2 before, 0.1 now): "
+        "--experiment 20260103-volo_d1-224 would go on with it"
+    ]
+    new = choose_directory(_args(tmp_path, seed=3, **asked), (224, 224), told.append)
+    assert not new.exists() and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in told[1]
+
+
 def test_resume_of_a_file_starts_another_run_where_one_is_named(tmp_path: Path) -> None:
     one = tmp_path / "one"
     one.mkdir()

@@ -6,15 +6,18 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import wait_until
 from tlt.errors import UserError
 from volo.engine import run_lock
 from volo.engine.run_lock import FILE, RunLock
@@ -129,6 +132,46 @@ def test_a_job_that_slept_too_long_notices_that_it_was_taken_over(tmp_path: Path
         lock.check()
     lock.release()
     assert json.loads((tmp_path / FILE).read_text()) == other
+
+
+@pytest.mark.parametrize("files_only", [True, False])  # a file server keeps the directory of an open file
+def test_fault_62_a_directory_that_was_removed_is_made_anew_and_held(tmp_path: Path, files_only: bool) -> None:
+    directory, told = tmp_path / "run", list[str]()
+    directory.mkdir()
+    with RunLock(directory, told.append, heartbeat=0.01) as lock:
+        lock.acquire()
+        (directory / FILE).unlink()
+        if not files_only:
+            directory.rmdir()
+        lock.check()
+        lock.check()
+        held = json.loads((directory / FILE).read_text())
+        assert held["pid"] == os.getpid()
+        assert told == [f"warning: {directory} was removed while this run goes on: made anew, without what it held"]
+        wait_until(lambda: json.loads((directory / FILE).read_text())["beat"] > held["beat"] + 1)
+    assert (directory / FILE).read_bytes() == b""
+
+
+def test_fault_62_a_directory_that_was_removed_may_have_another_owner(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with RunLock(directory, print, stale=0.1) as lock:
+        lock.acquire()
+        (directory / FILE).unlink()
+        other = leave_lock_of_elsewhere(directory)
+        with pytest.raises(UserError, match="in use by process 12 on node7"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_lock, "_read", lambda file: other | {"beat": time.monotonic()})
+            lock.check()
+
+
+def test_where_nothing_can_be_made_the_save_tells_it(tmp_path: Path) -> None:
+    directory = tmp_path / "gone" / "run"
+    directory.mkdir(parents=True)
+    with RunLock(directory, print) as lock:
+        lock.acquire()
+        shutil.rmtree(tmp_path / "gone")
+        lock.check()
+    assert not directory.exists()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "x" * 5000, "\0" * 10])

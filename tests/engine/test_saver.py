@@ -15,7 +15,7 @@ import volo.engine.checkpoint as checkpoint_module
 import volo.engine.saver as module
 from tests.engine.small_run import build, names, payload_of, resumed, same, tensors, train
 from tlt.weights import read_checkpoint
-from volo.engine.checkpoint import CheckpointDir, TrainState
+from volo.engine.checkpoint import CheckpointDir, RankedCheckpoint, TrainState
 from volo.engine.checkpoint_file import NotWrittenError, save_checkpoint
 from volo.engine.precision import NonFiniteError
 from volo.engine.saver import SavePolicy, Saver
@@ -82,6 +82,11 @@ def saver_of(state: TrainState, directory: Path, **policy: Any) -> tuple[Saver, 
     return Saver(state, CheckpointDir(directory, keep=2), told, SavePolicy(**policy), clock=clock), told, clock
 
 
+def after_epoch(saver: Saver, top1: float) -> RankedCheckpoint | None:
+    saver.state.scores[saver.state.epoch - 1] = {"top1": top1}
+    return saver.after_epoch()
+
+
 def ended(saver: Saver) -> None:
     """Let the write that is under way end, and let the training loop notice."""
     assert saver._thread is not None
@@ -96,7 +101,7 @@ def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, disk: Disk
     saver, told, _ = saver_of(state, tmp_path, synchronous=synchronous)
     if not synchronous:
         disk.open.clear()
-    saver.after_epoch(50.0)
+    after_epoch(saver, 50.0)
     assert ("last.pth.tar" in names(tmp_path)) == synchronous
     expected = payload_of(state)
     train(state)
@@ -162,7 +167,7 @@ def test_a_run_that_stops_writes_its_weights_from_where_they_are(
     state = build()
     train(state)
     saver, told, _ = saver_of(state, tmp_path)
-    saver.after_epoch(50.0)  # from a copy, which is still being written
+    after_epoch(saver, 50.0)  # from a copy, which is still being written
     train(state)
     state.update -= 1  # within the second epoch
     state.epoch -= 1
@@ -203,13 +208,13 @@ def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
     state = build()
     saver, told, clock = saver_of(state, tmp_path, synchronous=synchronous)
     train(state)
-    saver.after_epoch(50.0)
+    after_epoch(saver, 50.0)
     saver.finish()
     before, kept = names(tmp_path), (tmp_path / "last.pth.tar").read_bytes()
 
     disk.error = code
     train(state)
-    saver.after_epoch(60.0)
+    after_epoch(saver, 60.0)
     if not synchronous:
         ended(saver)
     assert f"cannot write {tmp_path}/last.pth.tar: {os.strerror(code)}; it needs 0.0 MiB, " in told.lines[-1]
@@ -242,7 +247,7 @@ def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp
     for metric, error in ((50.0, None), (99.0, errno.ENOSPC), (60.0, None)):
         train(state)
         disk.error = error
-        saver.after_epoch(metric)
+        after_epoch(saver, metric)
         ended(saver)
     assert [entry.epoch for entry in state.best] == [2, 0]
     assert "epoch 2 could not be saved and is not among the kept checkpoints" in told.lines[-1]
@@ -256,10 +261,10 @@ def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: P
     disk.error = errno.ENOSPC
     for _ in range(2):
         train(state)
-        saver.after_epoch(1.0)
+        after_epoch(saver, 1.0)
         ended(saver)
     train(state)
-    saver.after_epoch(1.0)
+    after_epoch(saver, 1.0)
     with pytest.raises(
         NotWrittenError, match="3 saves in a row have failed .--max-failed-saves.*No space left"
     ) as told:
@@ -282,13 +287,13 @@ def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(
     disk.error = errno.EIO
     train(state)
     with saver:
-        saver.after_epoch(1.0)
+        after_epoch(saver, 1.0)
     assert slept == [1.0, 5.0] and told.kinds[-1] == "checkpoint"
     monkeypatch.setattr(module.time, "sleep", slept.append)
     disk.error = errno.EIO
     train(state)
     with pytest.raises(NotWrittenError, match="Input/output error"), saver:
-        saver.after_epoch(1.0)
+        after_epoch(saver, 1.0)
     assert slept[2:] == [1.0, 5.0, 30.0]
     with pytest.raises(NotWrittenError):
         saver.save_now("SIGTERM")
@@ -301,7 +306,7 @@ def test_what_the_writer_meets_is_raised_in_the_training_loop(tmp_path: Path, mo
     state = build()
     saver, _, _ = saver_of(state, tmp_path)
     monkeypatch.setattr(checkpoint_module, "save_checkpoint", fail)
-    saver.after_epoch(1.0)
+    after_epoch(saver, 1.0)
     with pytest.raises(RuntimeError, match="a defect"):
         ended(saver)
     saver.after_update()  # it is told once
@@ -320,7 +325,7 @@ def test_a_failing_program_lets_its_save_end(tmp_path: Path, disk: Disk) -> None
     state = build()
     saver, told, _ = saver_of(state, tmp_path)
     with pytest.raises(KeyboardInterrupt), saver:
-        saver.after_epoch(1.0)
+        after_epoch(saver, 1.0)
         raise KeyboardInterrupt
     assert told.kinds == ["checkpoint"] and "last.pth.tar" in names(tmp_path)
 
@@ -334,5 +339,5 @@ def test_other_ranks_only_take_part(tmp_path: Path) -> None:
     with saver:
         saver.after_update()
         saver.save_now("SIGTERM")
-        assert saver.after_epoch(1.0) is None
+        assert after_epoch(saver, 1.0) is None
     assert len(collected) == 2 and told.events == [] and not list(tmp_path.iterdir())

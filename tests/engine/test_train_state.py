@@ -17,7 +17,7 @@ from tests.engine.small_run import build, payload_of, resumed, same, save, tenso
 from tlt.errors import UserError
 from tlt.weights import read_checkpoint
 from volo.engine.checkpoint import CheckpointDir, TrainState
-from volo.engine.resume import changed_args
+from volo.engine.run_directory import changed_settings
 
 
 def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
     assert checkpoint["args"] == {"lr": 0.1, "data": "/data", "scale": [0.08, 1.0]}
     assert checkpoint["model_config"] == {"img_size": [64, 48], "crop_pct": 0.96}
     assert checkpoint["arch"] == "tiny"
-    assert changed_args(checkpoint, {"lr": 0.2, "data": Path("/data"), "new": 1, "scale": (0.08, 1.0)}) == [
-        "lr: 0.1 in the checkpoint, 0.2 now"
+    assert changed_settings(checkpoint["args"], {"lr": 0.2, "data": Path("/data"), "new": 1, "scale": (0.08, 1.0)}) == [
+        "lr: 0.1 before, 0.2 now"
     ]
 
 

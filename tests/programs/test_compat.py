@@ -70,7 +70,7 @@ def test_upstream_runs_is_recorded_and_resumes_to_the_same_bits(
         "train", flags, "--compat", "label-crop", "--experiment", "other", "--resume",
         tmp_path / "whole" / "checkpoint-0.pth.tar", "--dry-run",
     )  # fmt: skip
-    assert f"compat: {rows!r} in the checkpoint, ['label-crop'] now" in other.out, other.err
+    assert f"compat: {rows!r} before, ['label-crop'] now" in other.out, other.err
     assert call("train", flags, "--experiment", "plain").code == 0
     # A row that the data workers see to: the same images and boxes, other labels.
     assert call("train", flags, "--compat", "label-scale", "--experiment", "scale").code == 0

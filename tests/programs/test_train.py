@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ import yaml
 from tests.conftest import LIMIT
 from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
+from tlt.weights import read_checkpoint
 from volo.engine.json_lines import read_json_lines
 from volo.engine.report import without_times
+from volo.engine.run_directory import read_summary
+from volo.programs.train import scores_of
 
 Call = Callable[..., Ended]
 
@@ -138,6 +143,44 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(
     back = call("train", f"{flags} --epochs 3 --resume {tmp_path / 'run' / 'last.pth.tar'}")
     assert back.code == 0 and "has begun there" not in back.out
     assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, epochs = tmp_path / "out" / "run", []
+
+    def remove_after_the_second(evaluations: Any) -> dict[str, float]:
+        epochs.append(1)
+        if len(epochs) == 2:
+            shutil.rmtree(run)
+        return scores_of(evaluations)
+
+    monkeypatch.setattr("volo.programs.train.scores_of", remove_after_the_second)
+    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path}/out --experiment run"
+    ended = call("train", f"{flags} --epochs 3")
+    assert ended.code == 0, ended.err
+    assert f"warning: {run} was removed while this run goes on: made anew" in ended.out
+    assert {path.name for path in run.iterdir()} >= {
+        "args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar"
+    }  # fmt: skip
+    again = call("train", f"{flags} --epochs 4 --resume auto")
+    assert again.code == 0 and "last.pth.tar: 3 epochs" in again.out, again.out
+
+
+def test_a_run_that_is_ranked_by_something_else_keeps_its_best(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --lr 1e-2"
+    assert call("train", f"{flags} --epochs 3 --eval-metric loss --model-ema").code == 0
+    ended = call("train", f"{flags} --epochs 4 --resume auto")
+    assert ended.code == 0 and "are now ranked by top1" in ended.out, ended.out
+    rows = read_summary(tmp_path / "run" / "summary.csv")
+    accuracies = [float(row["eval_top1"]) for row in rows]
+    best = accuracies.index(max(accuracies))
+    assert f"best top1 {max(accuracies):.4f} (epoch {best + 1}, checkpoint-{best}.pth.tar)" in ended.out
+    assert read_checkpoint(tmp_path / "run" / "model_best.pth.tar")["epoch"] == best
+    assert float(rows[-1]["best"]) == max(accuracies)
 
 
 def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(

@@ -69,16 +69,17 @@ class CheckpointDir:
     Args:
         directory: Created if missing. What an interrupted write left there is removed.
         keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`).
-        higher_is_better: Whether the metric is an accuracy, not a loss.
+        ranked_by: Name of the score (`TrainState.scores`) that ranks epochs. The lowest `loss...` is the best, of
+            every other score the highest.
 
     Raises:
         UserError: `keep` is below 1, or the directory can't be made.
     """
 
-    def __init__(self, directory: Path, keep: int = 10, higher_is_better: bool = True) -> None:
+    def __init__(self, directory: Path, keep: int = 10, ranked_by: str = "top1") -> None:
         if keep < 1:
             raise UserError(f"--checkpoint-hist {keep}: keep at least 1 checkpoint")
-        self.directory, self.keep, self.higher_is_better = Path(directory), keep, higher_is_better
+        self.directory, self.keep, self.ranked_by = Path(directory), keep, ranked_by
         self._best: RankedCheckpoint | None = None  # what model_best is known to hold
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -87,18 +88,19 @@ class CheckpointDir:
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
-    def decide(self, state: TrainState, metric: float | None = None, ranked: bool = True) -> Save:
+    def decide(self, state: TrainState, ranked: bool = True) -> Save:
         """Decide on a save; the list of ranked checkpoints in `state` is brought up to date for it.
 
         Args:
-            metric: Of this epoch. None, NaN and infinite rank below every number and are never the best.
-            ranked: After an epoch, `state.epoch` already counting it. False: between epochs, only `last.pth.tar`.
+            ranked: After an epoch, which `state.epoch` counts already, by its score; one without a score, NaN or
+                infinite ranks below every number and is never the best. False: between epochs, only `last.pth.tar`.
 
         Raises:
             NonFiniteError: The weights hold NaN or infinity; `state` is as before.
         """
-        metric = None if metric is None else float(metric)
-        before, entries = (state.best, state.outdated), self._ranked(state, metric) if ranked else state.best
+        metric = self._score(state, state.epoch - 1) if ranked else None
+        before, kept = (state.best, state.outdated), self._present(state.best)
+        entries = self._ranked(kept, metric, state.epoch - 1) if ranked else kept
         state.best, state.outdated = entries[: self.keep], [entry.file for entry in entries[self.keep :]]
         payload = state.state_dict(metric)
         if broken := first_non_finite(payload["state_dict"] | payload.get("dense_head", {})):
@@ -131,9 +133,9 @@ class CheckpointDir:
         before its next save goes on from there, too.
         """
         if path.parent.resolve() != self.directory.resolve():
-            before, state.best, state.outdated = state.best, [], []
+            before, state.best, state.outdated, state.scores = state.best, [], [], {}
             return [f"the best and kept checkpoints stay in {path.parent}: ranked anew here"] if before else []
-        messages = self._set_aside(state, path)
+        messages = self._rank_anew(state) + self._set_aside(state, path)
         duplicate(path, self.directory / LAST)
         own = self.directory / _file(state.epoch - 1)
         at_end = state.update == state.epoch * state.updates_per_epoch
@@ -148,20 +150,34 @@ class CheckpointDir:
         self._refresh_best(state.best)
         return messages
 
-    def _ranked(self, state: TrainState, metric: float | None) -> list[RankedCheckpoint]:
-        metric = metric if metric is not None and math.isfinite(metric) else None
-        others = [entry for entry in state.best if entry.epoch != state.epoch - 1]
-        return sorted([*others, RankedCheckpoint(metric, state.epoch - 1, _file(state.epoch - 1))], key=self._order)
+    def _rank_anew(self, state: TrainState) -> list[str]:
+        """Rank the kept epochs by what ranks them from now on: `--eval-metric` or EMA may have changed."""
+        before = state.best
+        state.best = sorted([e._replace(metric=self._score(state, e.epoch)) for e in before], key=self._order)
+        return [] if state.best == before else [f"the kept checkpoints are now ranked by {self.ranked_by}"]
+
+    def _score(self, state: TrainState, epoch: int) -> float | None:
+        score = state.scores.get(epoch, {}).get(self.ranked_by)
+        return score if score is not None and math.isfinite(score) else None
+
+    def _present(self, ranked: list[RankedCheckpoint]) -> list[RankedCheckpoint]:
+        """Those of which there are files, if all were removed in mid-run; `model_best` needs no other name."""
+        lost = not (self.directory / BEST).exists()
+        return [e for e in ranked if (self.directory / e.file).is_file()] if lost else ranked
+
+    def _ranked(self, kept: list[RankedCheckpoint], metric: float | None, epoch: int) -> list[RankedCheckpoint]:
+        others = [entry for entry in kept if entry.epoch != epoch]
+        return sorted([*others, RankedCheckpoint(metric, epoch, _file(epoch))], key=self._order)
 
     def _order(self, entry: RankedCheckpoint) -> tuple[bool, float, int]:
         """Best first, the earlier of equals first; after all others those without a metric, newest first."""
         if entry.metric is None:
             return True, 0.0, -entry.epoch
-        return False, -entry.metric if self.higher_is_better else entry.metric, entry.epoch
+        return False, entry.metric if self.ranked_by.startswith("loss") else -entry.metric, entry.epoch
 
     def _refresh_best(self, ranked: list[RankedCheckpoint]) -> None:
-        best = best_of(ranked)
-        if best is not None and best != self._best:
+        best = best_of(self._present(ranked))
+        if best is not None and (best != self._best or not (self.directory / BEST).exists()):
             duplicate(self.directory / best.file, self.directory / BEST)
         self._best = best
 

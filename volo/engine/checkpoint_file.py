@@ -88,7 +88,7 @@ def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
         with suppress(OSError):
             needed = size()
         with suppress(OSError):
-            free = shutil.disk_usage(path.parent).free
+            free = shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
         raise NotWrittenError(
             f"cannot write {path}: {cause.strerror or cause}; it needs {needed / 2**20:.1f} MiB, "
             f"{free / 2**20:.1f} MiB are free there; what was saved before is untouched"

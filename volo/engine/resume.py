@@ -9,7 +9,6 @@ from typing import Any
 from tlt.errors import UserError
 from tlt.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from volo.engine.checkpoint import LAST, NAMES
-from volo.engine.run_directory import plain
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,6 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             messages.append(f"skipped: {path} does not tell its epoch")
     return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
-
-
-def changed_args(checkpoint: dict[str, Any], args: dict[str, Any]) -> list[str]:
-    """Compare the arguments recorded in a checkpoint with the present ones: one line for each that differs.
-
-    That is their only use; nothing in a file decides what a run does.
-    """
-    recorded = checkpoint.get("args")
-    if not isinstance(recorded, dict):
-        return []
-    now = plain(args)
-    differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != now[k]]
-    return [f"{k}: {recorded[k]!r} in the checkpoint, {now[k]!r} now" for k in differing]
 
 
 def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ import platform
 import socket
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,8 @@ from typing import Any
 import yaml
 
 from tlt.errors import UserError
+from volo.engine.flags_data import AUGMENTATION, TOKEN_LABELS
+from volo.engine.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
 from volo.engine.json_lines import LineFile, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
@@ -52,12 +55,24 @@ _NOT_A_SETTING = {
 }
 
 
-def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:
+# What makes a run the experiment that it is, unlike where its files lie and what it runs on.
+_OF_EXPERIMENT = {
+    flag.dest
+    for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
+    for flag in group.flags
+} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # the steps change with the number of processes
+
+
+def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print) -> Path:
     """Return where this run writes; creates nothing.
 
     `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`.
     With `--resume FILE` it is the directory of the file, if that is a run's and neither flag names another place; with
-    `--resume auto` and no name, the newest run of this model and size.
+    `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed, labels,
+    optimizer, schedule, augmentation and regularisation.
+
+    Args:
+        tell: Told of a newer run that is not continued, because it is another experiment.
 
     Raises:
         UserError: The directory holds another run's checkpoints and nobody asked to resume it.
@@ -68,14 +83,46 @@ def choose_directory(args: Namespace, image_size: tuple[int, int]) -> Path:
     if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
         return resumed
     if not args.experiment:
-        earlier = sorted(p.parent for p in root.glob(f"*{suffix}/args.yaml")) if args.resume == "auto" else []
-        return earlier[-1] if earlier else _unused(root, suffix)
+        return (args.resume == "auto" and _newest_alike(root, suffix, args, tell)) or _unused(root, suffix)
     directory = root / args.experiment
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
             f"{directory} already holds checkpoints: continue it with --resume auto, or name another --experiment"
         )
     return directory
+
+
+def _newest_alike(root: Path, suffix: str, args: Namespace, tell: Callable[[str], None]) -> Path | None:
+    """The newest run with the settings of `args`; None if there is none."""
+    alike, passed_over = None, ""
+    for file in sorted(root.glob(f"*{suffix}/args.yaml"), reverse=True):
+        if not (changes := _other_experiment(file, args)):
+            alike = file.parent
+            break
+        passed_over = passed_over or (
+            f"--resume auto leaves {file.parent} alone, another experiment ({'; '.join(changes)}): "
+            f"--experiment {file.parent.name} would go on with it"
+        )
+    if passed_over:
+        tell(passed_over)
+    return alike
+
+
+def _other_experiment(file: Path, args: Namespace) -> list[str]:
+    """What an args.yaml has otherwise; nothing if it is damaged: the run's checkpoints tell what it is."""
+    try:
+        recorded = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError):
+        return []
+    return changed_settings(recorded, {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT})
+
+
+def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
+    """Compare recorded settings with the present ones: one line for each of `now` that differs."""
+    if not isinstance(recorded, dict):
+        return []
+    differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != plain(now[k])]
+    return [f"{k}: {recorded[k]!r} before, {now[k]!r} now" for k in differing]
 
 
 def _is_named(directory: Path, args: Namespace) -> bool:
@@ -99,6 +146,7 @@ class RunDirectory:
         self.path = path
         self._log, self._metrics = LineFile(path / "log.txt"), LineFile(path / METRICS)
         self._rows: list[dict[str, Any]] = []  # of summary.csv that could not be written yet
+        self._started: dict[str, bytes] = {}  # files of this start
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -106,7 +154,6 @@ class RunDirectory:
 
     def record_start(self, args: Namespace, world_size: int, device: str, launch: str | None = None) -> None:
         """Write args.yaml and add a record to run.json; `launch` is the launcher's id."""
-        _write(self.path / "args.yaml", yaml.safe_dump(settings_of(args), sort_keys=True).encode())
         starts = self._starts()
         starts.append(
             {
@@ -121,7 +168,12 @@ class RunDirectory:
                 "device": device,
             }
         )
-        _write(self.path / "run.json", (json.dumps(starts, indent=1) + "\n").encode())
+        self._started = {
+            "args.yaml": yaml.safe_dump(settings_of(args), sort_keys=True).encode(),
+            "run.json": (json.dumps(starts, indent=1) + "\n").encode(),
+        }
+        for name, content in self._started.items():
+            _write(self.path / name, content)
 
     def _starts(self) -> list[dict[str, Any]]:
         try:
@@ -163,7 +215,13 @@ class RunDirectory:
         return len(dropped)
 
     def sync(self) -> None:
-        """Return when the records are on the disk, as far as it can be: a checkpoint must not outlive them."""
+        """Return when the records are on the disk, as far as it can be: a checkpoint must not outlive them.
+
+        Those of the start are written again if they were removed.
+        """
+        for name in [name for name in self._started if not (self.path / name).exists()]:
+            with suppress(OSError):
+                _write(self.path / name, self._started[name])
         for name in (METRICS, SUMMARY):
             with suppress(OSError), (self.path / name).open("rb") as file:
                 os.fsync(file.fileno())

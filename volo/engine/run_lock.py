@@ -55,8 +55,7 @@ class RunLock:
         if self._file is not None:
             return
         try:
-            # Open as long as it is held: closing any descriptor of the file would give up the kernel's lock.
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = self._open()
         except OSError as error:
             raise UserError(f"{self.path} cannot be opened: {error.strerror}") from error
         try:
@@ -74,9 +73,27 @@ class RunLock:
         self.release()
 
     def check(self) -> None:
-        """Raise UserError if another job has taken the directory: this one was stopped for too long."""
+        """Make a directory that was removed anew, and take its lock again; does nothing where the lock isn't held.
+
+        Raises:
+            UserError: Another job has taken the directory: this one was stopped for too long, or it was removed.
+        """
         if self._lost:
             raise UserError(f"{self._lost} has taken {self.path.parent} over, because this job gave no sign of life")
+        if self._file is None or _names(self.path, self._file):
+            return
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            file = self._open()
+        except OSError:  # the save that comes fails for the same reason, tells it and is tried again
+            return
+        self._take(file)
+        self._file = file  # what it was stays open: the beating thread may be writing to it
+        self._tell(f"warning: {self.path.parent} was removed while this run goes on: made anew, without what it held")
+
+    def _open(self) -> int:
+        # Open as long as the lock is held: closing any descriptor of the file would give up the kernel's lock.
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def release(self) -> None:
         """Let others in. The file stays, empty: another job may be waiting at it."""
@@ -159,6 +176,14 @@ def _read(file: int) -> dict[str, Any] | None:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def _names(path: Path, file: int) -> bool:
+    """Whether `path` is the open `file`."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except OSError:
+        return False
 
 
 def _identity() -> dict[str, Any]:

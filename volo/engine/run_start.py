@@ -17,13 +17,13 @@ from volo.engine.checkpoint import CheckpointDir
 from volo.engine.distributed import World, from_all, from_primary, primary_first, wait_for_all
 from volo.engine.logger import Logger
 from volo.engine.restart import launch_id
-from volo.engine.resume import Resume, changed_args, changed_labels, find_resume
-from volo.engine.run_directory import SUPERSEDED, RunDirectory, settings_of, versions
+from volo.engine.resume import Resume, changed_labels, find_resume
+from volo.engine.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.engine.run_lock import RunLock
 from volo.engine.saver import SavePolicy, Saver
 from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.setup import Setup
-from volo.engine.train_state import TrainState
+from volo.engine.train_state import TrainState, ranked_by
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -71,7 +71,7 @@ def resume_run(
         setup, kept = keep_global_batch(args, setup, resume.checkpoint, world)
         messages += kept
         messages += state.load(resume.checkpoint, path, not args.no_resume_opt)
-        messages += changed_args(resume.checkpoint, settings_of(args))
+        messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages += changed_labels(resume.checkpoint, state.metadata)
         messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
     check_same_position(state, path)
@@ -146,7 +146,7 @@ def open_run(
             logger.open(run_directory)
             if dropped := run_directory.rewind(setup.state.epoch, setup.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
-            checkpoints = CheckpointDir(directory, args.checkpoint_hist, args.eval_metric != "loss")
+            checkpoints = CheckpointDir(directory, args.checkpoint_hist, ranked_by(vars(args)))
     logger.open_events(directory)
     if checkpoints is not None and resumed is not None:
         for message in checkpoints.restore(setup.state, resumed):

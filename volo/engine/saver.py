@@ -67,7 +67,7 @@ class Saver:
         checkpoints: None on other ranks than 0.
         logger: Told of every save.
         from_primary: Returns rank 0's value on every rank.
-        before_save: Called before each save, on rank 0; an error of it keeps the files as they are.
+        before_save: Called before each attempt to write, on rank 0; an error of it keeps the files as they are.
         clock: Seconds; never goes back.
     """
 
@@ -112,16 +112,16 @@ class Saver:
             self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),))
             self._reserving.start()
 
-    def after_epoch(self, metric: float | None) -> RankedCheckpoint | None:
-        """Save after an epoch, which the state counts and the records tell already. Errors as `after_update`.
+    def after_epoch(self) -> RankedCheckpoint | None:
+        """Save after an epoch, which the state counts and has the scores of. Errors as `after_update`.
 
-        Returns the best checkpoint so far, None on other ranks and where no epoch has a metric (see
+        Returns the best checkpoint so far, None on other ranks and where no epoch has a score (see
         `CheckpointDir.decide`).
         """
         if self.checkpoints is None:
             return None
         self._settle()
-        self._start(lambda checkpoints: checkpoints.decide(self.state, metric), "epoch")
+        self._start(lambda checkpoints: checkpoints.decide(self.state), "epoch")
         return best_of(self.state.best)
 
     def save_now(self, reason: str) -> None:
@@ -208,7 +208,6 @@ class Saver:
         """Decide on a save and write it, from a copy unless `in_place`; what failed before is given up for it."""
         assert self.checkpoints is not None
         began = self._clock()
-        self._before_save()
         self._give_up()
         save = decide(self.checkpoints)
         in_place = in_place or self.policy.synchronous
@@ -225,6 +224,7 @@ class Saver:
 
     def _attempt(self, wait: bool = False) -> None:
         assert self._job is not None
+        self._before_save()
         self._job.attempts += 1
         self._thread = Thread(target=self._write, args=(self._job,), name="checkpoint")
         self._thread.start()

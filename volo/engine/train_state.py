@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +58,7 @@ class TrainState:
     epoch: int = 0  # epochs finished, which is the number of the one to run next
     update: int = 0  # optimizer steps done, over all epochs
     best: list[RankedCheckpoint] = field(default_factory=list)  # best first
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all that its validation has found
     outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
     progress: dict[str, Any] = field(default_factory=dict)  # sums of the epoch under way, of plain types
     collect_progress: Callable[[], dict[str, Any]] = dict  # their present values; all ranks call it before a save
@@ -75,6 +76,7 @@ class TrainState:
             "updates_per_epoch": self.updates_per_epoch,
             "metric": metric,
             "best": [list(entry) for entry in self.best],
+            "scores": {epoch: dict(scores) for epoch, scores in self.scores.items()},
             "outdated": list(self.outdated),
             "progress": plain(self.progress),
             "optimizer": self.optimizer.state_dict(),
@@ -136,7 +138,7 @@ class TrainState:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
-        self.epoch, self.update, self.best, self.outdated = position
+        self.epoch, self.update, self.best, self.outdated, self.scores = position
         self.progress, self.statistics = progress, {}
         if self.update == self.epoch * self.updates_per_epoch:
             return messages
@@ -174,6 +176,7 @@ class _Position(NamedTuple):
     update: int
     best: list[RankedCheckpoint]
     outdated: list[str]
+    scores: dict[int, dict[str, float]]
 
 
 def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path) -> _Position:
@@ -186,11 +189,29 @@ def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Pa
         update = int(checkpoint["update"]) if same else epoch * updates_per_epoch
         best = [_ranked(*entry) for entry in checkpoint.get("best", [])]
         outdated = [_checkpoint_name(name) for name in checkpoint.get("outdated", [])]
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        scores = _scores(checkpoint, best)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UserError(f"{path} does not tell where its run stopped ({type(error).__name__}: {error})") from error
     if min(epoch, update) < 0:
         raise UserError(f"{path} does not tell where its run stopped (epoch {epoch}, update {update})")
-    return _Position(epoch, update, best, outdated)
+    return _Position(epoch, update, best, outdated, scores)
+
+
+def _scores(checkpoint: dict[str, Any], best: list[RankedCheckpoint]) -> dict[int, dict[str, float]]:
+    """Read what each epoch's validation found; of files that lack it, the one figure that ranked each kept epoch."""
+    if "scores" in checkpoint:
+        return {
+            int(epoch): {str(name): float(score) for name, score in scores.items()}
+            for epoch, scores in checkpoint["scores"].items()
+        }
+    name = ranked_by(checkpoint.get("args") or {})
+    return {entry.epoch: {name: entry.metric} for entry in best if entry.metric is not None}
+
+
+def ranked_by(args: Mapping[str, Any]) -> str:
+    """Return the score by which these settings rank epochs: `top1`, or `top1_ema` where the average is validated."""
+    average = args.get("model_ema") and not args.get("model_ema_force_cpu")
+    return f"{args.get('eval_metric', 'top1')}{'_ema' if average else ''}"
 
 
 def _of_ranks(checkpoint: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

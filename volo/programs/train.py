@@ -59,7 +59,7 @@ from volo.engine.schedule import LrSchedule, resolve_lr
 from volo.engine.setup import Setup, describe, tell_memory
 from volo.engine.stopping import StopGuard
 from volo.engine.teacher import load_teacher, teacher_costs
-from volo.engine.train_state import TrainState
+from volo.engine.train_state import TrainState, ranked_by
 from volo.engine.watchdog import Watchdog, collective_timeout, leave_together
 from volo.programs.launch_command import available_cpus
 
@@ -91,7 +91,7 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     state = logger.position = setup.state
     image_size = state.metadata["model_config"]["img_size"]
     directory, args.resume = from_primary(
-        continued_run(args) or Continued(choose_directory(args, image_size), args.resume)
+        continued_run(args) or Continued(choose_directory(args, image_size, logger.line), args.resume)
     )
     with RunLock(directory, partial(note_lock, logger)) as lock:
         train_in(directory, lock, args, setup, world, logger, guard)
@@ -246,11 +246,13 @@ def train_epochs(
         )
         costs = teacher_costs(setup.teacher, totals.seconds, logger.line)
         evaluations = validate_epoch(args, setup, epoch, world, logger, guard)
+        state.scores[epoch] = scores_of(evaluations)
         state.end_epoch()
         guard.watchdog.at("saving")
-        logger.epoch(epoch, totals, evaluations, best_metric(args, state, evaluations), costs)
-        if best := saver.after_epoch(metric_of(args, evaluations)):
-            logger.line(f"best {args.eval_metric} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+        by = ranked_by(vars(args))
+        logger.epoch(epoch, totals, evaluations, best_score(state, by), costs)
+        if best := saver.after_epoch():
+            logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()
 
 
@@ -285,14 +287,16 @@ def validate_epoch(
     return evaluations
 
 
-def metric_of(args: Namespace, evaluations: dict[str, Evaluation]) -> float | None:
-    """By which an epoch is ranked: the average's where it is validated; None without a validation."""
-    result = evaluations.get("ema", evaluations.get("model"))
-    return None if result is None else getattr(result, args.eval_metric)
+def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
+    """Return all that can rank an epoch, named as in summary.csv: `top1`, of the average `top1_ema`, ..."""
+    return {
+        name if model == "model" else f"{name}_{model}": getattr(evaluation, name)
+        for model, evaluation in evaluations.items()
+        for name in ("top1", "top5", "loss")
+    }
 
 
-def best_metric(args: Namespace, state: TrainState, evaluations: dict[str, Evaluation]) -> float | None:
-    """The best one up to this epoch, which is not saved yet; None where none is finite."""
-    metrics = [metric_of(args, evaluations), *(entry.metric for entry in state.best[:1])]
-    finite = [metric for metric in metrics if metric is not None and math.isfinite(metric)]
-    return (min if args.eval_metric == "loss" else max)(finite, default=None)
+def best_score(state: TrainState, by: str) -> float | None:
+    """Return the best score of all epochs done; None where none is finite."""
+    scores = [found.get(by, math.nan) for epoch, found in state.scores.items() if epoch < state.epoch]
+    return (min if by.startswith("loss") else max)(filter(math.isfinite, scores), default=None)
