@@ -27,9 +27,9 @@ from tlt.archive_format import (
     sha256_of,
     shard_name,
 )
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_files import find_labels, find_published
+from tlt.names import printable
 from tlt.recorded_labels import GRID_FIELDS, RECORD_FIELDS, MapForm, RecordedLabels
 
 

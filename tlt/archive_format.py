@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_map import Area
+from tlt.names import printable
 
 FORMAT = "volo-tlt label archive, version 1"
 MANIFEST_NAME = "manifest.json"

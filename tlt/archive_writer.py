@@ -34,9 +34,9 @@ from tlt.archive_format import (
     shard_name,
     sync_folder,
 )
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_map import Area, LabelMap
+from tlt.names import printable
 from tlt.store import TreeMetadata
 
 

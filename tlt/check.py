@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tlt.agreement import Agreement
-from tlt.data.folder import natural_key, printable
 from tlt.data.image_file import BadImage
+from tlt.data.natural import natural_key
 from tlt.data.open_images import open_images
 from tlt.data.shards import ShardedImages
 from tlt.data.source import ImageSource
@@ -17,6 +17,7 @@ from tlt.label_files import label_files_below
 from tlt.label_map import LabelMap
 from tlt.label_store import LabelStore
 from tlt.labels import open_labels
+from tlt.names import printable
 from tlt.progress import Progress
 from tlt.recorded_labels import RecordedLabels
 from tlt.store import PublishedTree

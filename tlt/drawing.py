@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tlt.data.folder import printable
 from tlt.errors import UserError, require
+from tlt.names import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,8 @@ from itertools import chain
 import numpy as np
 
 from tlt.data.decode import TorchvisionBackend
-from tlt.data.folder import find_split, printable, scan_folder
+from tlt.data.folder import find_split, image_folder
+from tlt.data.folder_listing import list_folder
 from tlt.data.image_file import DEFAULT_MAX_PIXELS, UNLIMITED, BadImage
 from tlt.data.open_images import find_files
 from tlt.data.shard_index import index_shards
@@ -19,6 +20,7 @@ from tlt.data.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
 from tlt.data.source import ImageSource
 from tlt.dataset_kinds import parse_kind
 from tlt.errors import UserError
+from tlt.names import printable
 from tlt.processes import available_cpus, in_processes
 
 SPLITS = ("train", "validation")
@@ -91,9 +93,10 @@ def _index_files(
 
 
 def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> list[str]:
-    source = scan_folder(root)
+    listing = list_folder(root)
+    source = image_folder(listing)
     found = read_sizes(source, workers, decode)
-    write_index(out, source.paths, SizeIndex(found.sizes, found.faults))
+    write_index(out, SizeIndex(found.sizes, found.faults, listing))
     lines = [f"warning: {warning}" for warning in source.warnings]
     lines += [f"{printable(source.path(row))}: {reason}" for row, reason in sorted(found.faults.items())]
     lines.append(

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tlt.data.folder import natural_key, printable
+from tlt.data.natural import natural_key
 from tlt.errors import UserError
+from tlt.names import printable
 
 
 def label_names(names: Sequence[str]) -> list[str]:

@@ -8,11 +8,10 @@ from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_files import published_label_name
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
-from tlt.names import Names
+from tlt.names import Names, printable
 
 if TYPE_CHECKING:
     from tlt.store import TreeMetadata

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt.archive import LabelArchive, is_archive
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_store import LabelStore
+from tlt.names import printable
 from tlt.shard_labels import ShardLabels, shard_folder
 from tlt.store import PublishedTree
 

@@ -15,13 +15,14 @@ from tlt.agreement import Agreement
 from tlt.archive import Rows, read_manifest
 from tlt.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
 from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.data.folder import natural_key, printable
 from tlt.data.image_file import BadImage
+from tlt.data.natural import natural_key
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import TreeListing, find_labels, label_files_below
 from tlt.label_map import Area, LabelMap, centre_square
+from tlt.names import printable
 from tlt.progress import Progress
 from tlt.store import METADATA_NAME, TreeMetadata, map_of, read_map, read_tensor
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tlt.archive_format import sync_folder
-from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS, printable
+from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.open_images import open_images
 from tlt.data.shard_index import Contents, write_index
 from tlt.data.shard_scan import ShardRows
@@ -32,6 +32,7 @@ from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_store import LabelStore
 from tlt.labels import open_labels
+from tlt.names import printable
 from tlt.processes import in_processes
 from tlt.shard_labels import describe_labels
 from tlt.shard_writer import Shrinking, Split, make_shard, member_names, read_image

@@ -4,10 +4,37 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from tqdm import tqdm
 
 _REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
+
+
+_FIRST_SECONDS = 3.0  # until the first line of a search, most of which take less
+
+
+class Found:
+    """Counts what a search finds, where nobody knows how much there is: a line after 3 s, then one every 10 s.
+
+    Args:
+        tell: Prints a line; None: nothing is printed.
+        alive: Called at each step.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = print, alive: Callable[[], None] | None = None) -> None:
+        self._tell, self._alive = tell, alive
+        self._start = time.monotonic()
+        self._due = self._start + _FIRST_SECONDS
+
+    def __call__(self, what: str, count: int) -> None:
+        """So many were found by now; `what` is done to find them."""
+        if self._alive is not None:
+            self._alive()
+        now = time.monotonic()
+        if self._tell is not None and now >= self._due:
+            self._due = now + _REPORT_SECONDS
+            self._tell(f"{what}: {count} found in {now - self._start:.0f} s")
 
 
 class Progress:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_map import Area, LabelMap
 from tlt.label_store import LabelStore
+from tlt.names import printable
 from tlt.store import TreeMetadata
 from tlt.tail import relative_to_tail
 

@@ -21,12 +21,13 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from tlt.data.folder import TRAIN_SPLITS, printable
+from tlt.data.folder import TRAIN_SPLITS
 from tlt.data.image_file import BadImage
 from tlt.data.shards import INDEX_NAME, ShardIndex
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
 from tlt.label_store import LabelStore
+from tlt.names import printable
 from tlt.recorded_labels import MapForm, RecordedLabels
 
 

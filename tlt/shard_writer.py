@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tlt.archive_format import sync_folder
-from tlt.data.folder import printable
 from tlt.data.image_file import BadImage, image_extensions, read_size
 from tlt.data.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_store import LabelStore
+from tlt.names import printable
 from tlt.shard_labels import label_record
 
 _JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg

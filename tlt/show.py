@@ -13,7 +13,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tlt.data.dataset import BatchKey, TrainDataset
 from tlt.data.device_stage import DeviceStage
-from tlt.data.folder import printable
 from tlt.data.image_file import BadImage
 from tlt.data.loader import Batch
 from tlt.data.open_images import open_images
@@ -24,6 +23,7 @@ from tlt.errors import UserError
 from tlt.label_page import MAX_IMAGES, draw_page, read_examples
 from tlt.label_store import LabelStore
 from tlt.labels import open_labels
+from tlt.names import printable
 from tlt.sparse_targets import make_sparse_targets
 
 _IMAGES = 8  # where nobody says how many

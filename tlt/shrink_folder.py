@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from tlt.archive_format import sync_folder
-from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, printable, scan_folder
+from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, scan_folder
 from tlt.data.image_file import BadImage
 from tlt.data.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Picture, fitted_size, tile_starts
 from tlt.errors import UserError
-from tlt.names import Names
+from tlt.names import Names, printable
 from tlt.processes import available_cpus, in_processes
 
 RECORD_NAME = "shrink.json"

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
 from tlt.label_files import TreeListing, find_labels, find_published
 from tlt.label_map import FULL_AREA, Area, LabelMap
 from tlt.label_store import AREAS, LabelStore
+from tlt.names import printable
 from tlt.weights import refused_name, short_reason, verify_zip
 
 FORMAT = "volo-tlt label tree, version 1"

@@ -15,17 +15,13 @@ from PIL import Image
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key as timm_key
 
-from tlt.data.folder import (
-    check_num_classes,
-    compare_classes,
-    find_split,
-    natural_key,
-    printable,
-    read_class_map,
-    scan_folder,
-)
+from tlt.data.folder import check_num_classes, compare_classes, find_split, read_class_map, scan_folder
+from tlt.data.folder_listing import list_folder
 from tlt.data.image_file import image_extensions
+from tlt.data.natural import natural_key, natural_sorted
 from tlt.errors import UserError
+from tlt.names import printable
+from tlt.progress import Found
 
 
 def image(path: Path) -> Path:
@@ -48,12 +44,53 @@ def test_natural_key_orders_like_timm() -> None:
     assert natural_key("1²3") == ["", 1, "²", 3, ""]  # int() can't read the superscript; timm's key raises
 
 
+def test_what_a_search_finds_is_told_after_three_seconds_and_then_every_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told, alive = [0.0], list[str](), list[int]()
+    monkeypatch.setattr("tlt.progress.time.monotonic", lambda: now[0])
+    found = Found(told.append, lambda: alive.append(1))
+    for second in range(30):
+        now[0] = second
+        found("listing data", 100 * second)
+    assert told == [f"listing data: {100 * second} found in {second} s" for second in (3, 13, 23)]
+    assert len(alive) == 30
+
+
 def test_scan_agrees_with_timm(tree: Path) -> None:
     ours = scan_folder(tree)
     theirs, class_to_idx = find_images_and_targets(str(tree), types=image_extensions())
     assert [(ours.path(i), int(c)) for i, c in enumerate(ours.classes)] == theirs
     assert {name: i for i, name in enumerate(ours.class_names)} == class_to_idx
     assert ours.class_names == ["deep", "n2", "n10"] and ours.warnings == []
+
+
+def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
+    """Folders inside of folders that hold images too, equal but for case or zeros, and names that are not of ASCII."""
+    rng = random.Random(0)
+    small = ["n1", "n01", "N1", "n12", "a b", "a", "a-b", "a/b", "a/B2", "a/b10", "é", "x/y/z", "x"]
+    for trial in range(12):
+        root = tmp_path / str(trial)
+        for folder in rng.sample(small, 6):
+            for _ in range(rng.randrange(1, 30)):
+                path = root / folder / ("".join(rng.choices("abB0129 ._-é٣", k=rng.randint(1, 6))) + "x.jpg")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+        listing = list_folder(root)
+        hidden = [path for path in root.rglob("*.jpg") if path.name.startswith(".")]
+        paths = [str(path.relative_to(root)) for path in root.rglob("*.jpg") if path not in hidden]
+        assert listing.names == sorted(paths, key=lambda path: (timm_key(path), path))
+        assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
+
+
+def test_natural_order_of_many_folders_at_once() -> None:
+    rng = random.Random(0)
+    folders = [
+        [os.fsencode("".join(rng.choices(letters, k=rng.randint(1, 40)))) for _ in range(rng.randrange(9))]
+        for letters in ("ab1290_-. Z", "01", "é1a٣", "0123456789abcdef", "\x01a1\x7f") * 60
+    ]
+    folders = [list(set(names)) for names in folders]
+    for names, ordered in zip(folders, natural_sorted(folders), strict=True):
+        decoded = sorted(map(os.fsdecode, names), key=lambda name: (timm_key(name), name))
+        assert [os.fsdecode(name) for name in ordered] == decoded
 
 
 def test_imposed_classes_number_the_images(tree: Path) -> None:

@@ -15,9 +15,11 @@ from PIL import Image
 from torch import Tensor
 
 from tlt import cli, index
-from tlt.data import image_file, size_index
+from tlt.data import folder as tlt_folder
+from tlt.data import folder_listing, image_file, size_index
 from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
 from tlt.data.folder import ImageFolder, scan_folder
+from tlt.data.folder_listing import FolderListing
 from tlt.data.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.open_images import open_images
@@ -25,6 +27,7 @@ from tlt.data.plan import AugmentConfig
 from tlt.data.size_index import SizeIndex, index_file, write_index
 from tlt.data.tensor_file import write_tensors
 from tlt.errors import UserError
+from tlt.names import Names
 
 CONFIG = AugmentConfig(size=(16, 16))
 ALL = BatchKey(1, tuple(range(14)))
@@ -157,12 +160,6 @@ def test_an_index_that_does_not_fit_is_told_and_not_used(
     assert folder.sizes is None and reason in warning and "run `tlt index` again" in warning and "\n" not in warning
 
 
-def test_names_are_told_apart_by_where_they_end(tmp_path: Path) -> None:
-    write_index(str(tmp_path / "x"), ["ab", "c"], SizeIndex(np.ones((2, 2), np.uint16), {}))
-    with pytest.raises(UserError, match="other files"):
-        size_index.read_index(str(tmp_path / "x"), ["a", "bc"])
-
-
 def test_one_that_is_not_there_is_no_fault(data: Path) -> None:
     folder = open_images(str(data), "train")
     assert folder.sizes is None and folder.warnings == [] and folder.unreadable() == {}
@@ -195,13 +192,69 @@ def test_an_index_that_can_not_be_written_or_named_is_one_line(data: Path, capsy
     assert (data / "x").is_file()
 
 
-def test_the_index_of_a_million_images_is_four_bytes_each(tmp_path: Path) -> None:
-    count = 1_280_000
-    names = [f"c{i % 1000}/{i}.jpg" for i in range(count)]
-    file = index_file(str(tmp_path / "train"))
-    write_index(file, names, SizeIndex(np.full((count, 2), 500, np.uint16), {i: "broken" for i in range(5000)}))
-    assert 4 * count < os.path.getsize(file) < 4 * count + 50_000  # with the first reasons
-    assert len(size_index.read_index(file, names).faults) == size_index.MAX_FAULTS
+def test_the_index_of_a_million_images_is_a_mapped_file_of_their_names_and_16_bytes_each(tmp_path: Path) -> None:
+    count, root = 1_280_000, str(tmp_path / "train")
+    names = Names(f"c{i % 1000}/{i}.jpg" for i in range(count))
+    leaf = np.arange(count, dtype=np.uint32) % 1000
+    listing = FolderListing(root, names, leaf, [f"c{i}" for i in range(1000)], [], [""], np.zeros(1, np.int64))
+    sizes, faults = np.full((count, 2), 500, np.uint16), {i: "broken" for i in range(5000)}
+    write_index(index_file(root), SizeIndex(sizes, faults, listing))
+    least = 16 * count + len(names.block)
+    assert least < os.path.getsize(index_file(root)) < least + 60_000  # with the first reasons
+    index = size_index.read_index(index_file(root), root)
+    assert len(index.faults) == size_index.MAX_FAULTS and index.listing.names == names
+
+
+def settle(data: Path) -> None:
+    """The folders as if they had been made an hour ago."""
+    for folder in (data / "train", *(data / "train").iterdir()):
+        os.utime(folder, (folder.stat().st_atime, folder.stat().st_mtime - 3600))
+
+
+def test_folders_that_have_not_changed_are_not_listed_again(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data / "train" / "c0" / "notes.txt").touch()
+    (data / "train" / "c9").mkdir()
+    settle(data)
+    index.index(str(data), "train", 1)
+    walked = scan_folder(str(data / "train"))
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_listing, "list_folder", None)
+        patch.setattr(tlt_folder, "list_folder", None)
+        known = open_images(str(data), "train", class_names=walked.class_names)
+    assert known.paths == walked.paths and np.array_equal(known.classes, walked.classes)
+    assert known.class_names == walked.class_names and known.folder_names == walked.folder_names
+    assert known.warnings == walked.warnings and len(known.warnings) == 2
+    assert known.sizes is not None
+    with pytest.raises(UserError, match="not in the class list"):
+        open_images(str(data), "train", class_names=["c0", "c1"])
+
+
+@pytest.mark.parametrize("change", [add, rename, lambda data: (data / "train" / "c2" / "5.png").unlink()])
+def test_folders_that_have_changed_are_listed_again(data: Path, change: Callable[[Path], None]) -> None:
+    settle(data)
+    index.index(str(data), "train", 1)
+    change(data)
+    folder = open_images(str(data), "train")
+    assert folder.paths == scan_folder(str(data / "train")).paths and "made of other files" in folder.warnings[0]
+
+
+def test_a_folder_that_may_be_changing_is_listed_again(data: Path) -> None:
+    """A file system counts time in steps: what comes within one of them after the listing leaves no trace."""
+    index.index(str(data), "train", 1)
+    times = {folder: folder.stat() for folder in (data / "train").iterdir()}
+    add(data)
+    for folder, then in times.items():
+        os.utime(folder, ns=(then.st_atime_ns, then.st_mtime_ns))
+    assert "c2/new.jpg" in open_images(str(data), "train").paths
+
+
+def test_folders_are_listed_again_where_other_suffixes_are_images(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle(data)
+    index.index(str(data), "train", 1)
+    for module in (size_index, folder_listing):
+        monkeypatch.setattr(module, "image_extensions", lambda: {".png", ".tiff", ".webp"})
+    folder = open_images(str(data), "train")
+    assert not any(path.endswith(".jpg") for path in folder.paths) and "made of other files" in folder.warnings[-1]
 
 
 def test_known_images_count_against_the_limit_once() -> None:

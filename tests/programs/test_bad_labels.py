@@ -128,8 +128,8 @@ def _after_first_epoch(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], Non
     """Do `damage` once, when the first epoch's checkpoints are written."""
     save, pending = Saver.after_epoch, [damage]
 
-    def save_then_damage(saver: Saver, metric: float | None) -> object:
-        best = save(saver, metric)
+    def save_then_damage(saver: Saver) -> object:
+        best = save(saver)
         if pending:
             saver.finish()
             pending.pop()()

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
-from tlt.names import Names
+from tlt.names import Names, printable
 
 
 def renumber(

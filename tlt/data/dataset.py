@@ -23,13 +23,13 @@ from tlt import geometry, published
 from tlt.compat_rows import LABEL_ROWS
 from tlt.data.counter import uniform
 from tlt.data.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
-from tlt.data.folder import printable
 from tlt.data.image_file import BadImage, check_size
 from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
 from tlt.data.reading_board import ReadingBoard
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
+from tlt.names import printable
 
 MAX_ATTEMPTS = 20  # images tried for one place in a batch before the data set is called unreadable
 CROP_MODES = ("center", "squash", "border")

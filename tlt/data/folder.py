@@ -8,20 +8,20 @@ folders of one name) is an error or a warning here, because each of them can shi
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tlt.data.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file, read_file_size
+from tlt.data.folder_listing import FolderListing, list_folder
+from tlt.data.image_file import DEFAULT_MAX_PIXELS, read_file, read_file_size
+from tlt.data.natural import natural_key
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
-from tlt.names import Names
+from tlt.names import NAMES_SHOWN, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
-_NAMES_SHOWN = 5
 
 
 class ImageFolder(ImageSource):
@@ -34,43 +34,37 @@ class ImageFolder(ImageSource):
         return read_file_size(self.path(index), max_pixels)
 
 
-def natural_key(name: str) -> list[str | int]:
-    """Sort key that compares runs of digits as numbers and ignores case (timm's order)."""
-    parts: list[str | int] = list(re.split(r"(\d+)", name.lower()))
-    parts[1::2] = [int(digits) for digits in parts[1::2]]
-    return parts
-
-
-def printable(name: str) -> str:
-    """The name on one line and safe for any terminal: line breaks and bytes that are not UTF-8 are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
-
-
-def scan_folder(root: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> ImageFolder:
+def scan_folder(
+    root: str | os.PathLike[str],
+    class_names: Sequence[str] | None = None,
+    found: Callable[[str, int], None] | None = None,
+) -> ImageFolder:
     """Find all images under `root`.
 
     Args:
         root: Folder of class folders, at any depth.
         class_names: Imposed class list (the training set's, or a class map's); None: the folders found, in natural
             order, those without images included.
+        found: See `tlt.data.folder_listing.list_folder`.
 
     Raises:
         UserError: Missing or unreadable folder, no images, two class folders of one name, a folder that is not in
             `class_names`.
     """
-    walk = _Walk(os.fspath(root))
-    walk.run()
-    folders = _class_folders(walk)
+    return image_folder(list_folder(root, found), class_names)
+
+
+def image_folder(listing: FolderListing, class_names: Sequence[str] | None = None) -> ImageFolder:
+    """The images of a listing with their classes. Arguments and errors are those of `scan_folder`."""
+    folders = _class_folders(listing)
     names = sorted(folders, key=lambda name: (natural_key(name), name)) if class_names is None else list(class_names)
-    _refuse_unknown(walk.root, folders, names)
-    if not walk.images:
-        raise UserError(_nothing_found(walk))
+    _refuse_unknown(listing.root, folders, names)
+    if not len(listing.names):
+        raise UserError(_nothing_found(listing))
     index = {name: i for i, name in enumerate(names)}
-    rows = [(os.path.join(folder, file), index[_leaf(folder)]) for folder, file in walk.images]
-    rows.sort(key=lambda row: (natural_key(row[0]), row[0]))
-    classes = np.array([row[1] for row in rows], dtype=np.int64)
-    warnings = walk.warnings() + _empty_classes(walk.root, names, folders, classes)
-    return ImageFolder(walk.root, Names(row[0] for row in rows), classes, names, list(folders), warnings)
+    classes = np.array([index[_leaf(folder)] for folder in listing.leaves], dtype=np.int64)[listing.leaf]
+    warnings = listing.warnings + _empty_classes(listing.root, names, folders, classes)
+    return ImageFolder(listing.root, listing.names, classes, names, list(folders), warnings)
 
 
 def split_names(split: str) -> list[str]:
@@ -103,7 +97,7 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
         return data_dir
     raise UserError(
         f"no {printable(split)!r} folder in {printable(data_dir)} (searched {', '.join(map(printable, searched))}; "
-        f"it holds {_shown(sorted(os.listdir(data_dir)))}): make it, or name it with --train-split or --val-split"
+        f"it holds {some_names(sorted(os.listdir(data_dir)))}): make it, or name it with --train-split or --val-split"
     )
 
 
@@ -113,13 +107,14 @@ def compare_classes(train: ImageSource, val: ImageSource) -> None:
     Raises:
         UserError: A class is in one of them only; names both lists.
     """
-    trained = {train.class_names[index] for index in np.unique(train.classes)}
-    only_train = [name for name in train.class_names if name in trained - set(val.folder_names)]
-    only_val = [name for name in val.folder_names if name not in set(train.class_names)]
+    trained = [train.class_names[index] for index in np.unique(train.classes).tolist()]
+    known, validated = set(train.class_names), set(val.folder_names)
+    only_train = [name for name in trained if name not in validated]
+    only_val = [name for name in val.folder_names if name not in known]
     if only_train or only_val:
         raise UserError(
-            f"classes differ: {len(only_train)} in {printable(train.root)} only ({_shown(only_train)}), "
-            f"{len(only_val)} in {printable(val.root)} only ({_shown(only_val)}): "
+            f"classes differ: {len(only_train)} in {printable(train.root)} only ({some_names(only_train)}), "
+            f"{len(only_val)} in {printable(val.root)} only ({some_names(only_val)}): "
             "make the missing folders (they may be empty) or remove the others"
         )
 
@@ -157,114 +152,24 @@ def read_class_map(path: str | os.PathLike[str]) -> list[str]:
         raise UserError(f"class map {printable(path)} can't be read as a text file of class names: {error}") from error
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice or not names:
-        problem = f"names {_shown(twice)} more than once" if twice else "is empty"
+        problem = f"names {some_names(twice)} more than once" if twice else "is empty"
         raise UserError(f"class map {printable(path)} {problem}: give one class folder per line")
     return names
-
-
-class _Walk:
-    """One pass over the folders. Images are (folder relative to root, file name)."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.extensions = image_extensions()
-        self.images: list[tuple[str, str]] = []
-        self.leaves: list[str] = []  # folders with images, or without any folder in them
-        self.visited: dict[tuple[int, int], str] = {}
-        self.other: Counter[str] = Counter()
-        self.other_example = ""
-        self.hidden: list[str] = []
-        self.repeated: list[str] = []
-        self.irregular: list[str] = []
-        self.stray: list[str] = []
-
-    def run(self) -> None:
-        if not os.path.isdir(self.root):
-            raise UserError(f"image folder {printable(self.root)} does not exist or is not a folder")
-        self._seen("", "")
-        pending = [""]
-        while pending:
-            pending.extend(self._visit(pending.pop()))
-
-    def _visit(self, folder: str) -> list[str]:
-        """Sort the entries of one folder; returns its folders that are to be visited, last one first."""
-        path = os.path.join(self.root, folder)
-        before = len(self.images)
-        try:
-            with os.scandir(path) as entries:
-                subfolders = self._sort(folder, sorted(entries, key=lambda entry: entry.name))
-        except OSError as error:
-            raise UserError(
-                f"{printable(error.filename or path)} can't be read ({error.strerror}): mend its permissions or the "
-                "link; leaving it out would change the class numbers"
-            ) from error
-        if folder and (len(self.images) > before or not subfolders):
-            self.leaves.append(folder)
-        return subfolders[::-1]
-
-    def _sort(self, folder: str, entries: list[os.DirEntry[str]]) -> list[str]:
-        subfolders: list[os.DirEntry[str]] = []
-        for entry in entries:
-            if entry.name.startswith("."):
-                self.hidden.append(os.path.join(folder, entry.name))
-            elif entry.is_dir():
-                subfolders.append(entry)
-            else:
-                self._file(folder, entry)
-        # Folders before links to folders, so that of two ways to one place the real one names the class.
-        unseen = [e.name for e in sorted(subfolders, key=os.DirEntry.is_symlink) if not self._seen(folder, e.name)]
-        return [os.path.join(folder, name) for name in sorted(unseen)]
-
-    def _file(self, folder: str, entry: os.DirEntry[str]) -> None:
-        relative = os.path.join(folder, entry.name)
-        extension = os.path.splitext(entry.name)[1].lower()
-        if extension not in self.extensions:
-            entry.stat()  # raises for a dangling link: it may have been a class folder
-            self.other[extension] += 1
-            self.other_example = self.other_example or relative
-        elif not entry.is_file():
-            self.irregular.append(relative)
-        elif not folder:
-            self.stray.append(relative)
-        else:
-            self.images.append((folder, entry.name))
-
-    def _seen(self, folder: str, name: str) -> bool:
-        """Whether this folder (by device and inode) was met before: a link to it would count its images twice."""
-        relative = os.path.join(folder, name)
-        info = os.stat(os.path.join(self.root, relative))
-        first = self.visited.setdefault((info.st_dev, info.st_ino), relative)
-        if first != relative:
-            self.repeated.append(relative)
-        return first != relative
-
-    def warnings(self) -> list[str]:
-        """What was left out, one line for each reason."""
-        suffixes = ", ".join(f"{printable(suffix) or 'no suffix'} {n}" for suffix, n in self.other.most_common())
-        other = f"{sum(self.other.values())} files that are not images by their suffix ({suffixes}), such as "
-        said = [
-            (self.other, other + printable(self.other_example)),
-            (self.hidden, f"{len(self.hidden)} hidden entries: {_shown(self.hidden)}"),
-            (self.repeated, f"{len(self.repeated)} links to folders already read: {_shown(self.repeated)}"),
-            (self.irregular, f"{len(self.irregular)} pipes or dangling links: {_shown(self.irregular)}"),
-            (self.stray, f"{len(self.stray)} images outside of any class folder: {_shown(self.stray)}"),
-        ]
-        return [f"{printable(self.root)}: left out {text}" for there, text in said if there]
 
 
 def _leaf(folder: str) -> str:
     return os.path.basename(folder)
 
 
-def _class_folders(walk: _Walk) -> dict[str, str]:
+def _class_folders(listing: FolderListing) -> dict[str, str]:
     """Class name -> its folder, each name once."""
     folders: dict[str, str] = {}
-    for folder in walk.leaves:
+    for folder in listing.leaves:
         first = folders.setdefault(_leaf(folder), folder)
         if first != folder:
             raise UserError(
-                f"two class folders named {printable(_leaf(folder))!r} in {printable(walk.root)}: {printable(first)} "
-                f"and {printable(folder)}; the folder's own name is the class, so give each its own"
+                f"two class folders named {printable(_leaf(folder))!r} in {printable(listing.root)}: "
+                f"{printable(first)} and {printable(folder)}; the folder's own name is the class, so give each its own"
             )
     return folders
 
@@ -275,31 +180,22 @@ def _refuse_unknown(root: str, folders: Iterable[str], names: Iterable[str]) -> 
     if unknown:
         raise UserError(
             f"{printable(root)} has {len(unknown)} class folders that are not in the class list of the training set "
-            f"or class map: {_shown(unknown)}"
+            f"or class map: {some_names(unknown)}"
         )
 
 
-def _nothing_found(walk: _Walk) -> str:
-    notes = "; ".join(walk.warnings())
+def _nothing_found(listing: FolderListing) -> str:
+    root, notes = printable(listing.root), "; ".join(listing.warnings)
     return (
-        f"no images in the class folders of {printable(walk.root)} (expected {printable(walk.root)}/CLASS/IMAGE.jpg "
-        f"or another format that Pillow reads){': ' + notes if notes else ''}"
+        f"no images in the class folders of {root} (expected {root}/CLASS/IMAGE.jpg or another format that Pillow "
+        f"reads){': ' + notes if notes else ''}"
     )
 
 
 def _empty_classes(root: str, names: list[str], folders: dict[str, str], classes: np.ndarray) -> list[str]:
-    counts = np.bincount(classes, minlength=len(names))
-    empty = [name for name, count in zip(names, counts, strict=True) if count == 0]
+    empty = np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0).tolist()
     if not empty:
         return []
-    numbers = ", ".join(f"{printable(name)!r} (class {names.index(name)})" for name in empty[:_NAMES_SHOWN])
-    more = f" and {len(empty) - _NAMES_SHOWN} more" if len(empty) > _NAMES_SHOWN else ""
+    numbers = ", ".join(f"{printable(names[number])!r} (class {number})" for number in empty[:NAMES_SHOWN])
+    more = f" and {len(empty) - NAMES_SHOWN} more" if len(empty) > NAMES_SHOWN else ""
     return [f"{printable(root)}: {len(empty)} classes without images keep their number: {numbers}{more}"]
-
-
-def _shown(names: Sequence[str]) -> str:
-    """The first few names of a list for a message."""
-    if not names:
-        return "none"
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(repr(printable(name)) if " " in name else printable(name) for name in names[:_NAMES_SHOWN]) + more

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from tlt.data.class_list import numbered_names, renumber
-from tlt.data.folder import printable
 from tlt.data.image_file import BadImage, read_file
 from tlt.data.source import ImageSource
 from tlt.errors import UserError, require
+from tlt.names import printable
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlt.data.folder import printable
 from tlt.data.shards import ShardedImages, open_shards
 from tlt.errors import UserError
+from tlt.names import printable
 
 
 @dataclass(frozen=True)

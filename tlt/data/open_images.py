@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from tlt.data.folder import find_split, scan_folder
+from tlt.data.folder import find_split
 from tlt.data.hub import open_hub_dataset
 from tlt.data.indexed_files import IndexedFiles
 from tlt.data.shards import is_sharded, open_shards
-from tlt.data.size_index import with_sizes
+from tlt.data.size_index import open_folder
 from tlt.data.source import ImageSource
 from tlt.data.tfds import find_tfds
 from tlt.data.tfrecords import find_records
@@ -19,7 +19,12 @@ from tlt.errors import UserError
 
 
 def open_images(
-    data: str | None, split: str, dataset: str = "", class_names: Sequence[str] | None = None, allow_root: bool = False
+    data: str | None,
+    split: str,
+    dataset: str = "",
+    class_names: Sequence[str] | None = None,
+    allow_root: bool = False,
+    found: Callable[[str, int], None] | None = None,
 ) -> ImageSource:
     """Find the images of a split.
 
@@ -29,6 +34,7 @@ def open_images(
         dataset: Kind of data set (`--dataset`); "": image folders or shards, whichever is there.
         class_names: Imposed class list; None: the data set's own.
         allow_root: Take `data` itself where no split of any name is in it.
+        found: See `tlt.data.folder_listing.list_folder`.
 
     Raises:
         UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
@@ -43,7 +49,7 @@ def open_images(
     if kind:
         return find_files(data, split, dataset).open(class_names)
     folder = find_split(data, split, allow_root)
-    return open_shards(folder, class_names) if is_sharded(folder) else with_sizes(scan_folder(folder, class_names))
+    return open_shards(folder, class_names) if is_sharded(folder) else open_folder(folder, class_names, found)
 
 
 def find_files(data: str, split: str, dataset: str) -> IndexedFiles:

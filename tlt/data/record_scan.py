@@ -15,12 +15,12 @@ import numpy as np
 
 from tlt.archive_format import sha256_of
 from tlt.data.example_proto import Feature, parse_example
-from tlt.data.folder import printable
 from tlt.data.image_file import BadImage
 from tlt.data.shard_scan import ShardRows, image_size
 from tlt.data.shards import HEAD_BYTES
 from tlt.data.tar_members import Listing
 from tlt.errors import UserError, require
+from tlt.names import printable
 
 # Names of the features: TensorFlow's image records, then tensorflow_datasets'.
 _IMAGE = ("image/encoded", "image")

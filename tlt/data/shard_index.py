@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from tlt.data.folder import natural_key, printable
+from tlt.data.natural import natural_key
 from tlt.data.shard_scan import ShardRows, scan_shard
 from tlt.data.shards import FORMAT, INDEX_NAME, ShardIndex, tar_files
 from tlt.data.tensor_file import write_tensors
 from tlt.errors import UserError
-from tlt.names import Names
+from tlt.names import Names, printable
 from tlt.processes import in_processes
 
 

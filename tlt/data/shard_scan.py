@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt.archive_format import sha256_of
-from tlt.data.folder import printable
 from tlt.data.image_file import UNLIMITED, BadImage, image_extensions, read_size
 from tlt.data.shards import HEAD_BYTES
 from tlt.data.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
+from tlt.names import printable
 
 LABEL_EXTENSION = "labels.safetensors"
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tlt.archive_format import sha256_of
-from tlt.data.folder import printable
 from tlt.data.image_file import BadImage
 from tlt.data.source import ImageSource
 from tlt.data.tensor_file import MappedTensors
 from tlt.errors import UserError
-from tlt.names import Names
+from tlt.names import Names, printable
 
 INDEX_NAME = "shards.safetensors"
 PARTIAL_NAME = "packing.json"  # what is being packed, while it is

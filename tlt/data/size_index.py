@@ -1,31 +1,31 @@
-"""The sizes of all images of a split in one small file beside it: `DATA/train.index` for `DATA/train` (`tlt index`).
+"""Names and sizes of all images of a split in one file beside it: `DATA/train.index` for `DATA/train` (`tlt index`).
 
-A safetensors file: `size` (N, 2) uint16, width and height in the order of the images; 0, 0 for an image that can't be
-read. Its metadata says of which images, by a digest of their names. With it no header is read before an image is
-decoded, and images that can't be read are known before the first step. Shards have an index of their own, which holds
-the same (`tlt.data.shard_index`).
+A safetensors file: `size` (N, 2) uint16, width and height in the order of the images, 0, 0 for an image that can't be
+read; and the listing of the folders with their times of change. With it no folder is listed that has not changed, no
+header is read before an image is decoded, and images that can't be read are known before the first step. Shards have
+an index of their own, which holds the same (`tlt.data.shard_index`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tlt.data.folder import printable
-from tlt.data.image_file import UNLIMITED, BadImage
+from tlt.data.folder import ImageFolder, image_folder, scan_folder
+from tlt.data.folder_listing import FolderListing
+from tlt.data.image_file import UNLIMITED, BadImage, image_extensions
 from tlt.data.source import ImageSource
 from tlt.data.tensor_file import MappedTensors, write_tensors
 from tlt.errors import UserError
-from tlt.names import Names
+from tlt.names import Names, printable
 
 ENDING = ".index"
 LARGEST_SIDE = 65_535
 MAX_FAULTS = 1000  # reasons that are kept
-FORMAT = "volo-tlt image sizes, version 1"
+FORMAT = "volo-tlt image sizes, version 2"
 _REMEDY = "run `tlt index` again, or remove the file"
 _SAMPLES = 8  # images whose header is compared with the index when it is opened
 
@@ -37,10 +37,12 @@ class SizeIndex:
     Attributes:
         sizes: (N, 2) uint16 width, height; 0, 0: can't be read.
         faults: Why, by index, for the first `MAX_FAULTS` of them.
+        listing: The images.
     """
 
     sizes: np.ndarray
     faults: Mapping[int, str]
+    listing: FolderListing
 
 
 def index_file(root: str) -> str:
@@ -48,16 +50,29 @@ def index_file(root: str) -> str:
     return os.path.abspath(root) + ENDING
 
 
-def write_index(path: str, names: Sequence[str], index: SizeIndex) -> None:
+def write_index(path: str, index: SizeIndex) -> None:
     """Write an index, replacing `path` in one step, and wait until it is on the disk.
 
     Raises:
         UserError: The file can't be written.
     """
-    faults = sorted(index.faults.items())[:MAX_FAULTS]
-    description = {"images": len(names), "names_sha256": _names_digest(names), "faults": faults}
+    listing = index.listing
+    description = {
+        "faults": sorted(index.faults.items())[:MAX_FAULTS],
+        "leaves": listing.leaves,
+        "warnings": listing.warnings,
+        "visited": listing.visited,
+        "suffixes": sorted(image_extensions()),
+    }
+    tensors = {
+        "size": index.sizes,
+        "names": np.frombuffer(listing.names.block, np.uint8),
+        "name_ends": listing.names.ends,
+        "leaf": listing.leaf,
+        "changed": listing.changed,
+    }
     try:
-        write_tensors(os.path.abspath(path), FORMAT, {"size": index.sizes}, description)
+        write_tensors(os.path.abspath(path), FORMAT, tensors, description)
     except OSError as error:
         raise UserError(
             f"{printable(path)} can't be written ({error.strerror}): where the data set is read-only, make a folder "
@@ -65,28 +80,55 @@ def write_index(path: str, names: Sequence[str], index: SizeIndex) -> None:
         ) from error
 
 
-def read_index(path: str, names: Sequence[str]) -> SizeIndex:
-    """Read the index of images with these names. Raises UserError: it is damaged, or of others."""
+def read_index(path: str, root: str) -> SizeIndex:
+    """Read the index of the images below `root`. Raises UserError: it is damaged."""
     file = MappedTensors(path, FORMAT, _REMEDY)
-    about, sizes = file.description, file.tensors["size"]
-    if about["names_sha256"] != _names_digest(names) or sizes.shape != (len(names), 2):
-        raise UserError(
-            f"{printable(path)} was made of other files ({about['images']} images then, {len(names)} now): {_REMEDY}"
-        )
-    return SizeIndex(sizes, dict(about["faults"]))
+    about, tensors = file.description, file.tensors
+    # Read with other suffixes, the folders would show other images.
+    current = about["suffixes"] == sorted(image_extensions())
+    listing = FolderListing(
+        root,
+        Names.packed(tensors["names"].data, tensors["name_ends"]),
+        tensors["leaf"],
+        about["leaves"],
+        about["warnings"],
+        about["visited"],
+        tensors["changed"] * current,
+    )
+    return SizeIndex(tensors["size"], dict(about["faults"]), listing)
 
 
-def with_sizes(source: ImageSource) -> ImageSource:
-    """The same images with the sizes that their index states, if there is one; with a warning where it does not fit."""
-    path = index_file(source.root)
+def open_folder(
+    root: str, class_names: Sequence[str] | None = None, found: Callable[[str, int], None] | None = None
+) -> ImageFolder:
+    """Find all images under `root`, with the sizes that their index states, if there is one; with a warning where it
+    does not fit. Folders that have not changed since the index was made are not listed. Arguments and errors are those
+    of `scan_folder`."""
+    path = index_file(root)
     if not os.path.exists(path):
-        return source
+        return scan_folder(root, class_names, found)
     try:
-        index = read_index(path, source.paths)
-        _compare_samples(path, source, index.sizes)
+        index = read_index(path, root)
     except UserError as error:
-        return replace(source, warnings=[*source.warnings, f"index not used: {error}"])
-    return replace(source, sizes=index.sizes, faults=index.faults)
+        return _without_index(scan_folder(root, class_names, found), error)
+    if index.listing.unchanged():
+        folder = image_folder(index.listing, class_names)
+    else:
+        folder = scan_folder(root, class_names, found)
+    try:
+        if folder.paths != index.listing.names:
+            raise UserError(
+                f"{printable(path)} was made of other files ({len(index.sizes)} images then, {len(folder)} now): "
+                f"{_REMEDY}"
+            )
+        _compare_samples(path, folder, index.sizes)
+    except UserError as error:
+        return _without_index(folder, error)
+    return replace(folder, sizes=index.sizes, faults=index.faults)
+
+
+def _without_index(folder: ImageFolder, error: UserError) -> ImageFolder:
+    return replace(folder, warnings=[*folder.warnings, f"index not used: {error}"])
 
 
 def _compare_samples(path: str, source: ImageSource, sizes: np.ndarray) -> None:
@@ -102,10 +144,3 @@ def _compare_samples(path: str, source: ImageSource, sizes: np.ndarray) -> None:
                 f"{printable(path)} says that {printable(source.path(row))} has {then[0]} x {then[1]} pixels, and it "
                 f"has {now[0]} x {now[1]}: {_REMEDY}"
             )
-
-
-def _names_digest(names: Sequence[str]) -> str:
-    names = names if isinstance(names, Names) else Names(names)
-    digest = hashlib.sha256(names.ends.tobytes())
-    digest.update(names.block)
-    return digest.hexdigest()

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
+from tlt.names import printable
 
 
 class Place(NamedTuple):

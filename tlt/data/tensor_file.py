@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save
 
 from tlt.archive_format import numpy_dtype, sync_folder
-from tlt.data.folder import printable
 from tlt.errors import UserError
+from tlt.names import printable
 
 _KEY = "volo-tlt"
 

@@ -11,9 +11,11 @@ import os
 import re
 from typing import Any
 
-from tlt.data.folder import natural_key, printable, split_names
+from tlt.data.folder import split_names
+from tlt.data.natural import natural_key
 from tlt.data.tfrecords import INDEX_SUFFIX, RecordFiles
 from tlt.errors import UserError
+from tlt.names import printable
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 

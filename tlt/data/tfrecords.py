@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt.data.class_list import class_folder, numbered_names, renumber
-from tlt.data.folder import natural_key, printable, split_names
+from tlt.data.folder import split_names
 from tlt.data.indexed_files import IndexedFiles
+from tlt.data.natural import natural_key
 from tlt.data.record_scan import RecordRows, scan_records
 from tlt.data.shard_index import Contents, write_index
 from tlt.errors import UserError
+from tlt.names import printable
 from tlt.processes import in_processes
 
 INDEX_SUFFIX = "records.safetensors"

@@ -13,9 +13,10 @@ import numpy as np
 from torchvision import datasets
 
 from tlt.data.class_list import numbered_names, renumber
-from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS, printable
+from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
+from tlt.names import printable
 
 _CLASSES = {
     "cifar10": datasets.CIFAR10,

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tlt.data.folder import printable, split_names
+from tlt.data.folder import split_names
 from tlt.data.indexed_files import IndexedFiles
 from tlt.data.shard_index import index_shards
 from tlt.data.shard_scan import LABEL_KEY
 from tlt.data.shards import ShardedImages
 from tlt.errors import UserError
+from tlt.names import printable
 
 _INFO = ("_info.json", "info.json")
 _BRACES = re.compile(r"\{([^{}]*)\}")

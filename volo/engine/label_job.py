@@ -22,11 +22,11 @@ from tlt.agreement import Agreement
 from tlt.archive import is_archive
 from tlt.archive_format import FILE_DTYPES, MANIFEST_NAME, PARTIAL_NAME, Form, Manifest
 from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.data.folder import printable
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import label_names
 from tlt.label_map import LabelMap
+from tlt.names import printable
 from tlt.store import METADATA_NAME, TreeMetadata, label_dtype, read_map, write_map
 
 TREE_PARTIAL_NAME = "labels.partial.json"

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from tqdm import tqdm
 
 from tlt.data.dataset import Skipped
-from tlt.data.folder import printable
+from tlt.names import printable
 from volo.engine.compilation import CompileWatch
 from volo.engine.distributed import World
 from volo.engine.events import EventLog, Kind, duration, exit_code, reason, utc_now

@@ -12,8 +12,8 @@ from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 
-from tlt.data.folder import printable
 from tlt.errors import UserError
+from tlt.names import printable
 from volo.engine.console import run_program
 from volo.engine.events import duration
 from volo.engine.flags_report import parse_report

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.data.folder import printable
 from tlt.errors import UserError, require
 from tlt.models.folding import fold_batchnorm
+from tlt.names import printable
 from volo.engine.checkpoint_file import explained, install, tensor_bytes
 from volo.engine.convolutions import check_convolutions
 from volo.engine.export_formats import FORMATS, Inference, output_names, trace

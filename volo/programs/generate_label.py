@@ -30,12 +30,12 @@ from tlt.archive_format import sha256_of
 from tlt.data.dataset import EvalDataset, Skipped
 from tlt.data.decode import create_backend
 from tlt.data.device_stage import EvalStage
-from tlt.data.folder import printable
 from tlt.data.loader import Batch, EvalLoader, SkipCounter
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, LabelMap
+from tlt.names import printable
 from tlt.progress import Progress
 from tlt.store import TreeMetadata
 from volo.engine.annotator import load_annotator

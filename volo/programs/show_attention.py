@@ -17,9 +17,10 @@ import torch
 
 from tlt.data.dataset import BatchKey, EvalDataset
 from tlt.data.device_stage import EvalStage
-from tlt.data.folder import ImageFolder, printable
+from tlt.data.folder import ImageFolder
 from tlt.drawing import check_format, save_figure
 from tlt.errors import UserError
+from tlt.names import printable
 from volo.attention_page import draw_attention
 from volo.attention_view import choose_layers, view
 from volo.engine.annotator import load_annotator

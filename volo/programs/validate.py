@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from tlt.data.dataset import EvalDataset
-from tlt.data.folder import check_num_classes, natural_key, printable, read_class_map
+from tlt.data.folder import check_num_classes, read_class_map
 from tlt.data.loader import Batch, EvalLoader
+from tlt.data.natural import natural_key
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm
+from tlt.names import printable
 from volo.engine.compilation import compile_errors_told, compile_model
 from volo.engine.convolutions import check_convolutions
 from volo.engine.data import validation_loader
