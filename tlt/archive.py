@@ -29,7 +29,7 @@ from tlt.archive_format import (
 )
 from tlt.errors import UserError
 from tlt.label_files import find_labels, find_published
-from tlt.names import printable
+from tlt.names import Names, printable
 from tlt.recorded_labels import GRID_FIELDS, RECORD_FIELDS, MapForm, RecordedLabels
 
 
@@ -72,9 +72,7 @@ class Rows:
             MappedFile(os.path.join(self.root, shard_name(shard)), header.shard_fields(shard))
             for shard in range(header.shards)
         ]
-        block, ends = self._names.tensors["labels"].tobytes(), self._names.tensors["label_ends"].tolist()
-        pairs = zip([0, *ends], ends, strict=False)
-        self.keys = np.fromiter((zlib.crc32(block[start:end]) for start, end in pairs), np.uint32, header.records)
+        self.keys = np.fromiter(map(zlib.crc32, self.all_names("label").encoded()), np.uint32, header.records)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "header": self.header}
@@ -96,11 +94,9 @@ class Rows:
         start = int(ends[row - 1]) if row else 0
         return self._names.tensors[f"{kind}s"][start : int(ends[row])].tobytes()
 
-    def all_names(self, kind: str) -> list[str]:
+    def all_names(self, kind: str) -> Names:
         """All names of a kind, "image" or "label", in row order."""
-        block = self._names.tensors[f"{kind}s"].tobytes()
-        ends = self._names.tensors[f"{kind}_ends"].tolist()
-        return [os.fsdecode(block[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        return Names.packed(self._names.tensors[f"{kind}s"].data, self._names.tensors[f"{kind}_ends"])
 
     def column(self, name: str) -> np.ndarray:
         """A tensor of all shards in one, copied."""
@@ -198,6 +194,10 @@ class LabelArchive(RecordedLabels):
     def _match(self, names: Sequence[str]) -> np.ndarray:
         forms = self.rows.column("form")
         images, labels = self.rows.all_names("image"), self.rows.all_names("label")
+        if not self.published_names and (images == names or _are_labels_of(labels, names)):
+            rows = np.arange(len(names))
+            rows[forms == Form.ABSENT] = -1
+            return rows
         row_of_image = {} if self.published_names else {name: row for row, name in enumerate(images) if name}
         rows = np.array([row_of_image.get(name, -1) for name in names], np.int64)
         taken = set(rows.tolist())
@@ -214,6 +214,13 @@ class LabelArchive(RecordedLabels):
                 rows[index] = row_of_label[label]
         rows[forms[rows] == Form.ABSENT] = -1
         return rows
+
+
+def _are_labels_of(labels: Names, names: Sequence[str]) -> bool:
+    """Whether each label file is called after the image in its place. Two never have one name, nor then two images
+    one stem."""
+    pairs = zip(labels, names, strict=False)
+    return len(labels) == len(names) and all(os.path.splitext(name)[0] + ".pt" == label for label, name in pairs)
 
 
 class _ArchiveListing:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tlt.data.natural import natural_key
 from tlt.errors import UserError
 from tlt.names import printable
+from tlt.progress import SearchProgress
 
 
 def label_names(names: Sequence[str]) -> list[str]:
@@ -53,14 +54,22 @@ class Listing(Protocol):
 class TreeListing:
     """The label files below a folder."""
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, root: str, found: Callable[[str, int], None] | None = None) -> None:
+        self.root, self._found, self._count = root, found or SearchProgress(), 0
 
     def files(self, folder: str) -> set[str]:
-        return _label_files(self.root, folder)
+        files = _label_files(self.root, folder)
+        self._tell(len(files))
+        return files
 
     def has(self, path: str) -> bool:
-        return os.path.isfile(os.path.join(self.root, path))
+        there = os.path.isfile(os.path.join(self.root, path))
+        self._tell(there)
+        return there
+
+    def _tell(self, more: int) -> None:
+        self._count += more
+        self._found(f"looking for labels in {printable(self.root)}", self._count)
 
 
 def find_labels(listing: Listing, names: Sequence[str]) -> Found:
@@ -81,11 +90,12 @@ def find_labels(listing: Listing, names: Sequence[str]) -> Found:
     for folder, indices in by_folder.items():
         files = free[folder] = listing.files(folder)
         for index in indices:
-            label = os.path.basename(names[index]) + ".pt"
+            file = os.path.basename(names[index])
+            label = file + ".pt"
             if label in files:
                 found.other_name[index] = os.path.join(folder, label)
             else:
-                label = os.path.splitext(os.path.basename(names[index]))[0] + ".pt"
+                label = os.path.splitext(file)[0] + ".pt"
             if label in files:
                 files.remove(label)
             else:

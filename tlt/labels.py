@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tlt.archive import LabelArchive, is_archive
@@ -22,11 +22,13 @@ def open_labels(
     class_names: Sequence[str] | None = None,
     published_names: bool = False,
     label_tail: str = "zero",
+    found: Callable[[str, int], None] | None = None,
 ) -> LabelStore:
     """The labels of a list of images: out of an archive (`tlt pack`), of shards (`tlt pack-images`), or of a tree of
     published files.
 
-    Args: see `tlt.label_store.LabelStore` and, for `label_tail`, `tlt.recorded_labels`.
+    Args: see `tlt.label_store.LabelStore`, for `label_tail` `tlt.recorded_labels`, for `found`
+    `tlt.data.folder_listing.list_folder`.
 
     Raises:
         UserError: Whatever can be known now about why the labels can't be used.
@@ -40,4 +42,4 @@ def open_labels(
             f"--label-tail {label_tail}: {printable(str(path))} is no archive with log-sum-exp, as "
             "`generate_label.py --format archive` makes it"
         )
-    return PublishedTree(path, names, area, num_classes, bad_label, class_names, published_names)
+    return PublishedTree(path, names, area, num_classes, bad_label, class_names, published_names, found)

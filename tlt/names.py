@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -56,6 +56,16 @@ class Names(Sequence[str]):
         row = range(len(self))[index]
         start = int(self._ends[row - 1]) if row else 0
         return os.fsdecode(bytes(self._bytes[start : int(self._ends[row])]))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(os.fsdecode, self.encoded())
+
+    def encoded(self) -> Iterator[bytes]:
+        """The names as they are in memory."""
+        block, start = self.block, 0
+        for end in self._ends.tolist():
+            yield block[start:end]
+            start = end
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):

@@ -14,7 +14,7 @@ _REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
 _FIRST_SECONDS = 3.0  # until the first line of a search, most of which take less
 
 
-class Found:
+class SearchProgress:
     """Counts what a search finds, where nobody knows how much there is: a line after 3 s, then one every 10 s.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tlt.label_files import TreeListing, find_labels, find_published
 from tlt.label_map import FULL_AREA, Area, LabelMap
 from tlt.label_store import AREAS, LabelStore
 from tlt.names import printable
+from tlt.progress import SearchProgress
 from tlt.weights import refused_name, short_reason, verify_zip
 
 FORMAT = "volo-tlt label tree, version 1"
@@ -195,7 +196,7 @@ class PublishedTree(LabelStore):
     The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
     take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
 
-    Args and attributes: those of `LabelStore`.
+    Args and attributes: those of `LabelStore`; `found` as in `tlt.data.folder_listing.list_folder`.
 
     Raises:
         UserError: No such folder, two images with one label file, made for other classes, all labels missing; with
@@ -211,6 +212,7 @@ class PublishedTree(LabelStore):
         bad_label: str = "stop",
         class_names: Sequence[str] | None = None,
         published_names: bool = False,
+        found: Callable[[str, int], None] | None = None,
     ) -> None:
         super().__init__(root, names, num_classes, bad_label, published_names)
         if not os.path.isdir(self.root):
@@ -218,8 +220,9 @@ class PublishedTree(LabelStore):
         self.metadata = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
         self._compare(class_names)
         self._resolve_area(area, self.metadata.area if self.metadata else "full")
-        found = (find_published if published_names else find_labels)(TreeListing(self.root), names)
-        self._other_name, self._missing = found.other_name, found.missing
+        listing = TreeListing(self.root, found or SearchProgress())
+        matched = (find_published if published_names else find_labels)(listing, self._names)
+        self._other_name, self._missing = matched.other_name, matched.missing
         self._refuse_missing(names)
         self.shape = self._first_shape()
 

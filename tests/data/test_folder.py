@@ -21,7 +21,7 @@ from tlt.data.image_file import image_extensions
 from tlt.data.natural import natural_key, natural_sorted
 from tlt.errors import UserError
 from tlt.names import printable
-from tlt.progress import Found
+from tlt.progress import SearchProgress
 
 
 def image(path: Path) -> Path:
@@ -47,7 +47,7 @@ def test_natural_key_orders_like_timm() -> None:
 def test_what_a_search_finds_is_told_after_three_seconds_and_then_every_ten(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told, alive = [0.0], list[str](), list[int]()
     monkeypatch.setattr("tlt.progress.time.monotonic", lambda: now[0])
-    found = Found(told.append, lambda: alive.append(1))
+    found = SearchProgress(told.append, lambda: alive.append(1))
     for second in range(30):
         now[0] = second
         found("listing data", 100 * second)

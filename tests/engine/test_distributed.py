@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.multiprocessing import spawn
 
 from tlt.errors import UserError
+from tlt.names import Names
+from volo.engine import distributed
 from volo.engine.distributed import (
     Board,
     choose_device,
     from_primary,
+    once_per_host,
     primary_first,
     sum_over_ranks,
 )
@@ -55,6 +64,44 @@ def test_collectives_alone_change_nothing() -> None:
     assert ran
     with pytest.raises(UserError, match="bad"), primary_first():
         raise UserError("bad")
+
+
+def one_rank(rank: int, directory: str) -> None:
+    """Of three: 0 and 2 on one host, 1 on another."""
+    path = Path(directory)
+    distributed._host = lambda: "a" if rank in (0, 2) else "b"
+    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(f"{path}/store", 3))
+    names = Names(["a", "b"])
+
+    def make() -> dict[str, object]:
+        with (path / "made").open("a") as file:
+            file.write(f"{rank}\n")
+        return {"names": names, "sizes": np.arange(1000), "by": rank}
+
+    value = once_per_host(make, [names])
+    assert value["names"] is names and value["by"] == (1 if rank == 1 else 0)
+    assert np.array_equal(value["sizes"], np.arange(1000))  # type: ignore[arg-type]
+    dist.barrier()
+    try:
+        once_per_host(partial(_refuse, rank))
+    except UserError as error:
+        (path / f"told{rank}").write_text(str(error))
+
+
+def _refuse(rank: int) -> None:
+    raise UserError(f"no images for {rank}")
+
+
+def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path) -> None:
+    spawn(one_rank, (str(tmp_path),), nprocs=3)
+    assert sorted((tmp_path / "made").read_text().split()) == ["0", "1"]
+    told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
+    assert told == ["no images for 0", "no images for 1", "no images for 0"]
+
+
+def test_alone_nothing_is_copied() -> None:
+    value = object()
+    assert once_per_host(lambda: value) is value
 
 
 def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from tlt.data.folder import ImageFolder
 from tlt.data.index_stream import IndexStream
 from tlt.errors import UserError
+from tlt.names import Names
 from volo.engine.fingerprint import KEY, check_same_data, fingerprint
 from volo.engine.global_batch import batch_record, steps_to_keep
 
@@ -69,6 +72,14 @@ def test_fault_13_the_images_of_every_update_are_the_same() -> None:
 
 def folder(paths: list[str], classes: list[int], names: list[str]) -> ImageFolder:
     return ImageFolder("/data/train", paths, np.array(classes), names)
+
+
+def test_a_fingerprint_is_the_sha256_of_a_line_for_each_image() -> None:
+    paths, classes = ["a/1.jpg", "b/1.jpg", "a/\udcff.jpg", "a/2.jpg", "b/2.jpg"], [0, 11, 0, 0, 11]
+    lines = b"a\0b" + b"".join(b"\n%s\0%d" % pair for pair in zip(map(os.fsencode, paths), classes, strict=True))
+    for names in (paths, Names(paths)):
+        images = ImageFolder("/data", names, np.array(classes), ["a", "b"])
+        assert fingerprint(images, None)["images"] == hashlib.sha256(lines).hexdigest()
 
 
 def test_other_data_are_refused_unless_they_are_allowed() -> None:

@@ -57,6 +57,15 @@ def test_fault_21_a_rank_that_waits_for_data_is_left_to_the_loader() -> None:
     assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in str(dog._verdict(90.0))
 
 
+def test_fault_21_a_start_that_is_still_listing_files_is_no_hang() -> None:
+    dog = watchdog()
+    now, long = dog._answered, START_TIMEOUT_S + 60
+    dog._ranks = [rank(0, "start", 5.0, now), rank(0, "start", long, now), rank(0, "start", long, now)]
+    assert dog._verdict(long) is None  # rank 0 lists for all
+    dog._ranks[0] = rank(0, "start", long, now)
+    assert "all 3 are equally far" in str(dog._verdict(long))
+
+
 BUSY = """
 import torch.distributed as dist
 from volo.engine.preempt import STOP

@@ -9,8 +9,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import zlib
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from safetensors.numpy import load_file
 
 from tlt.archive import LabelArchive
 from tlt.archive_writer import ArchiveWriter, make_header
+from tlt.data.natural import natural_key
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
 from tlt.labels import open_labels
@@ -106,6 +109,23 @@ def test_names_find_their_labels_in_any_order(archive: Path, tree: Path) -> None
         assert (found.values.dtype, found.ids.dtype, found.area) == (np.float16, np.int32, FULL_AREA)
         np.testing.assert_array_equal(np.stack([found.values, found.ids]), expected)
     assert isinstance(open_labels(tree, names), PublishedTree)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["images", "labels"])
+def test_rows_in_the_order_of_the_images_are_not_searched(
+    tree: Path, images: Path, tmp_path: Path, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = NAMES
+    if not known:  # only stems that are one image's
+        shutil.rmtree(tree / "c")
+        names = NAMES[:5]
+    pack(str(tree), str(tmp_path / "ordered"), str(images) if known else None)
+    ordered = sorted(names, key=lambda name: (natural_key(name), name))
+    monkeypatch.setattr("tlt.archive.find_labels", MagicMock(side_effect=AssertionError("searched")))
+    store = LabelArchive(tmp_path / "ordered", ordered)
+    assert [mark_of(store, row) for row in range(len(names))] == [NAMES.index(name) for name in ordered]
+    with pytest.raises(AssertionError, match="searched"):
+        LabelArchive(tmp_path / "ordered", [*ordered[1:], "d/new.jpg"])
 
 
 def test_unpacking_gives_the_same_files_byte_for_byte(archive: Path, tree: Path, tmp_path: Path) -> None:

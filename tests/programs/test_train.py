@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import yaml
 from tests.conftest import LIMIT
 from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
+from tlt.progress import SearchProgress
 from tlt.weights import read_checkpoint
 from volo.engine.json_lines import read_json_lines
 from volo.engine.report import without_times
@@ -143,6 +145,23 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(
     back = call("train", f"{flags} --epochs 3 --resume {tmp_path / 'run' / 'last.pth.tar'}")
     assert back.code == 0 and "has begun there" not in back.out
     assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_each_folder_that_is_listed_at_the_start_is_progress(
+    call: Call,
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = make_dataset(train=8)
+    flags = f"{data} {QUICK} --token-label --token-label-data {make_labels(data)} --output {tmp_path} --dry-run"
+    monkeypatch.setattr(SearchProgress, "__call__", told := MagicMock())
+    assert call("train", flags).code == 0
+    seen = [call.args[0] for call in told.call_args_list]
+    folders = len(list(data.rglob("train/*"))) + 1
+    assert seen.count(f"listing {data}/train") == folders
+    assert sum("looking for labels" in what for what in seen) >= folders - 1
 
 
 def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(

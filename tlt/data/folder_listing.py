@@ -14,7 +14,7 @@ from tlt.data.image_file import image_extensions
 from tlt.data.natural import natural_key, natural_sorted
 from tlt.errors import UserError
 from tlt.names import Names, printable, some_names
-from tlt.progress import Found
+from tlt.progress import SearchProgress
 
 _USUAL = ("jpeg", "jpg", "png", "webp")  # looked for first
 _SORTED_AT_ONCE = 4096  # names: what is computed for them stays in the processor's cache
@@ -62,7 +62,7 @@ def list_folder(root: str | os.PathLike[str], found: Callable[[str, int], None] 
     Raises:
         UserError: A missing or unreadable folder.
     """
-    walk = _Walk(os.fspath(root), found or Found())
+    walk = _Walk(os.fspath(root), found or SearchProgress())
     walk.run()
     number = {folder: row for row, folder in enumerate(walk.leaves)}
     blocks: list[bytes] = []

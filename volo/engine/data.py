@@ -23,6 +23,7 @@ from tlt.data.source import ImageSource
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.errors import UserError
 from tlt.labels import open_labels as open_label_store
+from tlt.progress import SearchProgress
 from tlt.published import check_half_ids
 from volo.engine.data_wait import Feed, cpus_of_rank
 from volo.engine.distributed import World
@@ -41,8 +42,8 @@ class Folders:
     warnings: list[str] = field(default_factory=list)
 
 
-def open_folders(args: Namespace, world_size: int) -> Folders:
-    """Find the images of both splits.
+def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
+    """Find the images of both splits. Long searches call `found`.
 
     Raises:
         UserError: A split is missing or empty, or the splits' classes differ.
@@ -54,14 +55,16 @@ def open_folders(args: Namespace, world_size: int) -> Folders:
             synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
             synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
         )
-    train = open_images(args.data_dir, args.train_split, args.dataset)
-    validation = open_images(args.data_dir, args.val_split, args.dataset, train.class_names)
+    train = open_images(args.data_dir, args.train_split, args.dataset, found=found)
+    validation = open_images(args.data_dir, args.val_split, args.dataset, train.class_names, found=found)
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
 
 
-def open_labels(args: Namespace, folder: ImageSource, num_classes: int) -> tuple[LabelReader | None, list[str]]:
-    """Find the token labels of the training images. Returns (labels or None, warnings).
+def open_labels(
+    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
+) -> tuple[LabelReader | None, list[str]]:
+    """Find the token labels of the training images. Returns (labels or None, warnings). Long searches call `found`.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
@@ -86,6 +89,7 @@ def open_labels(args: Namespace, folder: ImageSource, num_classes: int) -> tuple
         class_names=folder.class_names,
         published_names="label-names" in rows,
         label_tail=args.label_tail,
+        found=found,
     )
     return labels, labels.warnings
 

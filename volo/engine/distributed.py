@@ -6,13 +6,18 @@ only a fallback. NCCL joins GPUs, gloo joins CPUs.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import pickle
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,7 @@ from tlt.errors import UserError
 from volo.engine.ranks import ranks_from_environment
 
 T = TypeVar("T")
+_CALLS = itertools.count()  # of `once_per_host`, in the same order on every rank
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
@@ -190,6 +196,87 @@ class Board:
             return self.add("failed", 0) > 0
         except RuntimeError:
             return True
+
+
+def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
+    """Return what `make` returns on the first rank of each host; its other ranks get a copy. All ranks return together.
+
+    Nobody waits in a collective, which has a time limit: a file server may take long to list a data set. The watchdog
+    decides who hangs.
+
+    Args:
+        make: What it returns must pickle. A UserError is raised on all ranks of the host.
+        known: Objects that all ranks have already, and that copies are to share.
+    """
+    if not dist.is_initialized():
+        return make()
+    store, key = dist.distributed_c10d._get_default_store(), f"once/{next(_CALLS)}"
+    hosts = from_all(_host())
+    own = hosts[dist.get_rank()]
+    first, others = hosts.index(own), hosts.count(own) - 1
+    with ExitStack() as stack:
+        if dist.get_rank() == first:
+            try:
+                value = make()
+            except UserError as error:
+                store.set(f"{key}/{first}", f"error {error}")
+                # This rank may take the store with it: the others are to tell the same.
+                _wait(lambda: store.add(f"{key}/{first}/told", 0) == others, seconds=10.0)
+                raise
+            store.set(f"{key}/{first}", f"file {stack.enter_context(_memory_file(value, known))}")
+        else:
+            _wait(lambda: store.check([f"{key}/{first}"]))
+            kind, _, text = store.get(f"{key}/{first}").decode().partition(" ")
+            if kind == "error":
+                store.add(f"{key}/{first}/told", 1)
+                raise UserError(text)
+            try:
+                with open(text, "rb") as file:
+                    value = _Unpickler(file, known).load()
+            except OSError:  # a kernel that lets no process look at another
+                value = make()
+        store.add(f"{key}/ready", 1)
+        _wait(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
+    return value
+
+
+def _host() -> str:
+    """What processes have in common that can look at each other."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+
+
+@contextmanager
+def _memory_file(value: object, known: Sequence[object]) -> Iterator[str]:
+    """A file that ends with this process, with a pickled value; yields where other processes find it."""
+    with open(os.memfd_create("once"), "w+b") as file:
+        _Pickler(file, known).dump(value)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
+        super().__init__(file, protocol=5)
+        self._known = known
+
+    def persistent_id(self, value: object) -> int | None:
+        return next((number for number, each in enumerate(self._known) if each is value), None)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def persistent_load(self, number: int) -> object:
+        return self._known[number]
+
+
+def _wait(happened: Callable[[], bool], seconds: float = math.inf) -> None:
+    until, pause = time.monotonic() + seconds, 0.01
+    while not happened() and time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def wait_for_all() -> None:

@@ -20,8 +20,11 @@ import torch
 from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 
+from tlt.data.dataset import LabelReader
 from tlt.data.folder import check_num_classes
+from tlt.data.source import ImageSource
 from tlt.data.workers import kill_workers
+from tlt.progress import SearchProgress
 from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import LAST, load_finetune, load_weights
@@ -29,7 +32,7 @@ from volo.engine.compilation import CompileWatch, compile_errors_told, compile_m
 from volo.engine.convolutions import check_convolutions
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.engine.data_wait import Advisor
-from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained
+from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained, once_per_host
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.master_weights import WorkingCopy
@@ -87,7 +90,7 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    setup = build(args, world, logger)
+    setup = build(args, world, logger, SearchProgress(logger.line, partial(guard.watchdog.at, "start")))
     state = logger.position = setup.state
     image_size = state.metadata["model_config"]["img_size"]
     directory, args.resume = from_primary(
@@ -97,14 +100,16 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
         train_in(directory, lock, args, setup, world, logger, guard)
 
 
-def build(args: Namespace, world: World, logger: Logger) -> Setup:
+def build(args: Namespace, world: World, logger: Logger, found: SearchProgress) -> Setup:
     """Construct data, model, loss, optimizer and schedule, in this order."""
-    folders = open_folders(args, world.size)
+    folders = once_per_host(lambda: open_folders(args, world.size, found))
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
     settings = eval_settings(args, model)
     model = add_dense_head(model, args, settings["input_size"][1:])
-    labels, warnings = open_labels(args, folders.train, model.num_classes)
+    labels, warnings, data = once_per_host(
+        lambda: find_labels(args, folders.train, model.num_classes, found), [folders.train.paths]
+    )
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
@@ -143,7 +148,7 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
             "model_config": model_config(
                 model, args, settings, folders.train.class_names, teacher.record if teacher else None
             ),
-            fingerprint.KEY: fingerprint.fingerprint(folders.train, labels),
+            fingerprint.KEY: data,
             global_batch.KEY: global_batch.batch_record(args.batch_size, args.grad_accum_steps, world.size),
         },
         updates_per_epoch=len(loader),
@@ -154,6 +159,14 @@ def build(args: Namespace, world: World, logger: Logger) -> Setup:
     if state.ema is not None and not args.model_ema_force_cpu:
         average = compile_model(state.ema.module, args)
     return Setup(state, called, average, loader, validation, objective, precision, schedule, formula, teacher)
+
+
+def find_labels(
+    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress
+) -> tuple[LabelReader | None, list[str], fingerprint.Fingerprint]:
+    """Open the token labels; return them, warnings, and what a checkpoint is to know images and labels by."""
+    labels, warnings = open_labels(args, folder, num_classes, found)
+    return labels, warnings, fingerprint.fingerprint(folder, labels)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
