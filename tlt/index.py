@@ -12,7 +12,7 @@ import numpy as np
 from tlt.data.decode import TorchvisionBackend
 from tlt.data.folder import find_split, image_folder
 from tlt.data.folder_listing import list_folder
-from tlt.data.image_file import DEFAULT_MAX_PIXELS, UNLIMITED, BadImage
+from tlt.data.image_file import DEFAULT_MAX_PIXELS, JPEG_SUFFIXES, UNLIMITED, BadImage
 from tlt.data.open_images import find_files
 from tlt.data.shard_index import index_shards
 from tlt.data.shards import is_sharded
@@ -25,6 +25,8 @@ from tlt.processes import available_cpus, in_processes
 
 SPLITS = ("train", "validation")
 _BLOCK = 64  # images
+_HEAVY_PIXELS = 10_000_000
+_BYTES_PER_PIXEL = 14  # at the peak of decoding and cropping: PNG 12, WebP 16
 
 
 def index(
@@ -103,9 +105,27 @@ def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> lis
         f"{printable(out)}: {len(source)} images, {len(found.faults)} can't be {'decoded' if decode else 'read'}, "
         f"largest {_largest(found.sizes)}, {os.path.getsize(out)} bytes"
     )
+    lines += _heavy(source, found.sizes)
     if found.not_decoded:
         lines.append(f"{found.not_decoded} images of more than {DEFAULT_MAX_PIXELS} pixels were not decoded")
     return lines
+
+
+def _heavy(source: ImageSource, sizes: np.ndarray) -> list[str]:
+    """A line if images will take much memory to be decoded; a JPEG is decoded smaller."""
+    pixels = sizes.astype(np.int64).prod(axis=1)
+    heavy = [
+        row
+        for row in np.flatnonzero(pixels > _HEAVY_PIXELS).tolist()
+        if not source.paths[row].lower().endswith(JPEG_SUFFIXES)
+    ]
+    if not heavy:
+        return []
+    most = int(pixels[heavy].max())
+    return [
+        f"{len(heavy)} images that are no JPEGs have more than {_HEAVY_PIXELS} pixels, up to {most}: decoding that one "
+        f"takes about {most * _BYTES_PER_PIXEL / 2**20:.0f} MiB in a data worker; `tlt shrink` makes them smaller"
+    ]
 
 
 def _largest(sizes: np.ndarray) -> str:

@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass
 
 from tlt.archive_format import sync_folder
 from tlt.data.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, scan_folder
-from tlt.data.image_file import BadImage
+from tlt.data.image_file import JPEG_SUFFIXES, BadImage
 from tlt.data.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Picture, fitted_size, tile_starts
 from tlt.errors import UserError
 from tlt.names import Names, printable
 from tlt.processes import available_cpus, in_processes
 
 RECORD_NAME = "shrink.json"
-_JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 _TILE = re.compile(r"(.*)_\d+_\d+")
 _BROKEN_SHOWN = 20
 
@@ -209,7 +208,7 @@ def jpeg_names(names: Sequence[str]) -> list[str]:
 
 def _jpeg_name(name: str, shared: bool) -> str:
     stem, suffix = os.path.splitext(name)
-    return name if suffix.lower() in _JPEG_SUFFIXES else (name if shared else stem) + ".jpg"
+    return name if suffix.lower() in JPEG_SUFFIXES else (name if shared else stem) + ".jpg"
 
 
 def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: Settings) -> None:

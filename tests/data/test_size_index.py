@@ -180,6 +180,21 @@ def test_huge_images_are_indexed_and_refused_by_their_size(tmp_path: Path) -> No
     assert set(images.unreadable(max_pixels=10**9)) == {images.path(1)}
 
 
+def test_the_index_leads_to_tlt_shrink(tmp_path: Path) -> None:
+    folder = tmp_path / "train" / "c"
+    folder.mkdir(parents=True)
+    for name, size in (
+        ("a.png", (4000, 3000)),
+        ("b.webp", (4000, 2501)),
+        ("c.JPG", (4000, 3000)),
+        ("d.png", (4000, 2500)),
+    ):
+        Image.new("L", size).save(folder / name, "JPEG" if name.endswith("JPG") else None)
+    (line,) = [line for line in index.index(str(tmp_path), "train", 1) if "tlt shrink" in line]
+    assert line.startswith("2 images that are no JPEGs have more than 10000000 pixels, up to 12000000: ")
+    assert "about 160 MiB" in line
+
+
 def test_an_index_that_can_not_be_written_or_named_is_one_line(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (data / "train.index").mkdir()
     assert cli.main(["index", str(data), "--split", "train", "-j", "1"]) == 2

@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import timm
 import torch
 
 from volo import cli
+from volo.benchmarks import startup
 from volo.benchmarks.memory import peak_of
 from volo.engine.flags_benchmark import COMMANDS
 
@@ -141,3 +143,29 @@ def test_alignment_prints_ours_and_the_published_error(capsys: pytest.CaptureFix
         assert ways["published"]["mean"] > 2
     assert cli.benchmark(line.split()) == 0
     assert "100x75    TranslateXRel" in capsys.readouterr().out
+
+
+@LINUX
+def test_startup_measures_every_way_to_find_the_same_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    startup.make_data(tmp_path, 60, 7)
+    ours, indexed, torchvisions, timms = (work(str(tmp_path))() for work in list(startup.ARMS.values())[:4])
+    names = [f"{tmp_path}/train/{name}" for name in ours.paths]  # type: ignore[attr-defined]
+    assert len(names) == 60 and indexed.paths == ours.paths  # type: ignore[attr-defined]
+    assert indexed.sizes is not None and indexed.warnings == []  # type: ignore[attr-defined]
+    assert names == [path for path, _ in timms.samples]  # type: ignore[attr-defined]
+    assert sorted(names) == sorted(path for path, _ in torchvisions.samples)  # type: ignore[attr-defined]
+
+    class Here(ThreadPoolExecutor):
+        def __init__(self, workers: int, context: object) -> None:
+            super().__init__(workers)
+
+    monkeypatch.setattr(startup, "ProcessPoolExecutor", Here)
+    ended = cli.benchmark(
+        ["startup", "--images", "30", "--classes", "3", "--rounds", "1", "--directory", str(tmp_path)]
+    )
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert ended == 0 and [row.split("  ")[1].strip() for row in map(str.strip, rows)] == list(startup.ARMS)
+    assert all(row.strip().startswith("30 ") for row in rows)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.jpg", "train", "train.index", "labels"}

@@ -21,6 +21,7 @@ from tlt.data.jpeg import plain_size
 
 DEFAULT_MAX_PIXELS = 50_000_000
 UNLIMITED = 2**62  # as `max_pixels`
+JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 
 # Registered by Pillow, but stubs without a decoder, or run a program (EPS).
 _NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}

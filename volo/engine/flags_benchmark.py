@@ -248,6 +248,23 @@ _CHECKPOINT = (
     ),
 )
 
+_STARTUP = (
+    Group(
+        "Data set",
+        (
+            flag(
+                "--images", default=[100_000, 1_281_167], type=POSITIVE, nargs="+", metavar="N", help="sizes to measure"
+            ),
+            flag("--classes", default=1000, type=POSITIVE, metavar="N", help="folders that they are in"),
+            flag("--directory", default="", metavar="DIR", help="where they are made and removed (the system's own)"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (flag("--rounds", default=3, type=POSITIVE, metavar="N", help="of all arms; the median counts"), *_OUTPUT),
+    ),
+)
+
 _SCALING_STEP = Group(
     "Step",
     (
@@ -348,6 +365,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
     "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "startup": Command(
+        "Cost of finding images and labels before the first step: ours, torchvision's and timm's.", _STARTUP
+    ),
     "tests": Command("Every test that needs a GPU: what fails, and why.", _TESTS),
     "outlook": Command("Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK),
     "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),

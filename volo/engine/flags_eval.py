@@ -44,7 +44,13 @@ _IMAGES = (
     flag(
         "--max-bad-images", default=None, type=COUNT, metavar="N", help="unreadable images to bear (0.1 %%, 10 to 100)"
     ),
-    flag("--max-pixels", default=50_000_000, type=POSITIVE, metavar="N", help="refuse images of more pixels"),
+    flag(
+        "--max-pixels",
+        default=50_000_000,
+        type=POSITIVE,
+        metavar="N",
+        help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
+    ),
     flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
 )
 
