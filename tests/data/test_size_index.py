@@ -54,6 +54,7 @@ def data(tmp_path: Path) -> Path:
 
 def test_sizes_are_pillows_whatever_the_workers(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "_BLOCK", 3)
+    settle(data)
     index.index(str(data), workers=2)
     written = (data / "train.index").read_bytes()
     index.index(str(data), "train", workers=1)
@@ -183,13 +184,8 @@ def test_huge_images_are_indexed_and_refused_by_their_size(tmp_path: Path) -> No
 def test_the_index_leads_to_tlt_shrink(tmp_path: Path) -> None:
     folder = tmp_path / "train" / "c"
     folder.mkdir(parents=True)
-    for name, size in (
-        ("a.png", (4000, 3000)),
-        ("b.webp", (4000, 2501)),
-        ("c.JPG", (4000, 3000)),
-        ("d.png", (4000, 2500)),
-    ):
-        Image.new("L", size).save(folder / name, "JPEG" if name.endswith("JPG") else None)
+    for name, rows in (("a.png", 3000), ("b.webp", 2501), ("c.JPG", 3000), ("d.png", 2500)):
+        Image.new("L", (4000, rows)).save(folder / name, "JPEG" if name.endswith("JPG") else None)
     (line,) = [line for line in index.index(str(tmp_path), "train", 1) if "tlt shrink" in line]
     assert line.startswith("2 images that are no JPEGs have more than 10000000 pixels, up to 12000000: ")
     assert "about 160 MiB" in line

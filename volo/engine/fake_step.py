@@ -123,6 +123,9 @@ def forward_marks(model: nn.Module, shape: StepShape, batch: int, blocks: Iterab
     Returns:
         What has come up at the beginning and at the end of each block, in the order in which they run, and at the end.
     """
+    absent = shape.device_type == "cuda" and not torch.cuda.is_available()
+    if absent and torch.__version__ < "2.10":  # autograd asks the driver, and ends the process without one
+        raise RuntimeError("it needs torch 2.10")
     marks: list[Mark] = []
     with FakeTensorMode(), ExitStack() as stack:
         state = {name: _without_contents(value, shape.device_type) for name, value in _state(model)}
@@ -135,7 +138,7 @@ def forward_marks(model: nn.Module, shape: StepShape, batch: int, blocks: Iterab
         for block in blocks:
             stack.callback(block.register_forward_pre_hook(mark).remove)
             stack.callback(block.register_forward_hook(mark).remove)
-        if shape.device_type == "cuda" and not torch.cuda.is_available():
+        if absent:
             stack.enter_context(_AbsentGpu())
         stack.enter_context(tally)
         stack.enter_context(_autocast(shape.device_type, shape.amp_dtype))

@@ -44,7 +44,7 @@ def memory_report(
     lines += _of_this_run(args, model, found, shape)
     try:
         on_gpu = found if shape.device_type == "cuda" else activations_of(model, replace(shape, device_type="cuda"))
-    except RuntimeError as error:  # older versions of torch ask the driver even where nothing has contents
+    except RuntimeError as error:  # an older version of torch
         reason = str(error).strip().split("\n")[0]
         return [*lines, f"activations on a GPU: torch {torch.__version__} can't tell without one ({reason})"]
     if on_gpu is not found:
