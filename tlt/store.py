@@ -187,6 +187,9 @@ def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
         raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
     if not isinstance(content, torch.Tensor):
         raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
+    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
+    if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
+        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(content.shape)} has")
     return content
 
 

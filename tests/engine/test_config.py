@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,9 @@ def test_values_have_the_type_they_have_on_the_command_line(
         ("- epochs", "holds a list where"),
         ("epochs", "holds a str where"),
         ("epochs: 3\n  lr: [", "line 2"),
+        ("model_kwargs: &a {x: 1}\n<<: *a", "line 2: << is not read"),
+        ("#" * 1_000_001, "not a file of less than 1000000 bytes"),
+        ("\n".join(f"key{i}: 1" for i in range(40_000)), "unknown key"),
         ("epochs: \t@", "line 1"),
     ],
 )
@@ -95,6 +99,13 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_yaml(str(tmp_path / "missing.yaml"), KNOWN)
     with pytest.raises(UserError, match="directory"):
         load_yaml(str(tmp_path), KNOWN)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: not a file"):
+        load_yaml(str(tmp_path / "pipe"), KNOWN)
+    bomb = "\n".join(["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40))])
+    (tmp_path / "bomb.yaml").write_text(bomb)
+    with pytest.raises(UserError, match="bomb.yaml, line 2: << is not read"):
+        load_yaml(str(tmp_path / "bomb.yaml"), KNOWN)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(UserError, match="binary.yaml"):
         load_yaml(str(tmp_path / "binary.yaml"), KNOWN)

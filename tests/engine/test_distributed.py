@@ -23,7 +23,7 @@ from volo.engine.distributed import (
     primary_first,
     sum_over_ranks,
 )
-from volo.engine.ranks import ranks_from_environment
+from volo.engine.ranks import adopt_mpi, ranks_from_environment
 
 
 def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:
@@ -38,6 +38,31 @@ def test_an_srun_step_gives_ranks() -> None:
 
 def test_one_process_in_a_batch_script_is_alone() -> None:
     assert ranks_from_environment({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}) == (0, 0, 1)
+
+
+def test_mpirun_gives_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getppid", lambda: 41_234)
+    expected = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "21234"}
+    open_mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(
+        ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"), ("5", "1", "8", "4"), strict=True
+    )}  # fmt: skip
+    mpich = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}
+    daemons = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}  # srun started them, not ranks
+    for env in (open_mpi, mpich, open_mpi | daemons):
+        adopt_mpi(adopted := dict(env))
+        assert adopted == env | expected and ranks_from_environment(adopted) == (5, 1, 8)
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    alone = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    for env in (open_mpi | torchrun, mpich | daemons, alone, {"PMI_RANK": "3", "PMI_SIZE": "8"}, {}):
+        adopt_mpi(adopted := dict(env))
+        assert adopted == env
+
+
+def test_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="MASTER_ADDR is not set: .* mpirun"):
+        distributed._set_rendezvous_address(8)
 
 
 def test_the_old_flag_is_the_fallback() -> None:

@@ -36,6 +36,12 @@ def test_another_runs_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
     assert choose_directory(_args(tmp_path, experiment="mine", resume="auto"), (224, 224)) == tmp_path / "mine"
 
 
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x"])
+def test_an_experiment_stays_where_runs_are(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"--experiment {name} leads out of {tmp_path}: "):
+        choose_directory(_args(tmp_path, experiment=name), (224, 224))
+
+
 def test_resume_goes_on_in_the_directory_of_the_run(tmp_path: Path) -> None:
     for name in ("20260101-000000-volo_d1-224", "20260102-000000-volo_d1-224", "20260103-000000-volo_d2-224"):
         (tmp_path / name).mkdir()

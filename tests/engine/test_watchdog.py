@@ -124,16 +124,19 @@ def test_slow_data_is_told_once_an_epoch() -> None:
     assert events == ["looked", "looked", "data-wait", told, "looked", "looked", "data-wait", told]
 
 
-def test_a_stop_is_between_updates_alone() -> None:
+@pytest.mark.parametrize(
+    ("own", "reason"), [(True, "stopped by SIGUSR1"), (False, "stopped because another rank had to")]
+)
+def test_a_stop_is_between_updates_alone_and_says_whose_it_is(own: bool, reason: str) -> None:
     stop = StopSignal()
     guard = StopGuard(stop, watchdog())
     seen = []
     micro_batches = [(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]
-    with pytest.raises(BaseException, match="stopped by SIGUSR1") as stopped:  # noqa: B017, PT011
+    with pytest.raises(BaseException, match=reason) as stopped:  # noqa: B017, PT011
         for _, _, batch in guard.updates(micro_batches):
             seen.append(batch)
             if batch == "a":
-                stop.request(signal.SIGUSR1)
+                stop.request(signal.SIGUSR1, own)  # not own: from the watchdog, which is told through the store
     assert seen == ["a", "b"] and stopped.value.exit_code == 85  # type: ignore[attr-defined]
 
 

@@ -47,6 +47,7 @@ def sha256(run: Path) -> str:
         pytest.param(signal.SIGTERM, 85, id="07"),
         pytest.param(signal.SIGUSR1, 85, id="08", marks=slow),
         pytest.param(signal.SIGINT, 130, id="09", marks=slow),
+        pytest.param(signal.SIGHUP, 85, id="SIGHUP", marks=slow),
     ],
 )
 def test_fault_07_08_09_a_signal_saves_the_present_step_and_ends_all_processes(
@@ -61,6 +62,31 @@ def test_fault_07_08_09_a_signal_saves_the_present_step_and_ends_all_processes(
     assert "Traceback" not in run.output
     assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"] >= 8
     wait_until(lambda: all(map(ended, workers)))
+
+
+@slow
+@linux
+def test_nohup_is_heeded_by_launcher_ranks_and_data_workers(data: Path, tmp_path: Path) -> None:
+    launcher = [str(ROOT / "distributed_train.sh"), "2", str(data)]
+    run = Running(["nohup", *launcher, *f"{FLAGS} {tmp_path} -b 4".split()])
+    run.read_until("[2/5]")
+    os.killpg(run.process.pid, signal.SIGHUP)
+    run.read_until("epoch 3 [2/5]")
+    assert run.end(signal.SIGTERM) == 85
+
+
+@linux
+def test_fault_63_ranks_save_and_end_when_their_launcher_is_killed(data: Path, tmp_path: Path) -> None:
+    run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2)
+    run.read_until("[2/5]")
+    ranks = list(run.ranks().values())
+    assert run.end(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: all(map(ended, ranks)), lambda: run.output)
+    assert "its launcher has ended" in run.output
+    assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"] >= 2
+    again = start(f"{FLAGS} {tmp_path} --resume auto", data)  # the directory is free
+    again.read_until(f"{saved(tmp_path / 'run')['update']} updates done")
+    assert again.end(signal.SIGTERM) == 85
 
 
 @slow

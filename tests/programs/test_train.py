@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,20 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(
     back = call("train", f"{flags} --epochs 3 --resume {tmp_path / 'run' / 'last.pth.tar'}")
     assert back.code == 0 and "has begun there" not in back.out
     assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
+    environment = {**os.environ, "MPLBACKEND": "nonsense"}
+    command = [sys.executable, str(ROOT / "train.py"), *flags.split()]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("warning: output is left out that can't be written: No space left on device\n") == 1
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "done: 2 updates" in log
+    assert log.count("warning: curve.png could not be drawn: ") == log.count("warning: first_batch.png could not") == 1
+    assert len(read_summary(tmp_path / "run" / "summary.csv")) == 2
 
 
 def test_each_folder_that_is_listed_at_the_start_is_progress(

@@ -264,6 +264,7 @@ def _obey_main_process(worker: int) -> None:
     info.dataset.board.begin(worker)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform != "linux":
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Any
@@ -14,17 +16,20 @@ from volo.engine.flag_table import Flag, nearest
 
 # A recipe in a recipe would need an order of precedence; the second name of the data directory adds nothing.
 _NOT_IN_RECIPES = ("config", "data_dir_option")
-_MOST_ITEMS = 100_000
+_MOST_ITEMS, _MOST_BYTES = 100_000, 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data alone, and no key twice."""
+    """Plain data alone, no key twice, and no keys from elsewhere (`<<`), which a few lines can make billions of."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        for position, name in enumerate(names):
-            if name in names[:position]:
-                raise yaml.constructor.ConstructorError(None, None, f"{name!r} stands there twice", node.start_mark)
+        names: set[Any] = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            twice, merge = key.value in names, key.tag == "tag:yaml.org,2002:merge"
+            if twice or merge:
+                problem = "<< is not read: write the keys out" if merge else f"{key.value!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -62,8 +67,13 @@ def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
 
 def _mapping(path: str) -> dict[Any, Any]:
     try:
+        info = os.stat(path)
+        if not stat.S_ISDIR(info.st_mode) and (not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES):
+            raise UserError(f"--config {path}: not a file of less than {_MOST_BYTES} bytes, as recipes are")
         with open(path, encoding="utf-8") as file:
             content = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

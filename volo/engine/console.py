@@ -15,11 +15,13 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
 
 from tlt.errors import UserError
 from volo.engine.binding import bind_process
 from volo.engine.preempt import STOP, Stopped
+from volo.engine.ranks import adopt_mpi
 
 
 def run_program(
@@ -29,6 +31,53 @@ def run_program(
 ) -> int:
     """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
     return the exit code of its `run(args)`."""
+    adopt_mpi(os.environ)
+    output, errors = _Output(sys.stdout), _Output(sys.stderr)
+    with redirect_stdout(output), redirect_stderr(errors):  # type: ignore[type-var]
+        code = _run(parse, module, argv)
+    output.end()
+    errors.end()
+    return code
+
+
+class _Output:
+    """A standard stream that a program outlives: what can't be written (full disk, lost terminal) is left out, and told
+    once on stderr. A reader that has gone is another matter (`| head`)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._told = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits, if it can be done."""
+        self._try(self._stream.flush)
+
+    def end(self) -> None:
+        """Leave nothing behind at which Python would fail when it flushes at exit."""
+        try:
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def _try(self, do: Callable[..., object], *args: str) -> None:
+        try:
+            do(*args)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                print(f"warning: output is left out that can't be written: {error.strerror}", file=sys.stderr)
+
+
+def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: Sequence[str] | None) -> int:
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         args = parse(argv)
@@ -39,7 +88,7 @@ def run_program(
         if debug:
             raise
         STOP.too_late()
-        from tlt.data.folder import printable  # imports torch, which `--help` must not
+        from tlt.names import printable  # imports torch, which `--help` must not
 
         # What a message quotes (a flag, a file's name) may break lines.
         _tell(f"error: {printable(str(error))}")

@@ -85,7 +85,7 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
     world = World(rank, local_rank, size, choose_device(device, local_rank))
     limit_threads(world)
     if size > 1:
-        _set_rendezvous_address()
+        _set_rendezvous_address(size)
         dist.init_process_group(
             # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
             "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
@@ -106,12 +106,15 @@ def limit_threads(world: World) -> None:
         torch.set_num_threads(max(1, (cores - 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _set_rendezvous_address() -> None:
+def _set_rendezvous_address(size: int) -> None:
     if "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", "29500")
         return
-    if int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) > 1:
-        raise UserError("MASTER_ADDR is not set: export the first node's address before srun, or start with torchrun")
+    elsewhere = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if elsewhere or int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) > 1:
+        raise UserError(
+            "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
+        )
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     # Jobs that share a node must not share a port.
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))

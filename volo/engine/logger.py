@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,7 @@ class Logger:
         self.watch_compile: CompileWatch | None = None
         self.events = EventLog(world.rank)
         self._bar: tqdm | None = None
+        self._curve_failed = False
         self._before: list[str] = []  # lines for log.txt from before there was one
         self._seconds, self._updates = 0.0, 0
 
@@ -197,6 +199,12 @@ class Logger:
             self.directory.sync()
 
     def curve(self) -> None:
-        """Draw the learning curve."""
-        if self.directory is not None:
+        """Draw the learning curve, where matplotlib is installed and works; say once if it does not."""
+        if self.directory is None or importlib.util.find_spec("matplotlib") is None:
+            return
+        try:
             self.directory.draw_curve()
+        except Exception as error:  # whatever it is: no run may end because of a picture
+            if not self._curve_failed:
+                self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")
+            self._curve_failed = True

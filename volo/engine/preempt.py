@@ -1,4 +1,5 @@
-"""Signals that end a run: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGINT (Ctrl-C).
+"""Signals that end a run: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP (a terminal that is closed;
+not with nohup) and SIGINT (Ctrl-C).
 
 The first one lets the step end, after which the run saves and leaves (`volo.engine.stopping`); while there is nothing
 to finish (building, waiting for a batch) it takes effect at once. A second one leaves at once and saves nothing. A
@@ -14,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 PREEMPTED = 85  # "start me again": no code of a shell, Python or torchrun
 INTERRUPTED = 130
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Slurm, torchrun and process groups may deliver one warning several times.
 _SAME_WARNING_S = 1.0
 # For a batch that is nearly there. Torn out of a transfer between processes, both ends would complain.
@@ -60,6 +61,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None
         self._since = 0.0
+        self._own = False  # not another rank's, of which this one was told
         self._may_raise = False
         self._patient = False
         self._heeded = False
@@ -76,14 +78,20 @@ class StopSignal:
     def name(self) -> str:
         return "no signal" if self.number is None else signal.Signals(self.number).name
 
+    @property
+    def reason(self) -> str:
+        """Why this process stops."""
+        return f"stopped by {self.name}" if self._own else "stopped because another rank had to"
+
     @contextmanager
     def heeded(self) -> Iterator[None]:
         """Handle signals inside the block, at once until `deferred`; SIGINT too where a script's `&` had it ignored."""
-        self.number = None
+        self.number, self._own = None, False
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._received) for number in _SIGNALS}
+        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
         before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._waited)
         arrived, arrival = os.pipe()
         os.set_blocking(arrival, False)
@@ -129,16 +137,17 @@ class StopSignal:
         """From here on a signal is noted only: the program tells why it ends, and ends."""
         self._may_raise = False
 
-    def request(self, number: int) -> bool:
-        """Note a signal that this rank or another one got. Returns whether it is the first."""
+    def request(self, number: int, own: bool = True) -> bool:
+        """Note a signal that this rank (`own`) or another one got. Returns whether it is the first."""
         with self._lock:
             if self.number is not None:
                 return False
-            self._since, self.number = time.monotonic(), number
+            self._since, self.number, self._own = time.monotonic(), number, own
         if self._heeded:
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
-        # print() may be what the signal has interrupted.
-        os.write(2, f"{self.name}: this run stops as soon as it has saved; once more: at once\n".encode())
+        with suppress(OSError):  # the terminal may be gone
+            # print() may be what the signal has interrupted.
+            os.write(2, f"{self.name}: this run stops as soon as it has saved; once more: at once\n".encode())
         return True
 
     def _count(self, arrived: int) -> None:
@@ -160,7 +169,7 @@ class StopSignal:
 
     def _raise_if_stopped(self) -> None:
         if self.number is not None:
-            raise Stopped(self.exit_code, f"stopped by {self.name}")
+            raise Stopped(self.exit_code, self.reason)
 
 
 STOP = StopSignal()

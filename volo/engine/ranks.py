@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+
+# Rank, local rank, processes and processes of the machine: of Open MPI, and of MPICH and Intel MPI.
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+_HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def adopt_mpi(env: MutableMapping[str, str]) -> None:
+    """Say in torchrun's variables what mpirun says in its own. torchrun's win, and those of an `srun` step over what
+    Slurm sets for MPI; Open MPI itself starts its daemons by `srun`."""
+    names = _OPEN_MPI if _OPEN_MPI[0] in env else _HYDRA
+    if "RANK" in env or not all(name in env for name in names) or int(env[names[2]]) == 1:
+        return
+    if names is _OPEN_MPI or ranks_from_environment(env)[2] == 1:
+        env.update({own: env[theirs] for own, theirs in zip(_TORCHRUN, names, strict=True)})
+        # Runs on one machine must not meet at one port; mpirun is the parent of all its processes there.
+        env.setdefault("MASTER_PORT", str(20000 + os.getppid() % 20000))
 
 
 def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> tuple[int, int, int]:

@@ -75,7 +75,7 @@ def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callabl
         tell: Told of a newer run that is not continued, because it is another experiment.
 
     Raises:
-        UserError: The directory holds another run's checkpoints and nobody asked to resume it.
+        UserError: The directory holds another run's checkpoints and nobody asked to resume it, or is not in ROOT.
     """
     root = Path(args.output or DEFAULT_ROOT)
     suffix = f"-{args.model.replace('/', '_')}-{max(image_size)}"
@@ -84,6 +84,8 @@ def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callabl
         return resumed
     if not args.experiment:
         return (args.resume == "auto" and _newest_alike(root, suffix, args, tell)) or _unused(root, suffix)
+    if Path(args.experiment).is_absolute() or ".." in Path(args.experiment).parts:
+        raise UserError(f"--experiment {args.experiment} leads out of {root}: give a name, and its folder as --output")
     directory = root / args.experiment
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
@@ -245,16 +247,12 @@ class RunDirectory:
             _write(file, _as_csv([r for r in read_summary(file) if int(r["epoch"]) < first] + self._rows))
             self._rows.clear()
 
-    def draw_curve(self) -> Path | None:
-        """Draw curve.png from summary.csv; None where matplotlib isn't installed."""
-        try:
-            import matplotlib
-        except ImportError:
-            return None
+    def draw_curve(self) -> Path:
+        """Draw curve.png from summary.csv. Raises whatever matplotlib raises."""
+        import matplotlib
+
         matplotlib.use("Agg")
-        with suppress(OSError):
-            return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
-        return None
+        return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
 
 
 def versions() -> dict[str, str]:

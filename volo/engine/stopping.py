@@ -76,4 +76,4 @@ class StopGuard:
         if isinstance(failure, UserError):
             raise Stopped(failure.exit_code, str(failure)) from failure
         if code:
-            raise Stopped(code, f"stopped by {self.stop.name}" if own else "stopped because another rank had to")
+            raise Stopped(code, self.stop.reason)

@@ -3,6 +3,7 @@
 Each rank tells the others through the process group's store how far it is. A rank that has made no step for too long
 looks at them: those that give no sign of life are late, else those that are the fewest steps along. All ranks then
 print their stacks and leave with exit code 5. Two threads, because a store whose host has stopped never answers.
+A rank whose launcher has ended is told to save and stop.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from volo.engine.distributed import shut_down, wait_for_all
 from volo.engine.preempt import StopSignal
+from volo.engine.restart import launch_id
 
 HUNG = 5
 START_TIMEOUT_S = 600.0
@@ -93,6 +95,8 @@ class Watchdog:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        # Of a process that runs for its launcher alone; one started by hand may outlive its shell.
+        self._launcher = os.getppid() if launch_id() is not None else None
 
     def start(self) -> None:
         """Begin to watch; the process group exists."""
@@ -142,7 +146,7 @@ class Watchdog:
                     store.set("watchdog/stop", str(self.stop.number))
                     passed_on = True
                 elif self.stop.number is None and store.check(["watchdog/stop"]):
-                    self.stop.request(int(store.get("watchdog/stop")))
+                    self.stop.request(int(store.get("watchdog/stop")), own=False)
                 if self._alarm is not None:
                     store.set("watchdog/alarm", self._alarm)
                 elif store.check(["watchdog/alarm"]):
@@ -160,6 +164,10 @@ class Watchdog:
 
     def _judge(self) -> None:
         while not self._ended.wait(self.interval):
+            if self._launcher not in (None, os.getppid()):
+                os.write(2, f"[rank {self.rank}] its launcher has ended\n".encode())
+                self._launcher = None
+                self.stop.request(signal.SIGTERM)
             idle = time.monotonic() - self._since
             if self._alarm is None and idle > self.allowed(self.own.phase):
                 self._alarm = self._verdict(idle)

@@ -285,7 +285,8 @@ class Launcher:
     def run(self) -> int:
         """Return 0, or the exit code of the process that failed first."""
         for number in _FORWARDED:
-            signal.signal(number, self._forward)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._forward)
         try:
             code = self._run()
         except Failure as failure:
