@@ -17,7 +17,7 @@ from tlt.names import Names, printable, some_names
 from tlt.progress import SearchProgress
 
 _USUAL = ("jpeg", "jpg", "png", "webp")  # looked for first
-_SORTED_AT_ONCE = 4096  # names: what is computed for them stays in the processor's cache
+_SORTED_AT_ONCE = 4096  # names, of folders that may have few each
 _SETTLED_NS = 2_000_000_000  # a folder that changed less than this before it was read may change again unnoticed
 
 
