@@ -17,7 +17,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-import volo  # noqa: F401, registers the models
+import volo.models  # noqa: F401, registers them with timm, which `import volo` leaves to programs
 from tlt.errors import UserError
 from tlt.models.spatial import feature_map
 from tlt.models.token_labeling import TokenLabelModel
