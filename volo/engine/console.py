@@ -33,7 +33,7 @@ def run_program(
     return the exit code of its `run(args)`."""
     adopt_mpi(os.environ)
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
-    with redirect_stdout(output), redirect_stderr(errors):  # type: ignore[type-var]
+    with redirect_stdout(output), redirect_stderr(errors):
         code = _run(parse, module, argv)
     output.end()
     errors.end()
