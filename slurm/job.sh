@@ -19,7 +19,10 @@ MASTER_ADDR=${MASTER_ADDR:-}                                # IPv4 address of th
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 5000 * 2))}
 SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}                   # seconds that the processes get to save when one has failed
 
-mkdir -p "$OUTPUT" "$LOGS"
+JOIN_TIMEOUT=${JOIN_TIMEOUT:-600}                           # seconds that nodes wait for one that unpacks its image later
+for folder in OUTPUT LOGS; do
+  mkdir -p "${!folder}" && [ -w "${!folder}" ] || { echo "error: $folder=${!folder} cannot be written" >&2; exit 2; }
+done
 OUTPUT=$(realpath "$OUTPUT") LOGS=$(realpath "$LOGS")
 REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # where containers and all nodes see it
 # shellcheck source=steps.sh
@@ -67,7 +70,7 @@ first_address() {
 # COMMAND...: print it and run it on every node, one task each that may use the whole node.
 on_nodes() {
   set -- srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none ${SLURM_GPUS_ON_NODE:+--gpu-bind=none} \
+    --cpu-bind=none ${SLURM_GPUS_ON_NODE:+--gpu-bind=none} \
     --kill-on-bad-exit=0 --wait=$((SHUTDOWN_TIMEOUT + 60)) --chdir="$REPO" "$@"
   local word shown='$'
   for word; do
@@ -97,26 +100,31 @@ choose_container() {
     [ -z "$path" ] || mounts+=,$path:$path
   done
   # An image's own value of a variable would win otherwise.
-  names=MASTER_ADDR,MASTER_PORT,NNODES,RUN_ID,REQUEUE_MARKER,SHUTDOWN_TIMEOUT,PYTHON
+  names=MASTER_ADDR,MASTER_PORT,NNODES,RUN_ID,RUN_SECRET,JOIN_TIMEOUT,REQUEUE_MARKER,SHUTDOWN_TIMEOUT,PYTHON,LOGS
   names+=$(compgen -e | awk '/^(NCCL|UCX|GLOO|TORCH|OMP|DALI|CUDA_DEVICE)_/ { printf ",%s", $0 }')
   container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
     --container-workdir="$REPO" --container-env="$names")
 }
 
-# Where a node finds the data: a folder named after what DATA are now, so that changed ones are staged again.
+# Where a node finds the data: a folder named after what DATA are now, every file of them, so that changed ones are staged
+# again.
 staged() {
   local name
   name=$(basename "$DATA")
-  echo "$STAGE_TO/${name%%.tar*}-$(stat -L -c '%n %s %Y' "$DATA" | cksum | cut -d ' ' -f 1)"
+  echo "$STAGE_TO/${name%%.tar*}-$(find "$DATA" -printf '%p %y %s %T@\n' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)"
 }
 
 # FLAGS... of train.py: the whole job, up to its end.
 run_job() {
-  local data=$DATA hang
+  local data hang preflight=()
   [ -n "$DATA" ] || fail "DATA is not set: DATA=/path/to/images sbatch ..."
   [ -r "$DATA" ] || fail "DATA=$DATA cannot be read on $(hostname)"
   [ -n "$PROCESSES" ] || fail "PROCESSES is not set, and Slurm gave this job no GPUs: sbatch --gpus-per-node=8, or PROCESSES=N"
   [ -z "$CONFIG" ] || [ -r "$CONFIG" ] || fail "no recipe $CONFIG: set CONFIG=FILE.yaml, or CONFIG= for none"
+  # As all nodes and containers know them.
+  DATA=$(realpath "$DATA") LABELS=${LABELS:+$(realpath -m "$LABELS")} FINETUNE=${FINETUNE:+$(realpath "$FINETUNE")}
+  STAGE_TO=${STAGE_TO:+$(realpath -m "$STAGE_TO")}
+  data=$DATA
   [ -z "$STAGE_TO" ] || data=$(staged)
   choose_container "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}"
   # What `make` has installed beside the scripts, where no environment is active; the image's in a container.
@@ -127,7 +135,9 @@ run_job() {
   NNODES=$SLURM_JOB_NUM_NODES
   # A start that is left over from before a requeue must not be met.
   RUN_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-  export PYTHON NNODES RUN_ID SHUTDOWN_TIMEOUT CONTAINER_IMAGE
+  # By which the nodes know each other.
+  RUN_SECRET=${RUN_SECRET:-$(od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n')}
+  export PYTHON NNODES RUN_ID RUN_SECRET JOIN_TIMEOUT SHUTDOWN_TIMEOUT CONTAINER_IMAGE LOGS
   echo "start $RUN_ID: $NNODES x $PROCESSES processes on $SLURM_JOB_NODELIST"
   if [ "$NNODES" -gt 1 ]; then
     MASTER_ADDR=${MASTER_ADDR:-$(first_address)} || exit
@@ -139,15 +149,18 @@ run_job() {
     on_nodes slurm/prepare_node.sh ${STAGE_TO:+"$DATA" "$data"} || finish $?
   fi
   if [ "$PREFLIGHT" != 0 ]; then
-    on_nodes "${container[@]}" "$PYTHON" -m volo.engine.preflight --data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" \
-      --processes "$PROCESSES" || finish $?
+    preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" --processes "$PROCESSES" --timeout "$JOIN_TIMEOUT")
   fi
   # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
   hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')
   [ "${hang:-0}" -gt 120 ] || hang=120
   echo "logs: $LOGS/$SLURM_JOB_ID-NODE.log"
-  on_nodes --output="$LOGS/%j-%N.log" --open-mode=append "${container[@]}" ./distributed_train.sh "$PROCESSES" "$data" \
+  on_nodes "${container[@]}" slurm/train_node.sh "${preflight[@]}" -- "$PROCESSES" "$data" \
     ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
-    --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@"
-  finish $?
+    --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@" || finish $?
+  if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != done ]; then # a step may end well without having begun
+    echo "error: the training has not said that it is done: see $LOGS" >&2
+    finish 1
+  fi
+  finish 0
 }

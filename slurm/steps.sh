@@ -5,9 +5,12 @@
 # exit code: those of srun and torchrun mix the codes of many processes.
 REQUEUE_MARKER=${REQUEUE_MARKER:-$(mktemp)}
 export REQUEUE_MARKER
-: >"$REQUEUE_MARKER" # what an earlier start has left doesn't count
+# What an earlier start has left doesn't count, but for what `goes_on` compares.
+rm -f "$REQUEUE_MARKER.state" # rank 0 writes "begun", then "done"
+: >"$REQUEUE_MARKER" || exit 2
 
 running='' # process id of the step
+timer=''   # of what ends it if it has not begun
 warning='' # the newest signal that this script was sent
 warnings=0
 
@@ -21,6 +24,9 @@ warned() { # SIGNAL
   if [ -n "$running" ]; then
     echo "$1 from Slurm: passed on to the running step" >&2
     kill -s "$1" "$running" 2>/dev/null
+    # A node that is still busy unpacking an image hears nothing of it, and the others have nothing to save.
+    { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$running"; } &>/dev/null &
+    timer=$!
   fi
 }
 trap 'warned USR1' USR1
@@ -40,6 +46,7 @@ step() {
     [ "$seen" != "$warnings" ] || break
   done
   running=''
+  [ -z "$timer" ] || kill "$timer" 2>/dev/null
   return "$code"
 }
 
@@ -60,6 +67,16 @@ to_be_requeued() {
   esac
 }
 
+# Whether it makes sense to start again: not where the time limit has ended two starts in a row without an update done.
+goes_on() {
+  local update before idle=0
+  update=$(sed -n 's/.*"update": \([0-9]*\).*/\1/p' "$REQUEUE_MARKER")
+  [ ! -s "$REQUEUE_MARKER.last" ] || read -r before idle <"$REQUEUE_MARKER.last"
+  if [ "${update:-${before:-0}}" = "${before:-0}" ]; then idle=$((idle + 1)); else idle=0; fi
+  echo "${update:-${before:-0}} $idle" >"$REQUEUE_MARKER.last"
+  [ "$warning" != USR1 ] || [ "$idle" -lt 2 ]
+}
+
 # CODE: end with it, back in the queue if the training was told to end.
 finish() {
   local job attempt
@@ -67,7 +84,12 @@ finish() {
   # The id of one array task; the bare number may mean all of them.
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
   job=${job:-${SLURM_JOB_ID:-}}
-  if [ -n "$job" ] && to_be_requeued "$1"; then
+  if [ -z "$job" ] || ! to_be_requeued "$1"; then
+    rm -f "$REQUEUE_MARKER.last"
+  elif ! goes_on; then
+    echo "error: the time limit has ended two starts in a row before they had done an update: ask for more (--time)" >&2
+    rm -f "$REQUEUE_MARKER.last"
+  else
     [ ! -s "$REQUEUE_MARKER" ] || echo "the training says: $(cat "$REQUEUE_MARKER")"
     for attempt in 1 2 3; do # the controller may be busy
       if scontrol requeue "$job"; then
@@ -78,6 +100,6 @@ finish() {
       sleep 5
     done
   fi
-  rm -f "$REQUEUE_MARKER"
+  rm -f "$REQUEUE_MARKER" "$REQUEUE_MARKER.state"
   exit "$1"
 }

@@ -21,7 +21,10 @@ def _starts_program() -> bool:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
         return module.partition(".")[0] in ("volo", "tlt")
     # Others may have a train.py, too.
-    beside = program.suffix == ".py" and program.resolve().parent == Path(__file__).resolve().parents[1]
+    root, parent = Path(__file__).resolve().parents[1], program.resolve().parent
+    if program.suffix == ".py" and parent == root / "volo" / "programs":
+        return program.stem == "launch"
+    beside = program.suffix == ".py" and parent == root
     return program.stem in _PROGRAMS and (beside or program.stem.startswith("volo-") or program.stem == "tlt")
 
 

@@ -8,6 +8,7 @@ of each record.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import stat
 import zipfile
@@ -27,6 +28,7 @@ WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
 _CHUNK = 1 << 20  # bytes
+_MOST_ENTRIES = 50_000_000  # a list of 60 levels, each holding the next twice, is 1.6 kB and would be read for ever
 _FOLDER = 0x10  # among the attributes of a record
 _NOT_A_CHECKPOINT = (
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself: run `git lfs pull`"),
@@ -187,7 +189,22 @@ def _load(source: BinaryIO | str | Path, path: str | Path, mmap: bool | None = N
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    if _entries(content, {}) > _MOST_ENTRIES:
+        raise UserError(f"{path} is refused: written out, what is shared in it is more than {_MOST_ENTRIES} entries")
     return _plain(content)
+
+
+def _entries(value: Any, known: dict[int, float]) -> float:
+    """How many values there are in `value`, those that are shared counted wherever they stand."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if not isinstance(value, (dict, list, tuple, set)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # where it holds itself
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_entries(each, known) for each in inside)
+    return known[id(value)]
 
 
 def _plain(value: Any) -> Any:
@@ -243,6 +260,12 @@ def state_dict_of(
     if len(set(names)) != len(names):
         raise UserError(f"{path} holds the same weights twice, with and without a wrapper's prefix")
     return dict(zip(names, weights.values(), strict=True))
+
+
+def count_weights(checkpoint: dict[str, Any]) -> int:
+    """Return how many numbers the tensors of a checkpoint hold, its entries' and its own."""
+    entries = [checkpoint, *(entry for entry in checkpoint.values() if isinstance(entry, dict))]
+    return sum(value.numel() for entry in entries for value in entry.values() if isinstance(value, Tensor))
 
 
 def clean_names(names: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ from tests.engine.machines import Tree
 from tests.programs.conftest import ROOT
 from volo.engine import binding
 from volo.engine.binding import apply, bind_process, describe, differences, threads
-from volo.engine.placement import Share, distance, make_plan, nearest_ports, variables
+from volo.engine.placement import Share, compute_ports, distance, make_plan, nearest_ports, variables
 from volo.engine.topology import Gpu, Machine, Place, Port, listed, numbers, read_machine
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU masks are Linux's")
@@ -143,7 +143,69 @@ def test_cards_of_another_network_are_left_out_though_they_are_as_near(tmp_path:
     assert machine.ports[0].name == "bf3_0:1"
     assert table(tmp_path) == DGX_H100.strip().splitlines()
     # As many of both: InfiniBand.
-    assert nearest_ports(machine.gpus[:1], machine.ports[0:3:2])["0000:1b:00.0"].port.name == "mlx5_0:1"
+    assert [port.name for port in compute_ports(machine.gpus[:1], machine.ports[0:3:2])] == ["mlx5_0:1"]
+
+
+def ib_hca(root: Path) -> str | None:
+    """What NCCL is told on a machine."""
+    machine = read_machine(root)
+    return variables(make_plan(machine, "auto", None, len(machine.gpus), {}), 0, {}, root)[0].get("NCCL_IB_HCA")
+
+
+def test_the_one_fast_card_beats_more_slow_ports(tmp_path: Path) -> None:
+    tree = machines.virtual(tmp_path)
+    tree.card("mlx5_9", "pci0000:00/0000:00:1e.0", 0, rate=200)
+    for i in (0, 1):
+        tree.card(f"bnxt_{i}", f"pci0000:00/0000:00:1f.{i}", 0, rate=25, layer="Ethernet")
+    assert ib_hca(tmp_path) == "=mlx5_9:1"
+
+
+def test_two_equal_cards_for_each_gpu_are_all_left_to_nccl(tmp_path: Path) -> None:
+    tree = machines.dgx_h100(tmp_path / "oci")
+    for card in (1, 2, 7, 8):
+        (tree.root / f"sys/class/infiniband/mlx5_{card}").unlink()
+    for i in range(8):
+        switch = f"pci0000:{i + 1:02x}/0000:{i + 1:02x}:01.0/0000:a{i}:00.0"
+        tree.card(f"mlx5_{20 + i}", f"{switch}/0000:a{i}:04.0/0000:{i}d:00.0", i // 4, rate=400)
+    assert len(read_machine(tree.root).ports) == 16 and ib_hca(tree.root) is None
+
+
+def test_a_slow_storage_card_on_a_gpus_switch_is_left_out(tmp_path: Path) -> None:
+    tree = machines.dgx_a100(tmp_path)
+    tree.card("mlx5_20", "pci0000:00/0000:00:01.1/0000:f0:00.0/0000:f0:10.1/0000:08:00.0", 3, rate=100)
+    named = ib_hca(tmp_path)
+    assert named == "=" + ",".join(f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9))
+    assert table(tmp_path) == DGX_A100.strip().splitlines()
+
+
+def test_a_far_card_that_is_faster_leaves_the_choice_to_nccl(tmp_path: Path) -> None:
+    tree = machines.dgx_a100(tmp_path)
+    for i in (4, 5):
+        tree.write(f"sys/class/infiniband/mlx5_{i}/ports/1/rate", "400 Gb/sec (4X NDR)")
+    assert ib_hca(tmp_path) is None
+
+
+def test_gpus_that_the_jobs_cgroup_lets_open_are_those_that_cuda_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = machines.dgx_h100(tmp_path)
+    for minor, file in enumerate(sorted(tmp_path.glob("proc/driver/nvidia/gpus/*/information"))):
+        file.write_text(f"{file.read_text()}Device Minor: \t {minor}\n")
+        tree.write(f"dev/nvidia{minor}", "")
+    denied = tuple(f"nvidia{minor}" for minor in range(4))
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(denied) and access(path, mode))
+    addresses = [gpu.address for gpu in read_machine(tmp_path).gpus if gpu.shown]
+    assert addresses == ["0000:9d:00.0", "0000:c3:00.0", "0000:d1:00.0", "0000:df:00.0"]
+
+
+def test_what_a_kernel_tells_oddly_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = machines.laptop(tmp_path)
+    tree.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "")
+    assert read_machine(tmp_path).gpus[0].place.node is not None  # of the one that there is
+    monkeypatch.setattr(binding, "read_machine", lambda: int("odd"))
+    (line,) = bind_process(Namespace(bind="auto", device=None))
+    assert line.startswith("binding: nothing is bound: ValueError: ")
 
 
 def test_nodes_of_memory_alone_do_not_count(tmp_path: Path) -> None:
@@ -287,10 +349,16 @@ def test_cards_of_any_machine(machine: Machine) -> None:
     for gpu in near:
         port, there = found[gpu.address].port, ways[gpu]
         nearest = [other for other in machine.ports if there[other.name] == min(there.values())]
-        assert port in nearest and port.rate == max(other.rate for other in nearest)
+        assert port in nearest
         # Nobody shares a card while another that is as good is idle.
-        idle = [other for other in nearest if other.rate == port.rate and other.name not in taken]
+        idle = [other for other in nearest if other.name not in taken]
         assert taken.count(port.name) == 1 or not idle
+    kept = compute_ports(machine.gpus, machine.ports)
+    assert bool(kept) == bool(machine.ports)
+    for port in machine.ports:
+        if port not in kept:  # slower than one that stays, or farther from all GPUs
+            farther = all(min(ways[gpu][p.name] for p in kept) < ways[gpu][port.name] for gpu in machine.gpus)
+            assert farther or port.rate < max(other.rate for other in kept)
 
 
 def test_what_is_set_already_stays(tmp_path: Path) -> None:

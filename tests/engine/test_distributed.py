@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from volo.engine.distributed import (
     primary_first,
     sum_over_ranks,
 )
-from volo.engine.ranks import adopt_mpi, ranks_from_environment
+from volo.engine.ranks import BOUND_GPU, adopt_mpi, ranks_from_environment
 
 
 def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:
@@ -78,6 +79,32 @@ def test_device_names_are_checked() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="--device cuda"):
             choose_device("cuda", 0)
+
+
+def test_gpus_that_torch_cannot_use_are_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(distributed, "Path", lambda path: tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    assert choose_device(None, 0) == torch.device("cpu")  # a container without GPUs
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(UserError, match="this machine has NVIDIA GPUs, and torch .* or --device cpu"):
+        choose_device("auto", 0)
+    assert choose_device("cpu", 0) == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device(None, 0) == torch.device("cpu")
+
+
+def test_a_process_that_is_bound_beside_another_gpu_than_its_own_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
+    monkeypatch.setenv(BOUND_GPU, "0000:9d:00.0")
+    distributed._check_bound(gpu)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(BOUND_GPU, "0000:1b:00.0")
+    distributed._check_bound(gpu)
+    assert "bound beside GPU 0000:1b:00.0, but CUDA computes on 0000:9d:00" in capsys.readouterr().err
 
 
 def test_collectives_alone_change_nothing() -> None:

@@ -373,6 +373,11 @@ def test_model_config_is_checked() -> None:
         ("crop_pct", -0.9),
         ("kwargs", {1: 2}),
         ("kwargs", {"checkpoint_path": "other.pth"}),
+        ("num_classes", 10**10),
+        ("img_size", [10**6, 224]),
+        ("in_chans", 10**6),
+        ("kwargs", {"depth": 10**6}),
+        ("kwargs", {"layers": [4] * 101}),
     ],
 )
 def test_model_config_of_a_wrong_kind(key: str, value: Any) -> None:

@@ -57,6 +57,20 @@ def test_fault_21_a_rank_that_waits_for_data_is_left_to_the_loader() -> None:
     assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in str(dog._verdict(90.0))
 
 
+def test_fault_21_a_lost_rank_is_told_while_data_are_waited_for() -> None:
+    dog = watchdog()
+    dog._passed.add("step")
+    now = dog._answered
+    dog._ranks = [rank(7, "data", 40.0, now), rank(6, "step", 1.0, now - 2.9)]
+    assert dog._loss() is None
+    dog._ranks[1] = rank(6, "step", 1.0, now - 3.1)
+    assert "no sign of life for 3 s from rank 1 (node, pid 1, in step for 1 s)" in str(dog._loss())
+    dog._ranks[1] = rank(6, "saving", 1.0, now - 9.0)  # whose disk may hold up the whole process
+    assert dog._loss() is None
+    dog._ranks[1], dog._answered = rank(6, "step", 1.0, now - 3.1), now - 2.0  # the store may be to blame
+    assert dog._loss() is None
+
+
 def test_fault_21_a_start_that_is_still_listing_files_is_no_hang() -> None:
     dog = watchdog()
     now, long = dog._answered, START_TIMEOUT_S + 60

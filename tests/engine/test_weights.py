@@ -189,6 +189,22 @@ def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
     assert "unpacked checkpoint" in refusal(next(unpacked.iterdir()))
 
 
+def test_shared_lists_that_would_be_read_for_ever_are_refused(tmp_path: Path) -> None:
+    value: Any = []
+    for _ in range(60):
+        value = [value, value]
+    torch.save({"state_dict": {"w": torch.zeros(1)}, "args": value}, tmp_path / "bomb.pth")
+    assert (tmp_path / "bomb.pth").stat().st_size < 4000
+    for read in (read_checkpoint, peek_checkpoint):
+        with pytest.raises(UserError, match=r"bomb.pth is refused: written out, what is shared"):
+            read(tmp_path / "bomb.pth")
+    itself: list[Any] = []
+    itself.append(itself)
+    torch.save({"state_dict": {}, "args": itself}, tmp_path / "loop.pth")
+    with pytest.raises(UserError, match="is refused"):
+        read_checkpoint(tmp_path / "loop.pth")
+
+
 def test_other_files(tmp_path: Path, good: Path) -> None:
     path = tmp_path / "d1_224_84.2.pth.tar"
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 106\n"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.programs.conftest import QUICK, Ended, launch, metrics
+from tests.conftest import LIMIT
+from tests.programs.conftest import QUICK, ROOT, Ended, launch, metrics
 from tlt.data.loader import TrainLoader
 from volo.engine import data as data_factory
 from volo.engine.args import parse_train
@@ -123,3 +127,11 @@ def test_gradients_of_one_process_are_not_compressed(
 ) -> None:
     ended = call("train", f"{dataset[0]} {QUICK} --output {tmp_path} --grad-compression bf16")
     assert ended.code == 2 and "--grad-compression bf16 has no effect with one process: leave it out" in ended.err
+
+
+def test_a_folder_that_is_missing_is_told_once_whatever_starts_the_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [str(ROOT / "train.py"), str(tmp_path / "missing"), *QUICK.split()]
+    env = {name: value for name, value in os.environ.items() if name != "LAUNCH_TOLD"} | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode and ended.stderr.count("error: data folder ") == 1, ended.stderr

@@ -212,3 +212,12 @@ def test_a_file_that_differs_from_the_model_is_not_written(
     ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2")
     assert ended.code == 2 and "nothing was written" in ended.err
     assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
+
+
+def test_a_checkpoint_that_describes_a_model_far_larger_than_itself_is_refused(call: Call, tmp_path: Path) -> None:
+    kwargs = {"layers": [9, 9, 9, 9], "embed_dims": [4096, 8192, 8192, 8192], "num_heads": [64, 64, 64, 64]}
+    described = {"name": "volo_d1", "kwargs": kwargs, "num_classes": 4, "img_size": [224, 224]}
+    torch.save({"state_dict": {"x": torch.zeros(1)}, "model_config": described}, tmp_path / "vast.pth")
+    ended = call("export", f"--checkpoint {tmp_path}/vast.pth -o {tmp_path}/out.onnx")
+    assert ended.code == 2 and "the checkpoint describes a model of" in ended.err, ended
+    assert len(ended.err.splitlines()) == 1

@@ -65,8 +65,9 @@ KillWait=15
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=2,batch_sched_delay=1
+# Nodes of several kinds.
 NodeName=DEFAULT CPUs=4 RealMemory=4000 State=UNKNOWN
-$(for node in "${NODES[@]}"; do echo "NodeName=$node NodeAddr=$NET.1$(number_of "$node")"; done)
+$(for node in "${NODES[@]}"; do echo "NodeName=$node NodeAddr=$NET.1$(number_of "$node") CPUs=$((5 - $(number_of "$node")))"; done)
 PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 END

@@ -20,7 +20,8 @@ PROGRAMS = {
     "srun": """
 [ "$1" != --help ] || { echo "$SRUN_HELP"; exit; }
 { printf 'srun'; printf ' %s' "$@"; echo; } >> "$FAKE/steps"
-env | grep -E '^(MASTER_ADDR|MASTER_PORT|NNODES|RUN_ID|REQUEUE_MARKER|SHUTDOWN_TIMEOUT|PYTHON)=' | sort > "$FAKE/env"
+given='^(MASTER_ADDR|MASTER_PORT|NNODES|RUN_ID|JOIN_TIMEOUT|REQUEUE_MARKER|SHUTDOWN_TIMEOUT|PYTHON|LOGS)='
+env | grep -E "$given" | sort > "$FAKE/env"
 case "$*" in *"$ON"*) exec bash -c "$DO" ;; esac
 """,
     "scontrol": """
@@ -36,6 +37,7 @@ esac
     "ip": """[ "$*" = "-4 -o route get 10.0.0.12" ] && echo "10.0.0.12 dev eth0 src 10.0.0.31 uid 0" """,
     "sleep": "",
 }
+DONE = "echo done > $REQUEUE_MARKER.state"
 ADDRESSES = "".join(f"10.0.0.1{n} STREAM node{n}\n" for n in range(1, 6))
 
 
@@ -64,8 +66,8 @@ class FakeSlurm:
         self.env = {
             "PATH": f"{folder}/bin:/usr/bin:/bin",
             "FAKE": str(folder),
-            "ON": "distributed_train.sh",
-            "DO": "true",
+            "ON": "train_node.sh",
+            "DO": DONE,
             "STATE": "RUNNING",
             "PREEMPTED": "None",
             "NODE_ADDR": "10.0.0.21",
@@ -124,8 +126,9 @@ def test_d5_is_pretrained_on_five_nodes(slurm: FakeSlurm) -> None:
     ended = slurm.run("pretrain.sbatch", "--model", "volo_d5", "--seed", "1", LABELS="/data/labels", EXPERIMENT="d5")
     assert (ended.code, ended.err) == (0, "")
     check_golden(slurm, ended, "pretrain_d5.txt")
-    preflight, training = ended.steps
-    assert "volo.engine.preflight" in preflight and "distributed_train.sh 8 " in training
+    (step,) = ended.steps
+    assert "train_node.sh --data " in step and " -- 8 " in step
+    assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
 
 
 def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
@@ -194,6 +197,7 @@ def test_a_mistake_is_one_line_before_any_step(
     assert ended.err.splitlines()[-1].startswith("error: ") and slurm.lines("asked") == []
 
 
+BEGUN = "echo begun > $REQUEUE_MARKER.state"
 MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
 
 
@@ -207,7 +211,7 @@ MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
         ("exit 143", {"PREEMPTED": "2026-01-01T10:00:00"}, True),  # before there was anything to save
         ("exit 143", {}, False),
         ("exit 1", {"PREEMPTED": "2026-01-01T10:00:00"}, False),
-        ("exit 0", {}, False),
+        (f"{DONE}; exit 0", {}, False),
         ("exit 2", {}, False),
     ],
 )
@@ -233,7 +237,8 @@ def test_a_busy_controller_is_asked_again(slurm: FakeSlurm) -> None:
 
 def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> None:
     # What a training does: a while after the first warning it leaves, a second one does nothing.
-    do = f"trap ': $((n++))' USR1; echo begun; until [ $n ]; do /bin/sleep 0.05; done; /bin/sleep 0.3; {MARKED} 85"
+    waits = "until [ $n ]; do /bin/sleep 0.05; done; /bin/sleep 0.3"
+    do = f"trap ': $((n++))' USR1; {BEGUN}; echo begun; {waits}; {MARKED} 85"
     process = slurm.start("pretrain.sbatch", DO=do)
     assert process.stdout is not None and any("begun" in line for line in process.stdout)
     for _ in range(2):
@@ -243,8 +248,9 @@ def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> 
     assert slurm.lines("asked") == ["requeue 12345"]
 
 
-def test_a_warning_during_the_preflight_requeues_and_starts_no_training(slurm: FakeSlurm) -> None:
-    process = slurm.start("pretrain.sbatch", ON="preflight", DO="echo begun; exec /bin/sleep 20")
+def test_a_warning_while_data_are_staged_requeues_and_starts_no_training(slurm: FakeSlurm) -> None:
+    wait = {"ON": "prepare_node", "DO": "echo begun; exec /bin/sleep 20", "STAGE_TO": "/raid"}
+    process = slurm.start("pretrain.sbatch", **wait)
     assert process.stdout is not None and any("begun" in line for line in process.stdout)
     process.send_signal(signal.SIGUSR1)
     ended = slurm.end(process)
@@ -252,9 +258,75 @@ def test_a_warning_during_the_preflight_requeues_and_starts_no_training(slurm: F
     assert slurm.lines("asked") == ["requeue 12345"]
 
 
+def test_a_step_that_hears_no_warning_is_ended_before_it_has_begun(slurm: FakeSlurm) -> None:
+    # An image that is being unpacked; a TERM ends it, which here is sent at once.
+    process = slurm.start("pretrain.sbatch", DO="trap '' USR1; echo unpacking; exec /bin/sleep 600")
+    assert process.stdout is not None and any("unpacking" in line for line in process.stdout)
+    process.send_signal(signal.SIGUSR1)
+    assert slurm.end(process).code == 143
+    assert slurm.lines("asked") == ["requeue 12345"]
+
+
+def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_time(slurm: FakeSlurm) -> None:
+    def warned(update: int | None) -> tuple[str, int]:
+        saved = "" if update is None else f"""echo '{{"reason": "x", "update": {update}}}' > $REQUEUE_MARKER; """
+        do = f"trap 'n=1' USR1; {BEGUN}; echo begun; until [ $n ]; do /bin/sleep 0.05; done; {saved}exit 85"
+        process = slurm.start("pretrain.sbatch", DO=do)
+        assert process.stdout is not None and any("begun" in line for line in process.stdout)
+        process.send_signal(signal.SIGUSR1)
+        return slurm.end(process).err, len(slurm.lines("asked"))
+
+    assert warned(None)[1] == 1
+    assert warned(40)[1] == 2
+    assert warned(40)[1] == 3
+    assert warned(60)[1] == 4
+    assert warned(None)[1] == 5
+    error, asked = warned(60)
+    assert asked == 5 and "two starts in a row before they had done an update: ask for more (--time)" in error
+
+
 def test_machines_that_are_not_fit_end_the_job(slurm: FakeSlurm) -> None:
-    ended = slurm.run("pretrain.sbatch", ON="preflight", DO="exit 6")
+    ended = slurm.run("pretrain.sbatch", DO="exit 6")
     assert ended.code == 6 and len(ended.steps) == 1
+
+
+def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSlurm) -> None:
+    for do in ("exit 0", BEGUN):
+        ended = slurm.run("pretrain.sbatch", DO=do)
+        assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
+
+
+def test_what_cannot_be_written_is_told_before_any_step(slurm: FakeSlurm) -> None:
+    (slurm.folder / "file").touch()
+    ended = slurm.run("pretrain.sbatch", LOGS=str(slurm.folder / "file" / "logs"))
+    assert ended.code == 2 and ended.steps == [] and "cannot be written" in ended.err.splitlines()[-1]
+
+
+def test_relative_names_are_those_of_the_nodes_and_containers(slurm: FakeSlurm) -> None:
+    image = slurm.folder / "volo.sqsh"
+    image.touch()
+    ended = slurm.run(
+        "finetune.sbatch", DATA="tests/golden", FINETUNE="README.md", LABELS=".", CONTAINER_IMAGE=str(image)
+    )
+    (mounts,) = [word for word in ended.steps[-1].split() if word.startswith("--container-mounts=")]
+    pairs = [pair.split(":") for pair in mounts.removeprefix("--container-mounts=").split(",")]
+    assert all(source == target and source.startswith("/") for source, target in pairs), pairs
+    assert f"{ROOT}/tests/golden:{ROOT}/tests/golden" in mounts
+    assert f" {ROOT}/tests/golden " in ended.steps[-1] and f"--finetune {ROOT}/README.md" in ended.steps[-1]
+
+
+def test_data_that_change_in_a_folder_are_staged_again(slurm: FakeSlurm) -> None:
+    (slurm.folder / "data/train/cat").mkdir()
+    image = slurm.folder / "data/train/cat/1.jpg"
+
+    def target() -> str:
+        (slurm.folder / "steps").unlink(missing_ok=True)
+        return slurm.run("pretrain.sbatch", STAGE_TO="/raid").steps[0].split()[-1]
+
+    image.write_text("one")
+    targets = [target(), target()]
+    image.write_text("other")  # in place: no folder's time changes
+    assert targets[0] == targets[1] != target()
 
 
 @pytest.fixture

@@ -75,8 +75,10 @@ def _add(listing: Listing, name: str, info: tarfile.TarInfo, shown: str) -> None
     stem, dot, extension = base.partition(".")
     if info.isdir():
         return
+    if info.issym() or info.islnk():
+        raise UserError(f"{shown} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
     if not info.isreg() or info.issparse():
-        listing.leave_out("links, devices or sparse files", name)
+        listing.leave_out("devices or sparse files", name)
     elif not stem or not dot:
         listing.leave_out("hidden files or files without an extension", name)
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import dense_head_of, with_dense_head
-from tlt.weights import read_checkpoint
+from tlt.weights import count_weights, read_checkpoint
 from volo.engine.finetune import load_weights
 from volo.engine.model import TimmModel, build_model, image_size_of
 from volo.engine.model_config import model_config_of
@@ -35,7 +35,8 @@ def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[Tim
     args.num_classes = args.num_classes or recorded.get("num_classes") or num_classes
     if args.img_size is None and args.input_size is None:
         args.img_size = recorded.get("img_size")
-    model = build_model(args, recorded.get("kwargs") if args.model == recorded.get("name") else None)
+    kwargs = recorded.get("kwargs") if args.model == recorded.get("name") else None
+    model = build_model(args, kwargs, count_weights(checkpoint))
     if isinstance(model, TokenLabelModel) and not recorded.get("dense_head", True):
         model.set_dense_head(False)
     if recorded.get("dense_head") and dense_head_of(checkpoint, args.use_ema or None, args.checkpoint):

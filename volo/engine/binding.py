@@ -33,7 +33,7 @@ from volo.engine.flag_table import POSITIVE, FlagParser, Group, flag
 from volo.engine.flags_train import BIND
 from volo.engine.memory_policy import get_policy, set_policy
 from volo.engine.placement import Plan, Share, make_plan, variables
-from volo.engine.ranks import local_size_from_environment, ranks_from_environment
+from volo.engine.ranks import BOUND_GPU, local_size_from_environment, ranks_from_environment
 from volo.engine.topology import listed, numbers, read_machine, visible_gpus
 
 _COLUMNS = ("rank", "GPU", "PCI address", "NUMA node", "CPUs", "memory", "card", "distance")
@@ -51,8 +51,13 @@ def bind_process(args: Namespace) -> list[str]:
     if ranks is None:
         lines = ["binding: nothing is bound: the launcher doesn't set LOCAL_WORLD_SIZE, the ranks of this machine"]
         return lines if rank == 0 else []
-    plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
+    try:
+        plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
+    except (OSError, ValueError, LookupError) as error:  # a kernel that tells what no other one does
+        return [f"binding: nothing is bound: {type(error).__name__}: {error}"] if rank == 0 else []
     share = plan.shares[local_rank]
+    if share.gpu is not None:
+        os.environ[BOUND_GPU] = share.gpu.address
     added, left_out = variables(plan, local_rank, os.environ)
     added |= threads(share, os.environ)
     os.environ.update(added)

@@ -90,8 +90,9 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
         STOP.too_late()
         from tlt.names import printable  # imports torch, which `--help` must not
 
-        # What a message quotes (a flag, a file's name) may break lines.
-        _tell(f"error: {printable(str(error))}")
+        if not error.told:
+            # What a message quotes (a flag, a file's name) may break lines.
+            _tell(f"error: {printable(str(error))}")
         return _leave(error.exit_code)
     except Stopped as stop:
         STOP.too_late()

@@ -1,20 +1,25 @@
 """Processes: who am I, who else is there, and the few collectives that the programs need.
 
 Rank and world size come from the environment that torchrun or `srun` sets; the `--local_rank` flag of old launchers is
-only a fallback. NCCL joins GPUs, gloo joins CPUs.
+only a fallback. NCCL joins GPUs, gloo joins CPUs. Neither knows whom it talks to: what ranks tell each other is JSON.
 """
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
 import itertools
+import json
 import math
 import os
 import pickle
 import re
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,11 +28,20 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.engine.ranks import ranks_from_environment
+from volo.engine.ranks import BOUND_GPU, own_address, ranks_from_environment
+from volo.engine.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope
+from volo.engine.topology import interface_to
 
 T = TypeVar("T")
 _CALLS = itertools.count()  # of `once_per_host`, in the same order on every rank
+_POLL_S = 0.1
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
+
+
+class Told(UserError):
+    """A mistake that another rank of this machine meets, too, and prints."""
+
+    told = True
 
 
 class RankLost(UserError):
@@ -44,6 +58,7 @@ class World:
     local_rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # of this start of the run, with several processes
 
     @property
     def is_primary(self) -> bool:
@@ -55,11 +70,17 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
 
     Raises:
-        UserError: A GPU is asked for that this machine doesn't have, or something that is neither CPU nor GPU.
+        UserError: A GPU is asked for that this machine doesn't have, or something that is neither CPU nor GPU; or the
+            machine has GPUs that torch can't use, and nobody has asked for the CPU.
     """
     name = requested or "auto"
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+            why = "is built without CUDA" if torch.version.cuda is None else "can't use them (see nvidia-smi)"
+            raise UserError(
+                f"this machine has NVIDIA GPUs, and torch {torch.__version__} {why}: mend that, or --device cpu"
+            )
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -72,11 +93,26 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
         if device.index is None or device.index >= count:
             raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
         torch.cuda.set_device(device)
+        _check_bound(torch.cuda.get_device_properties(device))
     return device
 
 
-def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0) -> World:
+def _check_bound(gpu: Any) -> None:
+    """Tell if CUDA has given this process another GPU than the one beside which it was bound."""
+    bound = os.environ.get(BOUND_GPU)
+    if bound is None or not hasattr(gpu, "pci_bus_id"):
+        return
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    if not bound.startswith(address):
+        remedy = "set CUDA_VISIBLE_DEVICES to the GPUs of this job, or --bind none"
+        print(f"warning: bound beside GPU {bound}, but CUDA computes on {address}: {remedy}", file=sys.stderr)
+
+
+def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, begins: bool = True) -> World:
     """Join the other processes, if there are any.
+
+    Args:
+        begins: Whether ranks have something to lose from here on; else from when `begin` is called.
 
     Raises:
         UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens.
@@ -86,14 +122,106 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
     limit_threads(world)
     if size > 1:
         _set_rendezvous_address(size)
-        dist.init_process_group(
-            # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
-            "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if _on_one_machine(size):  # where nobody else has to be let in
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo's own guess, by the host's name, may be lo
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        world = replace(world, store=_meet(rank, size, timeout_s))
+        _join(world, timeout_s)
+        if begins:
+            begin(world)
     return world
+
+
+def begin(world: World) -> None:
+    """Tell the launchers: until now they kill ranks that wait for those of a node whose processes have ended."""
+    if world.store is not None and world.is_primary:
+        world.store.set(BEGUN, "")
+
+
+def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """Return the store of this start of the run when all ranks have come to it and reach each other.
+
+    Until then no rank is inside of torch, where signals would wait: for a rank that never comes the launchers end all.
+
+    Raises:
+        RankLost: Ranks have not come in time, or a firewall is between them.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher
+    until = time.monotonic() + timeout_s
+    if rank == 0 and not hosted:
+        try:
+            server = serve(_listening_address(address, size), port)
+        except OSError as error:
+            raise UserError(
+                f"MASTER_ADDR={address}, MASTER_PORT={port}: {error.strerror}: choose another port"
+            ) from error
+    else:
+        server = _reach(address, port, until)
+    store = dist.PrefixStore(start_scope(), server)
+
+    def all_wrote(what: str, own: object) -> None:
+        store.set(f"{what}/{rank}", json.dumps(own))
+        keys = [f"{what}/{each}" for each in range(size)]
+        while not store.check(keys):
+            if time.monotonic() > until:
+                missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+                raise RankLost(f"rank {', '.join(missing)} did not come within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    own = address if _on_one_machine(size) else own_address(address)
+    with socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET) as door:
+        here = socket.gethostname()
+        all_wrote("here", [here, own, door.getsockname()[1]])
+        # The same rank of the next machine stands for all of it; gloo would try for minutes, and not say with whom.
+        neighbour = (rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) % size
+        host, there, opened = json.loads(store.get(f"here/{neighbour}"))
+        try:
+            knock(there, opened, seconds=8)
+        except OSError as error:
+            raise RankLost(
+                f"{here} cannot connect to {host} ({there}, port {opened}): {error.strerror or error}: the nodes' "
+                "firewalls have to let each other in on all ports"
+            ) from error
+        all_wrote("reached", neighbour)
+    return store
+
+
+def _reach(address: str, port: int, until: float) -> dist.TCPStore:
+    while True:
+        try:
+            knock(address, port)
+            return connect(address, port)
+        except (OSError, dist.DistError) as error:
+            if time.monotonic() > until:
+                raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)") from error
+            time.sleep(_POLL_S)
+
+
+def _join(world: World, timeout_s: float) -> None:
+    """Connect all ranks, and look whether each is one of this run.
+
+    Raises:
+        RankLost: A rank doesn't know the run's secret.
+    """
+    dist.init_process_group(
+        # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=world.store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    assert world.store is not None
+    signed = SignedStore(world.store, start_scope())
+    own = torch.frombuffer(bytearray(signed.sign(f"rank {world.rank}")), dtype=torch.uint8)
+    shown = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(shown, own)
+    for rank, each in enumerate(shown):
+        if not hmac.compare_digest(bytes(each), signed.sign(f"rank {rank}")):
+            raise RankLost(f"rank {rank} does not know the {SECRET} of this run: it must be the same on all nodes")
 
 
 def limit_threads(world: World) -> None:
@@ -106,12 +234,27 @@ def limit_threads(world: World) -> None:
         torch.set_num_threads(max(1, (cores - 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+def _on_one_machine(size: int) -> bool:
+    elsewhere = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return not elsewhere and int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) == 1
+
+
+def _listening_address(master: str, size: int) -> str:
+    """Where rank 0 listens: at MASTER_ADDR. A name that is a loopback address here, as Debian maps a machine's own, is
+    another one elsewhere: then at all."""
+    try:
+        address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={master}: {error.strerror}: give the IP address of the first node") from error
+    usable = _on_one_machine(size) or not ipaddress.ip_address(address).is_loopback
+    return address if usable else "::" if ":" in address else "0.0.0.0"
+
+
 def _set_rendezvous_address(size: int) -> None:
     if "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", "29500")
         return
-    elsewhere = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if elsewhere or int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) > 1:
+    if not _on_one_machine(size):
         raise UserError(
             "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
         )
@@ -155,21 +298,31 @@ def max_over_ranks(value: int) -> int:
 
 
 def from_primary(value: T) -> T:
-    """Return rank 0's `value` on every rank; it must pickle."""
+    """Return rank 0's `value` on every rank: something that JSON gives back as it was."""
     if not dist.is_initialized():
         return value
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    text = _as_bytes(value)
+    length = torch.tensor(len(text))
+    dist.broadcast(length, src=0)
+    text = text if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(text, src=0)
+    return json.loads(bytes(text.numpy()))
 
 
 def from_all(value: T) -> list[T]:
-    """Return every rank's `value` on every rank, in the order of ranks; it must pickle."""
+    """Return every rank's `value` on every rank, in the order of ranks: something that JSON gives back as it was."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    text = _as_bytes(value)
+    padded = torch.full([max_over_ranks(len(text))], ord(" "), dtype=torch.uint8)
+    padded[: len(text)] = text
+    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(each.numpy())) for each in texts]
+
+
+def _as_bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 class Board:
@@ -214,6 +367,7 @@ def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
     if not dist.is_initialized():
         return make()
     store, key = dist.distributed_c10d._get_default_store(), f"once/{next(_CALLS)}"
+    signed = SignedStore(store, start_scope())  # of a path to unpickle from
     hosts = from_all(_host())
     own = hosts[dist.get_rank()]
     first, others = hosts.index(own), hosts.count(own) - 1
@@ -222,19 +376,21 @@ def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
             try:
                 value = make()
             except UserError as error:
-                store.set(f"{key}/{first}", f"error {error}")
+                signed.set(f"{key}/{first}", ["error", str(error)])
                 # This rank may take the store with it: the others are to tell the same.
                 _wait(lambda: store.add(f"{key}/{first}/told", 0) == others, seconds=10.0)
                 raise
-            store.set(f"{key}/{first}", f"file {stack.enter_context(_memory_file(value, known))}")
+            signed.set(f"{key}/{first}", ["file", stack.enter_context(_memory_file(value, known))])
         else:
-            _wait(lambda: store.check([f"{key}/{first}"]))
-            kind, _, text = store.get(f"{key}/{first}").decode().partition(" ")
+            _wait(lambda: signed.get(f"{key}/{first}") is not None)
+            kind, text = signed.get(f"{key}/{first}")
             if kind == "error":
                 store.add(f"{key}/{first}/told", 1)
-                raise UserError(text)
+                raise Told(text)
             try:
                 with open(text, "rb") as file:
+                    if os.fstat(file.fileno()).st_uid != os.geteuid():
+                        raise PermissionError(text)
                     value = _Unpickler(file, known).load()
             except OSError:  # a kernel that lets no process look at another
                 value = make()
@@ -244,8 +400,9 @@ def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
 
 
 def _host() -> str:
-    """What processes have in common that can look at each other."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    """What processes have in common that can look at each other, and see the same files."""
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
 
 
 @contextmanager
@@ -300,6 +457,6 @@ def primary_first() -> Iterator[None]:
             failure = str(error)
     failure = from_primary(failure)
     if failure is not None:
-        raise UserError(failure)
+        raise Told(failure) if int(os.environ.get("LOCAL_RANK", "0")) else UserError(failure)
     if not primary:
         yield

@@ -24,6 +24,7 @@ from volo.models import VOLO
 TimmModel = Any
 
 # TensorFlow's BatchNorm: --bn-tf
+_SMALL = 10_000_000  # weights that may be built whatever a checkpoint says
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
 _LABEL_SETTINGS = ("aug_order", "uncovered", "label_tail")
 
@@ -37,11 +38,12 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
     return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
 
 
-def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> TimmModel:
+def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
     """Build `args.model` on the CPU.
 
     Args:
         recorded: Keyword arguments of the model from a checkpoint; flags win over them.
+        weights: Of those arguments' checkpoint: a model that is far larger isn't built.
 
     Raises:
         UserError: Unknown model name (the nearest ones are shown), an argument the model doesn't know, published
@@ -55,6 +57,13 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None) -> Timm
         )
     kwargs = (recorded or {}) | _model_kwargs(args)
     try:
+        if recorded:
+            with torch.device("meta"):
+                wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
+            if wanted > 4 * weights + _SMALL:
+                raise UserError(
+                    f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
+                )
         model = timm.create_model(name, **kwargs)
     except (TypeError, AssertionError) as error:
         raise UserError(f"--model {name} cannot be built with {kwargs}: {error}") from error

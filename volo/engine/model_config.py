@@ -39,12 +39,23 @@ def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
     return [ImageNetInfo().index_to_description(i) for i in range(num_classes)] if num_classes == 1000 else []
 
 
-def _whole(value: Any, least: int = 1) -> bool:
-    return type(value) is int and value >= least
+def _whole(value: Any, least: int = 1, most: int = 8192) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _positive(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _small(value: Any) -> bool:
+    """Whether building a model with such an argument takes no more than that model would: no count is out of bounds."""
+    if isinstance(value, dict):
+        layers = [value.get(key) or 0 for key in ("layers", "depth", "depths")]
+        totals = [sum(each) if isinstance(each, (list, tuple)) else each for each in layers if _small(each)]
+        return len(value) <= 100 and all(map(_small, value.values())) and all(total <= 500 for total in totals)
+    if isinstance(value, (list, tuple)):
+        return len(value) <= 100 and all(map(_small, value))
+    return not isinstance(value, (int, float)) or abs(value) <= 8192
 
 
 def _channels(value: Any) -> bool:
@@ -55,8 +66,8 @@ def _channels(value: Any) -> bool:
 _SOURCES = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 _CHECKS = {
     "name": lambda v: isinstance(v, str),
-    "kwargs": lambda v: isinstance(v, dict) and all(isinstance(k, str) and k not in _SOURCES for k in v),
-    "num_classes": lambda v: _whole(v, 0),
+    "kwargs": lambda v: isinstance(v, dict) and all(isinstance(k, str) and k not in _SOURCES for k in v) and _small(v),
+    "num_classes": lambda v: _whole(v, 0, 200_000),
     "img_size": lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(map(_whole, v)),
     "in_chans": _whole,
     "dense_head": lambda v: isinstance(v, bool),

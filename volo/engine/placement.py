@@ -63,7 +63,8 @@ class Plan:
     """What the ranks of a machine get, by local rank; every rank makes the same one.
 
     Attributes:
-        cards: Of all GPUs of the machine, whichever a rank sees: NCCL needs the same list on all ranks.
+        cards: Those of all GPUs of the machine, whichever a rank sees: NCCL needs the same list on all ranks. Empty
+            where that is every active one, or none is near a GPU.
         reasons: What is left out, and why.
     """
 
@@ -85,7 +86,8 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     if visible and None in gpus:
         problem = f"{ranks} ranks, {len(visible)} GPUs"
     nodes, cpus, left_out = share_cpus(machine, mode, gpus)
-    nearest = nearest_ports(machine.gpus, machine.ports) if any(gpus) else {}
+    ports = compute_ports(machine.gpus, machine.ports)
+    nearest = nearest_ports(machine.gpus, ports) if any(gpus) else {}
     forbidden = {node for node in nodes if node is not None and node not in machine.memory_nodes}
     memory = ["off" if node is None or node in forbidden else _MEMORY[mode] for node in nodes]
     shares = tuple(
@@ -94,11 +96,10 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
         else Share(None, own, policy, node)
         for gpu, own, policy, node in zip(gpus, cpus, memory, nodes, strict=True)
     )
-    used = {near.port.name for near in nearest.values()}
     idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
-    no_card = "" if used or not any(gpus) else f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL"
+    no_card = "" if nearest or not any(gpus) else f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL"
     no_memory = f"no memory of NUMA node {listed(forbidden)} for this process" if forbidden else ""
-    cards = tuple(port.name for port in machine.ports if port.name in used)
+    cards = tuple(port.name for port in ports) if nearest and len(ports) < len(machine.ports) else ()
     return Plan(shares, cards, tuple(reason for reason in (problem, left_out, no_memory, no_card) if reason))
 
 
@@ -176,15 +177,40 @@ def _joined(cores: list[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(sorted(cpu for core in cores for cpu in core))
 
 
+def compute_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> list[Port]:
+    """Return the ports that NCCL may use: all but those that are clearly for something else.
+
+    Nobody needs a port if each GPU has another that is faster and as near, or nearer and as fast; near is below the
+    same host bridge, then in the same NUMA node. What is as fast and as near as the others stays, be it two for a GPU
+    or one for two, and so does what is faster but farther. Of two networks that are equal in this, and can't be mixed,
+    the one with more ports is taken.
+    """
+
+    def better(gpu: Gpu, one: Port, other: Port) -> bool:
+        near, as_near = _nearness(gpu, one), _nearness(gpu, other)
+        return one.rate >= other.rate and near <= as_near and (one.rate, near) != (other.rate, as_near)
+
+    needed = [
+        port for port in ports if not gpus or any(not any(better(g, other, port) for other in ports) for g in gpus)
+    ]
+    layers = Counter(port.layer for port in needed)
+    if len({port.rate for port in needed}) > 1 or len(layers) < 2:
+        return needed
+    layer = max(layers, key=lambda name: (layers[name], name == "InfiniBand"))
+    return [port for port in needed if port.layer == layer]
+
+
+def _nearness(gpu: Gpu, port: Port) -> int:
+    """0 below the same host bridge, 1 in the same NUMA node, 2 elsewhere."""
+    return max(distance(gpu.place, port.place)[0] - LEVELS.index("PHB"), 0)
+
+
 def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Near]:
     """Return one card for each GPU, by address; empty if none is near any of them.
 
-    Each takes a card nearest to it, the faster one of two, else the one that fewer GPUs have taken. A GPU with no card
-    in its NUMA node shares one of the others'; cards that are nearest to no GPU (storage) are left out, and so are
-    those of the network that fewer cards belong to: InfiniBand and Ethernet can't be mixed.
+    Each takes a card nearest to it, of several the one that fewer GPUs have taken. A GPU with no card in its NUMA node
+    shares one of the others'.
     """
-    layers = Counter(port.layer for port in ports)
-    ports = [port for port in ports if port.layer == max(layers, key=lambda name: (layers[name], name == "InfiniBand"))]
     options = {gpu.address: _options(gpu, ports) for gpu in gpus}
     taken: dict[str, int] = defaultdict(int)
     found = {}
@@ -204,10 +230,10 @@ def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Near]
 
 
 def _options(gpu: Gpu, ports: Sequence[Port]) -> list[Port]:
-    """The nearest and among these the fastest ports; none if all are far."""
-    ranked = [(distance(gpu.place, port.place), -port.rate) for port in ports]
+    """The nearest ports; none if all are far."""
+    ranked = [distance(gpu.place, port.place) for port in ports]
     best = min(ranked, default=None)
-    if best is None or best[0][0] == _FAR:
+    if best is None or best[0] == _FAR:
         return []
     return [port for port, rank in zip(ports, ranked, strict=True) if rank == best]
 
@@ -229,9 +255,10 @@ def variables(
     """Return what is added to the environment of a rank, and why something is not."""
     wanted, reasons = {}, []
     near = plan.shares[local_rank].near
-    if near is not None:
+    if plan.cards:
         # One list for all ranks: with different ones NCCL's rings don't fit together.
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
+    if near is not None:
         wanted["UCX_NET_DEVICES"] = near.port.name
     _, _, size = ranks_from_environment(env)
     if size > len(plan.shares) and "MASTER_ADDR" in env:

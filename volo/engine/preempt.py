@@ -51,6 +51,13 @@ def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
         print(f"REQUEUE_MARKER={marker} cannot be written ({error.strerror}): nobody requeues the job", file=sys.stderr)
 
 
+def tell_batch_script(state: str) -> None:
+    """Leave the word "begun" or "done" in the file REQUEUE_MARKER.state, for the batch script that named it: rank 0."""
+    if marker := os.environ.get("REQUEUE_MARKER"):
+        with suppress(OSError):
+            Path(f"{marker}.state").write_text(state)
+
+
 class StopSignal:
     """The signal that this process got. There is one per process: `STOP`.
 

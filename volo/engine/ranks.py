@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 
 # Rank, local rank, processes and processes of the machine: of Open MPI, and of MPICH and Intel MPI.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+BOUND_GPU = "VOLO_BOUND_GPU"  # the PCI address of the GPU beside which a process was bound
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -48,3 +50,26 @@ def local_size_from_environment(env: Mapping[str, str]) -> int | None:
     per_node = [int(tasks) for tasks, nodes in counts for _ in range(int(nodes or 1))]
     node = int(env.get("SLURM_NODEID", "0"))
     return per_node[node] if node < len(per_node) else None
+
+
+def restarts(env: Mapping[str, str] = os.environ) -> int:
+    """How often the launcher has started these processes again."""
+    return sum(int(env.get(name) or 0) for name in ("LAUNCH_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def launch_id(env: Mapping[str, str] = os.environ) -> str | None:
+    """The launcher's id, None without a launcher; torchrun's is "none" unless the user gives one."""
+    found = env.get("LAUNCH_ID") or env.get("TORCHELASTIC_RUN_ID")
+    return found if found != "none" else None
+
+
+def own_address(target: str) -> str:
+    """Return this machine's own address on the way to `target`.
+
+    Raises:
+        OSError: There is no route, or no such name.
+    """
+    family, *_, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -7,12 +7,11 @@ have an id that stays the same.
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from volo.engine.ranks import launch_id, restarts
 from volo.engine.run_directory import DEFAULT_ROOT
 
 
@@ -21,17 +20,6 @@ class Continued(NamedTuple):
 
     directory: Path
     resume: str
-
-
-def restarts(env: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher has started these processes again."""
-    return sum(int(env.get(name) or 0) for name in ("LAUNCH_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
-
-
-def launch_id(env: Mapping[str, str] = os.environ) -> str | None:
-    """The launcher's id, None without a launcher; torchrun's is "none" unless the user gives one."""
-    found = env.get("LAUNCH_ID") or env.get("TORCHELASTIC_RUN_ID")
-    return found if found != "none" else None
 
 
 def continued_run(args: Namespace) -> Continued | None:

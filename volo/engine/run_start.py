@@ -16,7 +16,7 @@ from volo.engine import fingerprint, global_batch
 from volo.engine.checkpoint import CheckpointDir
 from volo.engine.distributed import World, from_all, from_primary, primary_first, wait_for_all
 from volo.engine.logger import Logger
-from volo.engine.restart import launch_id
+from volo.engine.ranks import launch_id
 from volo.engine.resume import Resume, changed_labels, find_resume
 from volo.engine.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.engine.run_lock import RunLock
@@ -60,7 +60,8 @@ def resume_run(
             if directory.is_dir() and not args.dry_run:
                 lock.acquire()  # first, so that nobody saves anything newer
             resume = find_resume(args.resume, directory)
-    path = from_primary(resume.path)
+    found = from_primary(str(resume.path or ""))
+    path = Path(found) if found else None
     messages = resume.messages
     if path is not None:
         if not world.is_primary:
@@ -97,7 +98,7 @@ def resume_run(
 def check_same_position(state: TrainState, path: Path | None) -> None:
     """Raise UserError unless all ranks have come to the same update: from different ones they would wait for each other
     for ever."""
-    found = sorted(set(from_all((state.epoch, state.update))))
+    found = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
     if len(found) > 1:
         updates = " and ".join(str(update) for _, update in found)
         raise UserError(

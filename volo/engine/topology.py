@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from volo.engine.ranks import own_address
+
 _PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with a display, without one
@@ -177,18 +179,28 @@ def interface_to(address: str, root: str | Path = "/") -> str | None:
     """Return the network interface that leads to a host, which may be this one; None for loopback or without a route.
 
     Args:
-        address: IPv4, or a name that stands for one.
-        root: Whose main routing table is read.
+        address: IPv4, IPv6, or a name that stands for one.
+        root: Whose main routing table is read; for IPv6 whose interfaces.
     """
     try:
         target = ipaddress.IPv4Address(socket.gethostbyname(address))
     except (OSError, UnicodeError):
-        return None
+        return _ipv6_interface_to(address, root)
     lines = (_read(Path(root, "proc/net/route")) or "").splitlines()[1:]
     fitting = [
         (mask, -metric, name) for name, network, mask, metric in map(_route, lines) if int(target) & mask == network
     ]
     return None if target.is_loopback or not fitting else max(fitting)[2]
+
+
+def _ipv6_interface_to(address: str, root: str | Path) -> str | None:
+    try:
+        own = int(ipaddress.IPv6Address(own_address(address)))
+    except (OSError, UnicodeError, ValueError):
+        return None
+    lines = (_read(Path(root, "proc/net/if_inet6")) or "").splitlines()
+    names = [name for digits, *_, name in map(str.split, lines) if int(digits, 16) == own]
+    return names[0] if names and names[0] != "lo" else None
 
 
 def _route(line: str) -> tuple[str, int, int, int]:
@@ -262,7 +274,7 @@ def _place(device: Path, nodes: Mapping[int, tuple[int, ...]]) -> Place:
         node = _read(directory / "numa_node")
         if node is not None:
             break
-    if node is None or int(node) < 0:
+    if node is None or not node.isdecimal():  # -1, or empty
         return Place(path, next(iter(nodes)) if len(nodes) == 1 else None)
     return Place(path, int(node))
 
@@ -277,10 +289,18 @@ def _gpus(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[Gpu, ...]:
         driver = device / "driver"
         if driver.is_symlink() and driver.resolve().name != "nvidia":
             continue  # a virtual machine's
-        uuid = _status(shown / device.name / "information").get("GPU UUID", "")
-        visible = not shown.is_dir() or (shown / device.name).is_dir()
+        told = _status(shown / device.name / "information")
+        uuid = told.get("GPU UUID", "")
+        visible = not shown.is_dir() or (shown / device.name).is_dir() and _opens(root, told.get("Device Minor"))
         found.append(Gpu(device.name, _place(device, nodes), _read(device / "device") or "", uuid, visible))
     return tuple(sorted(found, key=lambda gpu: [int(part, 16) for part in re.split("[:.]", gpu.address)]))
+
+
+def _opens(root: Path, minor: str | None) -> bool:
+    """Whether this process may open a GPU's device file. The driver shows a Slurm job all GPUs of the machine; CUDA
+    counts those that the job's cgroup lets it open."""
+    file = root / f"dev/nvidia{minor}"
+    return minor is None or not (root / "dev").is_dir() or os.access(file, os.R_OK | os.W_OK)
 
 
 def _ports(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[tuple[Port, ...], tuple[str, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import dense_head_of, with_dense_head
-from tlt.weights import EMA_KEYS, read_checkpoint
+from tlt.weights import EMA_KEYS, count_weights, read_checkpoint
 from volo.engine.finetune import load_weights
 from volo.engine.model import TimmModel, build_model, eval_settings, image_size_of
 from volo.engine.model_config import model_config_of
@@ -40,7 +40,8 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
-    model = build_model(args, config.get("kwargs") if args.model == config.get("name") else None)
+    kwargs = config.get("kwargs") if args.model == config.get("name") else None
+    model = build_model(args, kwargs, count_weights(checkpoint))
     if path is not None:
         if dense and dense_head_of(checkpoint, args.use_ema, path):
             model = with_dense_head(model, image_size_of(args))

@@ -9,7 +9,6 @@ A rank whose launcher has ended is told to save and stop.
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -25,11 +24,13 @@ import torch.distributed as dist
 
 from volo.engine.distributed import shut_down, wait_for_all
 from volo.engine.preempt import StopSignal
-from volo.engine.restart import launch_id
+from volo.engine.ranks import launch_id
+from volo.engine.run_store import SignedStore, start_scope
 
 HUNG = 5
 START_TIMEOUT_S = 600.0
 _STORE_TIMEOUT_S = 20.0
+_SILENT = "stopped, killed, or its machine is gone"
 
 
 @dataclass
@@ -134,6 +135,7 @@ class Watchdog:
 
     def _exchange(self, store: Any) -> None:
         store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        signed = SignedStore(store, start_scope())
         keys = [f"watchdog/{rank}" for rank in range(self.size)]
         passed_on = False
         # An error means that the host of the store is gone, or is about to be: _judge decides.
@@ -141,22 +143,24 @@ class Watchdog:
             while not self._ended.wait(self.interval):
                 self.own.tick += 1
                 self.own.idle = time.monotonic() - self._since
-                store.set(keys[self.rank], json.dumps(vars(self.own)))
+                signed.set(keys[self.rank], vars(self.own))
                 if self.stop.number is not None and not passed_on:
-                    store.set("watchdog/stop", str(self.stop.number))
+                    signed.set("watchdog/stop", self.stop.number)
                     passed_on = True
-                elif self.stop.number is None and store.check(["watchdog/stop"]):
-                    self.stop.request(int(store.get("watchdog/stop")), own=False)
+                elif self.stop.number is None and (number := signed.get("watchdog/stop")):
+                    self.stop.request(number, own=False)
                 if self._alarm is not None:
-                    store.set("watchdog/alarm", self._alarm)
-                elif store.check(["watchdog/alarm"]):
-                    self._alarm = store.get("watchdog/alarm").decode()
-                if store.check(keys):
-                    self._update([json.loads(told) for told in store.multi_get(keys)])
+                    signed.set("watchdog/alarm", self._alarm)
+                else:
+                    self._alarm = signed.get("watchdog/alarm")
+                if told := signed.get_all(keys):
+                    self._update(told)
 
-    def _update(self, told: list[dict[str, Any]]) -> None:
+    def _update(self, told: list[dict[str, Any] | None]) -> None:
         now, before = time.monotonic(), self._ranks
-        ranks = [Progress(**fields) for fields in told]
+        if not before and None in told:  # somebody else has written there
+            return
+        ranks = [before[rank] if fields is None else Progress(**fields) for rank, fields in enumerate(told)]
         for rank, one in enumerate(ranks):
             moved = not before or before[rank].tick != one.tick
             one.seen = now if moved else before[rank].seen
@@ -169,10 +173,23 @@ class Watchdog:
                 self._launcher = None
                 self.stop.request(signal.SIGTERM)
             idle = time.monotonic() - self._since
-            if self._alarm is None and idle > self.allowed(self.own.phase):
-                self._alarm = self._verdict(idle)
+            if self._alarm is None:
+                self._alarm = self._verdict(idle) if idle > self.allowed(self.own.phase) else self._loss()
             if self._alarm is not None:
                 self._leave(self._alarm)
+
+    def _loss(self) -> str | None:
+        """Who has given no sign of life for so long that nobody needs to wait for what he was to do; None: nobody."""
+        now = time.monotonic()
+        if now - self._answered > self.timeout / 2:
+            return None  # nothing is known of anybody
+        limits = {"data": self.timeout}  # threads go on telling while data are waited for
+        lost = [
+            f"rank {rank} ({one})"
+            for rank, one in enumerate(list(self._ranks))
+            if now - one.seen > limits.get(one.phase, self.allowed(one.phase))
+        ]
+        return f"no sign of life for {self.timeout:g} s from {'; '.join(lost)}: {_SILENT}" if lost else None
 
     def _verdict(self, idle: float) -> str | None:
         """Why the run hangs; None if somebody may still take his time."""
@@ -187,7 +204,7 @@ class Watchdog:
         waited = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g})"
         names = "; ".join(f"rank {rank} ({ranks[rank]})" for rank in late)
         if silent:
-            return f"{waited}: no sign of life from {names}: stopped, killed, or its machine is gone"
+            return f"{waited}: no sign of life from {names}: {_SILENT}"
         if len(late) == len(ranks) > 1:
             return f"{waited} on any rank; all {len(ranks)} are equally far: see their stacks"
         return f"{waited}: the others wait for {names}" if len(ranks) > 1 else f"{waited}: {names}"

@@ -9,18 +9,19 @@ SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselve
 would kill them and forget their exit code. MAX_RESTARTS=N starts them again, up to N times, when one was lost
 (`--max-restarts` would also start those again that were told to end).
 
-On several nodes (`--rdzv-backend nodes`) the launchers watch each other through a store on node 0. They start
-together, each time with a new rendezvous, and when one's processes have ended all agree on what that means: one exit
-code, and whether to start again. torchrun's own c10d rendezvous would number the nodes by their addresses as text,
-10.0.0.10 before 10.0.0.9, wherever NODE_RANK 0 is, and kill the processes of a node that has lost node 0 before their
-watchdog has told why.
+The launchers of all nodes (`--rdzv-backend nodes`; `--standalone`: there is one) watch each other through a store on
+node 0, in which their processes meet, too. They start together, and when one's processes have ended all agree on what
+that means: one exit code, and whether to start again. torchrun's own c10d rendezvous unpickles what anybody has put
+into a store that listens on all interfaces; it would number the nodes by their addresses as text, 10.0.0.10 before
+10.0.0.9, wherever NODE_RANK 0 is, and kill the processes of a node that has lost node 0 before their watchdog has told
+why.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -30,6 +31,7 @@ import threading
 import time
 import uuid
 from argparse import Namespace
+from ast import literal_eval
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -38,7 +40,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest, PContext
@@ -52,6 +54,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
+
+if __name__ == "__main__":  # run as a file: the rest is found from the root
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from volo.engine.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope  # noqa: E402
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 # Bad input, divergence, a full disk: the same would happen again. 85 and 130: told to end.
@@ -80,7 +87,8 @@ class Node:
     tick: int = 0  # alive if this moves
     joined: int = -1  # the start that it is ready for
     ended: list[int] = field(default_factory=list)  # exit code of each start
-    told_to_end: bool = False
+    signal: int | None = None  # that told it to end
+    said: str = ""  # by those processes
     left: bool = False
     seen: float = 0.0  # here, when the tick last moved
 
@@ -96,6 +104,9 @@ class Nodes:
     """
 
     def __init__(self, args: Namespace, restarts: int, told_to_end: Callable[[], int | None]) -> None:
+        if args.standalone:
+            args.rdzv_conf, args.nnodes, args.rdzv_endpoint = "rank=0,join_timeout=60", "1", "127.0.0.1:0"
+            os.environ.setdefault(SECRET, secrets.token_hex(32))
         conf = dict(pair.split("=") for pair in args.rdzv_conf.split(","))
         self.rank, self.count, self.patience = int(conf["rank"]), int(args.nnodes), float(conf["join_timeout"])
         address, _, port = args.rdzv_endpoint.rpartition(":")
@@ -104,6 +115,7 @@ class Nodes:
         self.own = Node(uuid.uuid4().hex, socket.gethostname(), args.local_addr, restarts)
         self.known: dict[int, Node] = {}
         self.store: TCPStore | None = None
+        self._not_begun = ""  # why
         self._twin = False
         self._store_gone = False
         self._leaving = threading.Event()
@@ -120,19 +132,27 @@ class Nodes:
         while missing := [rank for rank in range(self.count) if not self._has_joined(rank, start)]:
             self._check(missing[0])
             waited = time.monotonic() - begun
-            if waited > self.patience or self._store_gone or any(node.left for node in list(self.known.values())):
+            nodes = list(self.known.items())
+            for rank, node in nodes:
+                if node.left and node.signal:
+                    raise Failure(128 + node.signal, f"{self._name(rank)} got {signal.Signals(node.signal).name}")
+            if waited > self.patience or self._store_gone or any(node.left for _, node in nodes):
                 raise Failure(_LOST, self._missing(missing, waited))
             time.sleep(0.1)
         return self.known[0].id
 
-    def agree(self, start: int, code: int) -> tuple[int, bool]:
+    def agree(self, start: int, code: int, said: str) -> tuple[int, bool]:
         """Tell the others how this node's processes have ended; return the exit code of all, and whether all go on."""
-        self.own.told_to_end = self.told_to_end() is not None
+        self.own.signal = self.told_to_end()
+        if self._not_begun and self.own.signal is None:
+            print(f"the run has not begun: {self._not_begun}", file=sys.stderr)
+            code, self._not_begun = _LOST, ""
+        self.own.said = said or f"its processes have ended with code {code}"
         self.own.ended.append(code)
         while waiting := [rank for rank in range(self.count) if not self._has_ended(rank, start)]:
             if any(self._is_gone(rank) for rank in waiting):
                 break
-            if not self.own.told_to_end:
+            if self.own.signal is None:
                 self._check(waiting[0])
             time.sleep(0.1)
         gone = [rank for rank in waiting if self._is_gone(rank)]
@@ -140,14 +160,14 @@ class Nodes:
             print(f"{self._name(rank)} is gone: its launcher has ended, or machine or network failed", file=sys.stderr)
         nodes = [*self.known.values(), self.own]
         codes = [node.ended[start] for node in nodes if len(node.ended) > start] + [_LOST for _ in gone]
-        again = not gone and not any(node.told_to_end for node in nodes) and start < min(n.restarts for n in nodes)
+        again = not gone and all(node.signal is None for node in nodes) and start < min(n.restarts for n in nodes)
         # One that lost another process, or was killed, doesn't tell why where another one does.
         failed = [code for code in codes if code]
         return min(failed, key=lambda each: (each == _LOST, each > 128 and each not in _FINAL), default=0), again
 
     def leave(self) -> bool:
         """Say goodbye; node 0 takes the store along, so it waits for the others. False: the store does not answer."""
-        self.own.left = True
+        self.own.left, self.own.signal = True, self.own.signal or self.told_to_end()
         if self._thread is None:
             return True
         deadline, said = time.monotonic() + 5, self.own.tick + 2
@@ -163,7 +183,8 @@ class Nodes:
     def _connect(self, deadline: float) -> TCPStore:
         where = f"{self.address}:{self.port}"
         while self.rank > 0:
-            with suppress(OSError), socket.create_connection((self.address, self.port), timeout=2):
+            with suppress(OSError):
+                knock(self.address, self.port)
                 break
             self._check(0)
             if time.monotonic() > deadline:
@@ -174,26 +195,47 @@ class Nodes:
                 )
             time.sleep(0.5)
         try:
-            return TCPStore(self.address, self.port, None, self.rank == 0, wait_for_workers=False)
-        except DistError as error:
             if self.rank > 0:
-                raise Failure(_LOST, f"node 0 broke off the connection at {where}") from error
-            raise Failure(2, f"can't listen on port {self.port}: another run uses it? Choose a MASTER_PORT") from error
+                return connect(self.address, self.port)
+            if not os.environ.get(SECRET):
+                print(f"warning: no {SECRET}: whoever reaches port {self.port} can disturb this run", file=sys.stderr)
+            store = serve(self.address, self.port)
+        except DistError as error:
+            raise Failure(_LOST, f"node 0 broke off the connection at {where}") from error
+        except OSError as error:
+            remedy = "another run uses it? Choose a MASTER_PORT"
+            raise Failure(2, f"can't listen on port {self.port} ({error.strerror}): {remedy}") from error
+        self.port = store.port
+        return store
 
     def _exchange(self, store: TCPStore) -> None:
         """Tell and hear; never in the main thread, as a store whose host is gone may not answer at all."""
-        keys = [f"{self.run_id}/{rank}" for rank in range(self.count)]
+        signed, keys = SignedStore(store, self.run_id), [f"{self.run_id}/{rank}" for rank in range(self.count)]
         with suppress(DistError):
             while not self._leaving.wait(_EXCHANGE_S if self.own.tick else 0):
-                if self.own.tick and json.loads(store.get(keys[self.rank]))["id"] != self.own.id:
-                    self._twin = True
+                there = signed.get(keys[self.rank]) if self.own.tick else None
+                self._twin = self._twin or there is not None and there["id"] != self.own.id
                 self.own.tick += 1
-                store.set(keys[self.rank], json.dumps(asdict(self.own)))
-                there = [rank for rank, key in enumerate(keys) if rank in self.known or store.check([key])]
-                for rank, told in zip(there, store.multi_get([keys[rank] for rank in there]), strict=True):
-                    self._hear(rank, Node(**json.loads(told)))
+                signed.set(keys[self.rank], asdict(self.own))
+                for rank, key in enumerate(keys):
+                    if told := signed.get(key):
+                        self._hear(rank, Node(**told))
+                self._end_what_cannot_begin(store)
             return
         self._store_gone = True
+
+    def _end_what_cannot_begin(self, store: TCPStore) -> None:
+        """Kill this node's processes where they wait for those of a node that have ended already: nothing is lost."""
+        start = self.own.joined
+        failed = [
+            (rank, node) for rank, node in self.known.items() if self._has_ended(rank, start) and node.ended[start]
+        ]
+        if not failed or len(self.own.ended) > start or store.check([f"{start_scope()}/{BEGUN}"]):
+            return
+        self._not_begun = "; ".join(f"{self._name(rank)}: {node.said}" for rank, node in failed)
+        for pid in _children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _hear(self, rank: int, node: Node) -> None:
         before = self.known.get(rank)
@@ -223,7 +265,7 @@ class Nodes:
         names = ", ".join(map(self._name, missing))
         return (
             f"{names} did not join {self.address}:{self.port} within {waited:.0f} s: see what was printed there; "
-            "NNODES, MASTER_ADDR, MASTER_PORT and RUN_ID must be the same on all nodes"
+            f"NNODES, MASTER_ADDR, MASTER_PORT, RUN_ID and {SECRET} must be the same on all nodes"
         )
 
     def _name(self, rank: int) -> str:
@@ -231,7 +273,7 @@ class Nodes:
 
 
 class NodesInOrder(StaticTCPRendezvous):
-    """Group ranks as NODE_RANK says, and a store for the processes that is new at each start."""
+    """Group ranks as NODE_RANK says; the processes are told of the launchers' store."""
 
     def __init__(self, nodes: Nodes, params: RendezvousParameters) -> None:
         super().__init__(nodes.address, nodes.port, nodes.rank, nodes.count, params.run_id, timeout=60)
@@ -240,14 +282,10 @@ class NodesInOrder(StaticTCPRendezvous):
     def get_backend(self) -> str:
         return "nodes"
 
-    @property
-    def use_agent_store(self) -> bool:
-        return False
-
     def next_rendezvous(self) -> RendezvousInfo:
         assert self.nodes.store is not None
-        store: Store = PrefixStore(f"{self.run_id}/torchrun", self.nodes.store)
-        where = RendezvousStoreInfo.build(self.rank, store, self.local_addr)
+        store = PrefixStore(f"{self.run_id}/torchrun", self.nodes.store)
+        where = RendezvousStoreInfo(self.nodes.address, self.nodes.port)
         return RendezvousInfo(store, self.rank, self.world_size, where)
 
 
@@ -275,12 +313,11 @@ class Launcher:
     def __init__(self, argv: Sequence[str], restarts: int) -> None:
         self.args, self.restarts = parse_args(list(argv)), restarts
         self.signal: int | None = None
-        self.nodes: Nodes | None = None
-        if self.args.rdzv_backend == "nodes":
-            self.nodes = Nodes(self.args, restarts, lambda: self.signal)
-            rendezvous_handler_registry.register("nodes", partial(NodesInOrder, self.nodes))
-            # Nodes.agree is the barrier; torchrun's waits 300 s for a node whose processes have failed.
-            SimpleElasticAgent._exit_barrier = lambda agent: None  # type: ignore[method-assign]
+        self.nodes = Nodes(self.args, restarts, lambda: self.signal)
+        self.args.standalone, self.args.rdzv_backend = False, "nodes"
+        rendezvous_handler_registry.register("nodes", partial(NodesInOrder, self.nodes))
+        # Nodes.agree is the barrier; torchrun's waits 300 s for a node whose processes have failed.
+        SimpleElasticAgent._exit_barrier = lambda agent: None  # type: ignore[method-assign]
 
     def run(self) -> int:
         """Return 0, or the exit code of the process that failed first."""
@@ -292,35 +329,32 @@ class Launcher:
         except Failure as failure:
             print(f"error: {failure}", file=sys.stderr)
             code = failure.code
-        if self.nodes is not None and not self.nodes.leave():
+        if not self.nodes.leave():
             sys.stderr.flush()
             os._exit(code)  # a thread inside of a store aborts Python's way out
         return code
 
     def _run(self) -> int:
-        launch_id = uuid.uuid4().hex
         for start in range(self.restarts + 1):
             # The processes of one launch know their run directory by this.
-            os.environ["LAUNCH_ID"] = self.nodes.join(start) if self.nodes else launch_id
+            os.environ["LAUNCH_ID"] = self.nodes.join(start)
             os.environ["LAUNCH_RESTARTS"] = str(start)
-            code, again = self._start(start), self.signal is None and start < self.restarts
-            if self.nodes is not None:
-                code, again = self.nodes.agree(start, code)
+            code, again = self.nodes.agree(start, *self._start(start))
             if code == 0 or code in _FINAL or not again:
                 break
             print(f"a process ended with code {code}: restart {start + 1} of {self.restarts}", file=sys.stderr)
         return code
 
-    def _start(self, start: int) -> int:
-        codes = [1]
+    def _start(self, start: int) -> tuple[int, str]:
+        ended = [(1, "")]
 
         def torchrun() -> None:
-            codes[0] = _torchrun(self.args, start)
+            ended[0] = _torchrun(self.args, start)
 
         thread = threading.Thread(target=torchrun)
         thread.start()
         thread.join()
-        return codes[0]
+        return ended[0]
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
@@ -328,27 +362,25 @@ class Launcher:
             os.kill(pid, number)
 
 
-def _torchrun(args: Namespace, start: int) -> int:
-    """Start the processes once and wait for them; return their exit code."""
+def _torchrun(args: Namespace, start: int) -> tuple[int, str]:
+    """Start the processes once and wait for them; return their exit code, and what they said of it."""
     named = Namespace(**vars(args) | {"rdzv_id": f"{args.rdzv_id}.{start}"})
-    if args.standalone:
-        named.rdzv_backend, named.rdzv_endpoint = "c10d", "localhost:0"
     scratch = tempfile.mkdtemp(prefix="volo_launch_")
+    told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
     try:
-        told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
         told.touch()
         os.environ["LAUNCH_TOLD"] = str(told)
         config, program, flags = config_from_args(named)
         config.logs_specs = RankLogs(scratch, args)
         elastic_launch(config=config, entrypoint=program)(*flags)
     except ChildFailedError as error:
-        return _exit_code(error)
+        return _exit_code(error), "; ".join(map(literal_eval, told.read_text().splitlines()))
     except DistError as error:
         print(f"the connection to node 0 is gone: {error}", file=sys.stderr)
-        return _LOST
+        return _LOST, ""
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return 0
+    return 0, ""
 
 
 def _exit_code(error: ChildFailedError) -> int:

@@ -14,6 +14,8 @@
 #   MASTER_ADDR       IP address of node 0 that the others reach it by
 #   MASTER_PORT       a port of node 0 (29500)
 #   RUN_ID            the same on all nodes, another one for each run (volo)
+#   RUN_SECRET        the same on all nodes, another one for each run: what comes without it from the network is ignored
+#                     (openssl rand -hex 32; on one machine the launcher makes one)
 #   JOIN_TIMEOUT      seconds until all nodes must be there (300)
 #   LOCAL_ADDR        this node's own address (the one from which packets go to MASTER_ADDR)
 # shellcheck shell=bash disable=SC2154 # the scripts set here, program and usage

@@ -70,8 +70,6 @@ def _environment(processes: int, prefixed: bool, env: Mapping[str, str]) -> dict
         "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(_threads(processes)),
         "MAX_RESTARTS": str(_number(env, "MAX_RESTARTS", 0, least=0)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
-        # Or with gloo restarted processes read the addresses of the dead ones.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if prefixed:
         # Not the flag, nor ${hostname}: torch 2.9 has neither.

@@ -32,7 +32,7 @@ from volo.engine.compilation import CompileWatch, compile_errors_told, compile_m
 from volo.engine.convolutions import check_convolutions
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.engine.data_wait import Advisor
-from volo.engine.distributed import World, from_primary, init_world, lost_rank_explained, once_per_host
+from volo.engine.distributed import World, begin, from_primary, init_world, lost_rank_explained, once_per_host
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.master_weights import WorkingCopy
@@ -52,7 +52,7 @@ from volo.engine.objective import ClassObjective, Objective, TokenLabelObjective
 from volo.engine.optim import create_optimizer
 from volo.engine.pace import Pace
 from volo.engine.precision import Precision, compute_dtype
-from volo.engine.preempt import STOP, Stopped, ask_for_requeue
+from volo.engine.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.engine.restart import Continued, continued_run
 from volo.engine.run_directory import choose_directory, settings_of
 from volo.engine.run_lock import RunLock
@@ -69,7 +69,8 @@ from volo.programs.launch_command import available_cpus
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    world = init_world(args.device, args.local_rank, collective_timeout(args.dist_timeout, args.loader_timeout))
+    timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
+    world = init_world(args.device, args.local_rank, timeout, begins=False)
     logger = Logger(world)
     note = partial(logger.event, "fault")
     watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note)
@@ -78,6 +79,8 @@ def run(args: Namespace) -> int:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
             train(args, world, logger, StopGuard(STOP, watchdog))
             leave_together(watchdog)
+        if world.is_primary:
+            tell_batch_script("done")
     finally:
         # A rank that fails keeps its connections until its process ends: the launcher is to see it before those
         # that lose it, and it waits for none of them.
@@ -93,9 +96,9 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     setup = build(args, world, logger, SearchProgress(logger.line, partial(guard.watchdog.at, "start")))
     state = logger.position = setup.state
     image_size = state.metadata["model_config"]["img_size"]
-    directory, args.resume = from_primary(
-        continued_run(args) or Continued(choose_directory(args, image_size, logger.line), args.resume)
-    )
+    run = continued_run(args) or Continued(choose_directory(args, image_size, logger.line), args.resume)
+    name, args.resume = from_primary([str(run.directory), run.resume])
+    directory = Path(name)
     with RunLock(directory, partial(note_lock, logger)) as lock:
         train_in(directory, lock, args, setup, world, logger, guard)
 
@@ -201,6 +204,9 @@ def train_in(
 
     with guard.stop.deferred(), open_run(args, setup, directory, lock, resumed, world, logger) as saver:
         begun = state.update
+        begin(world)
+        if world.is_primary:
+            tell_batch_script("begun")
         try:
             with out_of_memory_explained(args):
                 train_epochs(args, setup, directory, saver, world, logger, guard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -11,14 +10,14 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
 from volo.engine.preflight.rendezvous import Rendezvous, Unfit
+from volo.engine.run_store import SECRET, SignedStore, connect, knock, serve
 
 Task = dict[str, Any]
 Answer = Any
 _POLL_S = 0.02
-_CONNECT_S = 2.0
 # A node waits so long for its next task: as long as the slowest of the others may take for theirs, and longer.
 _PATIENCE_S = 300.0
 
@@ -27,7 +26,8 @@ class Meeting:
     """The nodes, as one of them reaches them."""
 
     def __init__(self, rendezvous: Rendezvous, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self.rendezvous, self._store, self._clock = rendezvous, store, clock
+        self.rendezvous, self._clock = rendezvous, clock
+        self._store, self._told = store, SignedStore(store, "preflight")
         self._sent: Counter[int] = Counter()
 
     def arrive(self) -> None:
@@ -37,11 +37,12 @@ class Meeting:
             Unfit: Another one has come under the same number, or counts other nodes.
         """
         host, rank = socket.gethostname(), self.rendezvous.rank
-        me = json.dumps([host, os.getpid(), self.rendezvous.nodes])
-        first = self._store.compare_set(f"here/{rank}", "", me).decode()
+        me = [host, os.getpid(), self.rendezvous.nodes]
+        first = self._told.set_first(f"here/{rank}", me)
         if first != me:
-            raise Unfit(f"node {rank} is {json.loads(first)[0]} already: give {host} another NODE_RANK")
-        nodes = json.loads(self._get("here/0", _PATIENCE_S))[2]
+            other = first[0] if first else f"one that does not know the {SECRET} of {host}"
+            raise Unfit(f"node {rank} is {other} already: give {host} another NODE_RANK")
+        nodes = self._get("here/0", _PATIENCE_S)[2]
         if nodes != self.rendezvous.nodes:
             name = self.rendezvous.name(rank)
             raise Unfit(
@@ -72,7 +73,7 @@ class Meeting:
         trips = []
         for _ in range(samples):
             before = self._clock()
-            there = json.loads(self._get(self._send(rank, {"do": "clock"}), seconds))
+            there = self._get(self._send(rank, {"do": "clock"}), seconds)
             after = self._clock()
             trips.append((after - before, there - (before + after) / 2))
         trip, offset = min(trips)
@@ -88,35 +89,39 @@ class Meeting:
         number = 0
         while True:
             number += 1
-            task = json.loads(self._get(f"task/{rank}/{number}", _PATIENCE_S))
-            answer = self._clock() if task["do"] == "clock" else None if task["do"] == "end" else perform(task)
-            self._store.set(f"answer/{rank}/{number}", json.dumps(answer))
+            task = self._get(f"task/{rank}/{number}", _PATIENCE_S)
+            answer = self._clock() if task["do"] == "clock" else "" if task["do"] == "end" else perform(task)
+            self._told.set(f"answer/{rank}/{number}", answer)
             if task["do"] == "end":
                 return int(task["code"])
 
     def _send(self, rank: int, task: Task) -> str:
         """Return the key of the answer."""
         self._sent[rank] += 1
-        self._store.set(f"task/{rank}/{self._sent[rank]}", json.dumps(task))
+        self._told.set(f"task/{rank}/{self._sent[rank]}", task)
         return f"answer/{rank}/{self._sent[rank]}"
 
     def _gather(self, keys: Mapping[int, str], deadline: float) -> dict[int, Answer]:
         found: dict[int, Answer] = {}
         while True:
             for rank, key in keys.items():
-                if rank not in found and self._store.check([key]):
-                    found[rank] = json.loads(self._store.get(key))
+                if rank not in found and (answer := self._told.get(key)) is not None:
+                    found[rank] = answer
             if len(found) == len(keys) or time.monotonic() > deadline:
                 return found
             time.sleep(_POLL_S)
 
-    def _get(self, key: str, seconds: float) -> str:
+    def _get(self, key: str, seconds: float) -> Any:
+        failure = None
         try:
             self._store.wait([key], timedelta(seconds=seconds))
-            return self._store.get(key).decode()
+            if (found := self._told.get(key)) is not None:
+                return found
         except RuntimeError as error:
-            asked = "node 0" if self.rendezvous.rank else f"node {key.split('/')[1]}"
-            raise Unfit(f"{asked} has stopped answering: what it said, or its log, tells why") from error
+            failure = error
+        asked = "node 0" if self.rendezvous.rank else f"node {key.split('/')[1]}"
+        unknown = f"has another {SECRET}" if failure is None else "has stopped answering"
+        raise Unfit(f"{asked} {unknown}: what it said, or its log, tells why") from failure
 
 
 def open_store(rendezvous: Rendezvous, address: str, deadline: float) -> TCPStore:
@@ -130,20 +135,13 @@ def open_store(rendezvous: Rendezvous, address: str, deadline: float) -> TCPStor
     if rendezvous.rank:
         _wait_for_node_0(rendezvous, address, deadline)
     try:
-        return TCPStore(
-            address,
-            rendezvous.port,
-            is_master=rendezvous.rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
-        )
-    except RuntimeError as error:
-        if rendezvous.rank:
-            raise Unfit(
-                f"{rendezvous.name(0)}: no store at {address}:{rendezvous.port} ({_first_line(error)})"
-            ) from error
+        return connect(address, rendezvous.port) if rendezvous.rank else serve(address, rendezvous.port)
+    except DistError as error:
+        reason = str(error).partition("\n")[0].partition(". Exception raised")[0]
+        raise Unfit(f"{rendezvous.name(0)}: no store at {address}:{rendezvous.port} ({reason})") from error
+    except OSError as error:
         raise Unfit(
-            f"{rendezvous.name(0)}: port {rendezvous.port} (MASTER_PORT + 1) can't be used ({_first_line(error)}): "
+            f"{rendezvous.name(0)}: port {rendezvous.port} (MASTER_PORT + 1) can't be used ({error.strerror}): "
             "choose another MASTER_PORT, below 32768, on all nodes"
         ) from error
 
@@ -153,8 +151,7 @@ def _wait_for_node_0(rendezvous: Rendezvous, address: str, deadline: float) -> N
     reason = "not tried"
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((address, rendezvous.port), timeout=_CONNECT_S).close()
-            return
+            return knock(address, rendezvous.port)
         except OSError as error:
             reason = error.strerror or str(error)
         time.sleep(0.1)
@@ -164,7 +161,3 @@ def _wait_for_node_0(rendezvous: Rendezvous, address: str, deadline: float) -> N
         f"({reason}): start the preflight there, too, with the same MASTER_ADDR and MASTER_PORT, and let that port "
         "through the firewall"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". Exception raised")[0]

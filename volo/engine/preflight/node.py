@@ -54,6 +54,8 @@ class Node:
 
 def network_variables(rendezvous: Rendezvous, processes: int) -> list[dict[str, str]]:
     """Cards and interface of each process, as `--bind auto` names them to a run's ranks; the user's own stay."""
+    if rendezvous.nodes == 1:  # nobody else has to be let in
+        return [{"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}] * processes
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": str(rendezvous.nodes * processes)}
     plan = make_plan(read_machine(), "auto", None, processes, env)
     return [variables(plan, local_rank, env)[0] for local_rank in range(processes)]

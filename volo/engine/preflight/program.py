@@ -6,13 +6,8 @@ import os
 import time
 from argparse import Namespace
 
-from volo.engine.preflight.rendezvous import (
-    Rendezvous,
-    Unfit,
-    master_address,
-    rendezvous_from_environment,
-    source_address,
-)
+from volo.engine.preflight.rendezvous import Rendezvous, Unfit, master_address, rendezvous_from_environment
+from volo.engine.ranks import own_address
 
 
 def run(args: Namespace) -> int:
@@ -42,7 +37,7 @@ def _addresses(rendezvous: Rendezvous) -> tuple[str, str]:
         return "127.0.0.1", "127.0.0.1"
     address = master_address(rendezvous)
     try:
-        return address, source_address(address)
+        return address, own_address(address)
     except OSError as error:
         name = rendezvous.name(rendezvous.rank)
         raise Unfit(f"{name}: no route to node 0 at {address} ({error.strerror}): bring its network up") from error

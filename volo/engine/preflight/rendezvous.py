@@ -121,17 +121,6 @@ def _is_own(address: str) -> bool:
     return True
 
 
-def source_address(target: str) -> str:
-    """Return this node's own address on the route to `target`.
-
-    Raises:
-        OSError: There is no route.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 def own_name_note() -> str | None:
     """What is odd about this host's own name, if anything; nothing here needs it."""
     try:
