@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.queues
 import os
 import random
 import re
@@ -29,7 +30,7 @@ from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
 from tlt.data.plan import AugmentConfig, Plan
 from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
-from tlt.data.workers import kill_workers, worker_fault
+from tlt.data.workers import WorkerDied, kill_workers, worker_fault
 from tlt.errors import UserError
 
 CONFIG = AugmentConfig(size=(16, 16))
@@ -224,6 +225,11 @@ class Hostile(SyntheticBackend):
                 time.sleep(2 * LIMIT)
             if self.deed == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.deed == "no memory":
+                raise MemoryError
+            if self.deed == "cannot send":
+                multiprocessing.queues._ForkingPickler = None  # type: ignore[attr-defined]
+                return super().open(path, data, size)
             raise UserError("label 13.pt is damaged: make it again")
         return super().open(path, data, size)
 
@@ -233,6 +239,13 @@ def test_fault_22_killed_worker_is_told_with_a_memory_hint() -> None:
     assert re.fullmatch(
         r"a data worker (was killed by signal: Killed|exited unexpectedly): .*memory; lower --workers.*", told
     )
+
+
+@pytest.mark.parametrize("deed", ["no memory", "cannot send"])
+def test_fault_22_a_worker_without_memory_costs_no_timeout_and_is_started_again(deed: str) -> None:
+    told = refusal(loader(2, Hostile(deed), timeout=2 * LIMIT).epoch(0))
+    assert re.search("memory(;| left:) lower --workers", told), told
+    assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
 
 
 def test_fault_22_a_killed_worker_is_told_in_a_process_that_has_ended_a_run_before() -> None:

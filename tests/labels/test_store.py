@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_a_published_tree_is_read_as_it_was_written(tree: Path) -> None:
     assert (found.values.dtype, found.ids.dtype, found.area) == (np.float16, np.int32, FULL_AREA)
     np.testing.assert_array_equal(found.values, expected[0].numpy())
     np.testing.assert_array_equal(found.ids, expected[1].int().numpy())
+
+
+def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> None:
+    known = PublishedTree(tree, NAMES).identity()
+    elsewhere = shutil.copytree(tree, tmp_path / "elsewhere", copy_function=shutil.copyfile)  # with other times
+    assert PublishedTree(elsewhere, NAMES).identity() == known
+    torch.save(published(mark=99), elsewhere / PublishedTree(tree, NAMES).label(len(NAMES) - 1))
+    assert PublishedTree(elsewhere, NAMES).identity() != known
 
 
 def test_it_travels_to_a_worker(tree: Path) -> None:

@@ -10,6 +10,7 @@ Legend: B images, (H, W) output size.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -84,11 +85,19 @@ class HostBatch:
 _TENSORS = ("images", "classes", "indices", "affine", "visible")
 
 
+_NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory")  # what torch says
+
+
 @dataclass(frozen=True)
 class Fault:
-    """A user's error met in a worker: it travels as data, because DataLoader would wrap it into a traceback."""
+    """A user's error met in a worker: it travels as data, because DataLoader would wrap it into a traceback.
+
+    Attributes:
+        no_memory: Whether the worker has none left, which may pass.
+    """
 
     message: str
+    no_memory: bool = False
 
 
 class LabelReader(Protocol):
@@ -123,6 +132,10 @@ class BatchDataset(Dataset[HostBatch | Fault]):
             return self.load(key)
         except UserError as error:
             return Fault(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+                return Fault("a data worker has no memory left", no_memory=True)
+            raise
         finally:
             self.board.mark(-1)
 

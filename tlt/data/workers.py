@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import multiprocessing
+import multiprocessing.queues
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ PREFETCH_FACTOR = 2  # batches ready or in the making per worker
 _DEATH_NOTICE = 2.0  # seconds
 _FORKS, _FORK_PATIENCE = 3, 10.0  # times that workers are started, and seconds that they have to begin
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LESS = "lower --workers or --batch-size, and in a container give /dev/shm more room (docker --shm-size)"
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid\D*[\d, ]+\) (is killed by signal: [^.]*|exited unexpectedly)")
 
 
@@ -48,7 +50,9 @@ class _Keys(Sampler[BatchKey]):
 
 
 class WorkerDied(UserError):
-    """A data worker is gone: killed by a signal, or because shared memory or open files have run out."""
+    """A data worker is gone: killed by a signal, or because memory, shared memory or open files have run out."""
+
+    exit_code = 5  # as of a rank that is lost: the next start may have more of it
 
 
 class _DeathWatch:
@@ -153,7 +157,7 @@ class Workers:
                 if batch is None:
                     return
                 if isinstance(batch, Fault):
-                    raise UserError(batch.message)
+                    raise WorkerDied(f"{batch.message}: {_LESS}") if batch.no_memory else UserError(batch.message)
                 yield batch
         except (RuntimeError, OSError, EOFError) as error:
             if explained := self._explained(error):
@@ -233,15 +237,11 @@ def worker_fault(error: RuntimeError) -> WorkerDied | None:
     if match := _DEAD_WORKER.search(text):
         how = match[1].replace("is killed", "was killed")
         return WorkerDied(
-            f"a data worker {how}: most likely too little memory; lower --workers or --batch-size, and in a container "
-            "give /dev/shm more room (docker --shm-size). After a bus error, run tlt check: the label archive may have "
-            "been cut, or its disk gone, while it was read"
+            f"a data worker {how}: most likely too little memory; {_LESS}. After a bus error, run tlt check: the label "
+            "archive may have been cut, or its disk gone, while it was read"
         )
     if "No space left on device" in text or "unable to allocate shared memory" in text:
-        return WorkerDied(
-            "no room in shared memory (/dev/shm) for a batch: lower --workers or --batch-size, or make it larger "
-            "(docker --shm-size)"
-        )
+        return WorkerDied(f"no room in shared memory (/dev/shm) for a batch: {_LESS}")
     if "Too many open files" in text or "received 0 items of ancdata" in text:
         return WorkerDied(
             "too many open files between the data workers: raise the limit (ulimit -n) or lower --workers"
@@ -261,6 +261,8 @@ def _obey_main_process(worker: int) -> None:
     """What ends a job (Ctrl-C, Slurm, torchrun) reaches all its processes: the main process decides what becomes of a
     worker, which ends when told so or when the main process is no more."""
     info: Any = get_worker_info()
+    # A batch that can't be sent for want of memory would be waited for until --loader-timeout.
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
     info.dataset.board.begin(worker)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -272,6 +274,11 @@ def _obey_main_process(worker: int) -> None:
     threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
     # torch's own check for a lost parent comes between two batches only.
     end_with_main_process()
+
+
+def _give_up(error: Exception, batch: object) -> None:
+    print(f"a data worker could not send a batch: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def end_with_main_process() -> None:

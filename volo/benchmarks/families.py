@@ -3,9 +3,9 @@
 Where a token looks is measured: the centroid, over the pixels of a noise image, of the squared gradient of its features
 in a random direction; over tokens, directions and random weights. Edges cut off what a token sees, so the image is
 larger by a multiple of every pitch, which changes no remainder, and the tokens are those of its middle; attention to
-all of it pulls to its centre, in proportion to the distance from there, which is left out. Kernels are made equal to
-their mirror images: that moves no token, and takes most of the noise away. Gates that the whole image opens (squeeze
-and excite) are held constant: they look nowhere.
+all of it pulls to the centre, in proportion to the distance from there, which is left out. Kernels are made equal to
+their mirror images, and activations left out, which see one place each: that moves no token, and takes the noise away.
+Gates that the whole image opens (squeeze and excite) are held constant: they look nowhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+from timm.layers import HardSwish, Swish
 from torch import Tensor, nn
 
 import volo.models  # noqa: F401, registers them with timm, which `import volo` leaves to programs
@@ -37,7 +38,8 @@ vovnet39a hgnetv2_b0 selecsls42 edgenext_xx_small pvt_v2_b0 poolformer_s12 mobil
 focalnet_tiny_srf davit_tiny
 """
 SIZES = (224, 230, 256)  # px
-_GATES = ("SE", "Squeeze", "EffectiveSE", "Eca", "GlobalContext")
+_GATES = ("SelectiveKernelAttn", "SE", "Squeeze", "EffectiveSE", "Eca", "GlobalContext")
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, Swish, HardSwish)
 _BATCH, _ROUNDS, _ENOUGH = 2, 24, 0.15  # images, sets of weights at most, px of standard error
 _LARGER, _MIDDLE = 256, 1  # px; tokens on each side of the centre
 
@@ -79,7 +81,7 @@ def measure(name: str, size: int) -> Row:
         with gates_held(model):
             tokens, centroids = looks(model, (canvas, canvas), grid, generator)
         centres = torch.tensor(places.first) + tokens * torch.tensor(places.pitch)
-        positions = torch.cat([positions, (centres / canvas - 0.5).flatten()])
+        positions = torch.cat([positions, (tokens / (torch.tensor(grid) - 1) - 0.5).flatten()])
         found = torch.cat([found, (centroids - centres).flatten()])
         off, error = _at_centre(positions, found)
         if seed and error < _ENOUGH:
@@ -113,6 +115,10 @@ def _random_model(name: str, seed: int) -> Any:
         # What begins as nearly nothing, at the end of a residual branch, would leave tokens looking through shortcuts.
         if value.ndim == 1 and parameter.endswith(("weight", "gamma")) and value.abs().max() < 1e-3:
             value.data.fill_(1.0)
+    for module in list(model.modules()):
+        for child, activation in list(module.named_children()):
+            if isinstance(activation, _ACTIVATIONS):
+                setattr(module, child, nn.Identity())
     for weight in (module.weight.data for module in model.modules() if isinstance(module, nn.Conv2d)):
         mirrored = weight + weight.flip(-1) + weight.flip(-2) + weight.flip(-1, -2)
         weight.copy_(mirrored * weight.norm() / mirrored.norm())
@@ -149,8 +155,8 @@ def gates_held(model: nn.Module) -> Iterator[None]:
     """Take the factor by which a gate multiplies its input as given."""
 
     def hold(gate: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if output.shape != inputs[0].shape:
-            return None
+        if output.shape != inputs[0].shape:  # factors that are applied elsewhere
+            return output.detach()
         factor = (output / inputs[0]).detach().nan_to_num(0.0, 0.0, 0.0)
         return output.detach() + factor * (inputs[0] - inputs[0].detach())
 

@@ -1,9 +1,9 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
 Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
-losses; 4 checkpoints could not be written; 5 a rank hung or was lost; 6 the machines are not fit (preflight); 85
-stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141 nobody reads the output any
-more; 1 a defect in the program, with its traceback.
+losses; 4 checkpoints could not be written; 5 a rank hung or was lost, or data workers had no memory; 6 the machines are
+not fit (preflight); 85 stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141 nobody
+reads the output any more; 1 a defect in the program, with its traceback.
 """
 
 from __future__ import annotations
