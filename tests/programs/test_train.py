@@ -21,6 +21,7 @@ from tests.programs.conftest import QUICK, ROOT, Ended, metrics
 from tlt.cli import main as tlt_command
 from tlt.progress import SearchProgress
 from tlt.weights import read_checkpoint
+from volo import cli
 from volo.engine.json_lines import read_json_lines
 from volo.engine.report import without_times
 from volo.engine.run_directory import read_summary
@@ -146,6 +147,18 @@ def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(
     back = call("train", f"{flags} --epochs 3 --resume {tmp_path / 'run' / 'last.pth.tar'}")
     assert back.code == 0 and "has begun there" not in back.out
     assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_name_does_not_command_the_terminal(
+    make_dataset: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(train=8, validation=8).rename(tmp_path / "d\x1b]0;owned\x07\x9b2J\x1b[31m")
+    assert cli.train([str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
+    told = capsys.readouterr()
+    (log,) = (data / "runs").glob("*/log.txt")
+    for text in (told.out, told.err, log.read_text()):
+        assert not set(text) & {"\x07", "\x9b"} and "\x1b" not in text.replace("\x1b[A", "")
+    assert r"\x1b]0;owned\x07" in told.out
 
 
 def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
 
 Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
-losses; 4 checkpoints could not be written; 5 a rank hung or was lost, or data workers had no memory; 6 the machines are
-not fit (preflight); 85 stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141 nobody
-reads the output any more; 1 a defect in the program, with its traceback.
+losses; 4 checkpoints could not be written; 5 a rank hung or was lost, or data workers had no memory; 6 the machines
+are not fit (preflight); 85 stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141
+nobody reads the output any more; 1 a defect in the program, with its traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
+import re
 import sys
 import traceback
 from argparse import Namespace
@@ -22,6 +23,9 @@ from tlt.errors import UserError
 from volo.engine.binding import bind_process
 from volo.engine.preempt import STOP, Stopped
 from volo.engine.ranks import adopt_mpi
+
+# Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
+_COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
 
 
 def run_program(
@@ -40,9 +44,14 @@ def run_program(
     return code
 
 
+def safe_text(text: str) -> str:
+    """Escape what would command a terminal: names of files and folders may hold anything."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class _Output:
     """A standard stream that a program outlives: what can't be written (full disk, lost terminal) is left out, and told
-    once on stderr. A reader that has gone is another matter (`| head`)."""
+    once on stderr. A reader that has gone is another matter (`| head`). What would command a terminal is escaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._told = stream, False
@@ -52,7 +61,7 @@ class _Output:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
-        self._try(self._stream.write, text)
+        self._try(self._stream.write, safe_text(text))
         return len(text)
 
     def flush(self) -> None:

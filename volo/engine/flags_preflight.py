@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tlt.errors import UserError
 from volo.engine.flag_table import ABOVE_ZERO, AMOUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
 
-_WAIT = Number(float, low=1, high=250)  # s; a node loses patience with node 0 after 300
+_WAIT = Number(float, low=1, high=3600)  # s
 
 _GROUPS = (
     Group(

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from tlt.data.dataset import Skipped
 from tlt.names import printable
 from volo.engine.compilation import CompileWatch
+from volo.engine.console import safe_text
 from volo.engine.distributed import World
 from volo.engine.events import EventLog, Kind, duration, exit_code, reason, utc_now
 from volo.engine.loop import EpochTotals, Evaluation, Interval
@@ -90,7 +91,7 @@ class Logger:
             print(text, flush=True)
         else:
             tqdm.write(text, file=sys.stdout)
-        stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"
+        stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {safe_text(text)}"
         if self.directory is not None:
             self.directory.log(stamped)
         else:

@@ -19,14 +19,24 @@ Task = dict[str, Any]
 Answer = Any
 _POLL_S = 0.02
 # A node waits so long for its next task: as long as the slowest of the others may take for theirs, and longer.
-_PATIENCE_S = 300.0
+PATIENCE_S = 300.0
 
 
 class Meeting:
-    """The nodes, as one of them reaches them."""
+    """The nodes, as one of them reaches them.
 
-    def __init__(self, rendezvous: Rendezvous, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self.rendezvous, self._clock = rendezvous, clock
+    Args:
+        patience: Seconds for which a node waits for its next task.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        store: Store,
+        clock: Callable[[], float] = time.time,
+        patience: float = PATIENCE_S,
+    ) -> None:
+        self.rendezvous, self._clock, self._patience = rendezvous, clock, patience
         self._store, self._told = store, SignedStore(store, "preflight")
         self._sent: Counter[int] = Counter()
 
@@ -42,7 +52,7 @@ class Meeting:
         if first != me:
             other = first[0] if first else f"one that does not know the {SECRET} of {host}"
             raise Unfit(f"node {rank} is {other} already: give {host} another NODE_RANK")
-        nodes = self._get("here/0", _PATIENCE_S)[2]
+        nodes = self._get("here/0", self._patience)[2]
         if nodes != self.rendezvous.nodes:
             name = self.rendezvous.name(rank)
             raise Unfit(
@@ -89,7 +99,7 @@ class Meeting:
         number = 0
         while True:
             number += 1
-            task = self._get(f"task/{rank}/{number}", _PATIENCE_S)
+            task = self._get(f"task/{rank}/{number}", self._patience)
             answer = self._clock() if task["do"] == "clock" else "" if task["do"] == "end" else perform(task)
             self._told.set(f"answer/{rank}/{number}", answer)
             if task["do"] == "end":

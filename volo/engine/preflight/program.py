@@ -19,11 +19,11 @@ def run(args: Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # They import torch, which takes seconds: a wrong address is to be told at once.
     from volo.engine.preflight.conduct import conduct
-    from volo.engine.preflight.meeting import Meeting, open_store
+    from volo.engine.preflight.meeting import PATIENCE_S, Meeting, open_store
     from volo.engine.preflight.node import Node
 
     store = open_store(rendezvous, address, started + args.timeout)
-    meeting = Meeting(rendezvous, store)
+    meeting = Meeting(rendezvous, store, patience=args.timeout + PATIENCE_S)
     with Node(args, rendezvous, own, (address, store.port)) as node:
         meeting.arrive()
         if rendezvous.rank:
