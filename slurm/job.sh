@@ -158,7 +158,7 @@ run_job() {
   on_nodes "${container[@]}" slurm/train_node.sh "${preflight[@]}" -- "$PROCESSES" "$data" \
     ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
     --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@" || finish $?
-  if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != done ]; then # a step may end well without having begun
+  if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != 'done' ]; then # a step may end well without having begun
     echo "error: the training has not said that it is done: see $LOGS" >&2
     finish 1
   fi

@@ -40,7 +40,7 @@ def pair(hosts: list[Host], data: Path) -> Callable[..., list[Running]]:
     ("flag", "told"),
     [("--no-such-flag", "error: unknown flag --no-such-flag"), ("--device cuda", "this machine shows 0")],
 )
-def test_a_host_where_the_run_cannot_begin_ends_both(
+def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     pair: Callable[..., list[Running]], wrong: int, flag: str, told: str
 ) -> None:
     runs = pair(*(f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)))
@@ -51,7 +51,7 @@ def test_a_host_where_the_run_cannot_begin_ends_both(
 
 
 @pytest.mark.parametrize(("warned", "code"), [(0, 85), (1, 128 + signal.SIGUSR1)])
-def test_a_signal_while_a_slow_host_still_starts_ends_both_to_be_requeued(
+def test_fault_64_a_signal_while_a_slow_host_still_starts_ends_both_to_be_requeued(
     pair: Callable[..., list[Running]], tmp_path: Path, warned: int, code: int
 ) -> None:
     # Ranks of host 1 read their libraries from a file server that hangs.
@@ -65,7 +65,7 @@ def test_a_signal_while_a_slow_host_still_starts_ends_both_to_be_requeued(
     assert "restart" not in runs[0].output + runs[1].output
 
 
-def test_a_firewall_that_opens_the_launchers_port_alone_is_told(
+def test_fault_64_a_firewall_that_opens_the_launchers_port_alone_is_told(
     hosts: list[Host], pair: Callable[..., list[Running]]
 ) -> None:
     if shutil.which("iptables") is None:
