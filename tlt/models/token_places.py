@@ -106,6 +106,8 @@ def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[f
         if beside:
             source = min(layer.source[axis] for layer in beside)
             beside = [layer for layer in beside if layer.source[axis] == source]
+            # Or a map that is padded, and made as small again as it was, would be met for ever.
+            layers = [layer for layer in layers if (layer.size[axis], layer.source[axis]) != (size, source)]
             beside = [layer for layer in beside if layer.averages] or beside
             stride = beside[0].stride[axis]
             start = sum(layer.first[axis] for layer in beside) / len(beside)

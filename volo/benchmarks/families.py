@@ -64,20 +64,24 @@ def run(args: Namespace) -> None:
             print(f"{name:28}{size:6}{numbers}", flush=True)
 
 
-def measure(name: str, size: int) -> Row:
+def measure(name: str, size: int, branches: bool = True) -> Row:
     """Measure with one set of random weights after the other, until that is precise enough or takes too long.
+
+    Args:
+        branches: Give residual branches that begin as nearly nothing the weight that training may give them.
 
     Raises:
         UserError: timm has no such model, or it does not take this size.
     """
     generator, positions, found = torch.Generator().manual_seed(1), torch.zeros(0), torch.zeros(0)
-    places, off, error = TokenPlaces((0.0, 0.0), (0.0, 0.0)), 0.0, math.inf
+    off, error, canvas = 0.0, math.inf, size + _LARGER
+    model = _random_model(name, 0, branches)
+    _, places = _tokens(model, size)
+    grid, there = _tokens(model, canvas)
+    if places != there:
+        raise ValueError(f"{name}: {places} at {size} px, {there} at {canvas}")
     for seed in range(_ROUNDS):
-        model, canvas = _random_model(name, seed), size + _LARGER
-        places = _tokens(model, size)[1]
-        grid, there = _tokens(model, canvas)
-        if places != there:
-            raise ValueError(f"{name}: {places} at {size} px, {there} at {canvas}")
+        model = _random_model(name, seed, branches)
         with gates_held(model):
             tokens, centroids = looks(model, (canvas, canvas), grid, generator)
         centres = torch.tensor(places.first) + tokens * torch.tensor(places.pitch)
@@ -105,15 +109,15 @@ def _tokens(model: Any, size: int) -> tuple[Size, TokenPlaces]:
     return grid, places
 
 
-def _random_model(name: str, seed: int) -> Any:
+def _random_model(name: str, seed: int, branches: bool) -> Any:
     torch.manual_seed(seed)
     try:
         model = timm.create_model(name, num_classes=4).eval()
     except RuntimeError as error:  # timm's word for a name that it does not know
         raise UserError(f"--families {name}: {error}") from error
     for parameter, value in model.named_parameters():
-        # What begins as nearly nothing, at the end of a residual branch, would leave tokens looking through shortcuts.
-        if value.ndim == 1 and parameter.endswith(("weight", "gamma")) and value.abs().max() < 1e-3:
+        scale = value.ndim == 1 and parameter.endswith(("weight", "gamma"))
+        if branches and scale and value.abs().max() < 1e-3:
             value.data.fill_(1.0)
     for module in list(model.modules()):
         for child, activation in list(module.named_children()):
