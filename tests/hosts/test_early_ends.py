@@ -50,9 +50,9 @@ def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     assert "Traceback" not in other and "restart" not in other
 
 
-@pytest.mark.parametrize(("warned", "code"), [(0, 85), (1, 128 + signal.SIGUSR1)])
+@pytest.mark.parametrize("warned", [0, 1])
 def test_fault_64_a_signal_while_a_slow_host_still_starts_ends_both_to_be_requeued(
-    pair: Callable[..., list[Running]], tmp_path: Path, warned: int, code: int
+    pair: Callable[..., list[Running]], tmp_path: Path, warned: int
 ) -> None:
     # Ranks of host 1 read their libraries from a file server that hangs.
     hang = 'open(os.environ["HANGS"], "w").close(); time.sleep(9999)'
@@ -61,7 +61,9 @@ def test_fault_64_a_signal_while_a_slow_host_still_starts_ends_both_to_be_requeu
     runs = pair(FLAGS, FLAGS, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", HANGS=str(hangs))
     wait_until(hangs.exists, lambda: runs[1].output)
     runs[warned].process.send_signal(signal.SIGUSR1)
-    assert ends(runs) == [code, code], "\n".join(run.output for run in runs)
+    codes = ends(runs)
+    # The second is that of a rank that has not come to handling signals; either brings a job back.
+    assert codes in ([85, 85], [128 + signal.SIGUSR1] * 2), "\n".join(run.output for run in runs)
     assert "restart" not in runs[0].output + runs[1].output
 
 

@@ -164,10 +164,10 @@ def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
 
     def all_wrote(what: str, own: object) -> None:
         store.set(f"{what}/{rank}", json.dumps(own))
-        keys = [f"{what}/{each}" for each in range(size)]
-        while not store.check(keys):
+        store.add(what, 1)
+        while store.add(what, 0) < size:
             if time.monotonic() > until:
-                missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+                missing = [str(each) for each in range(size) if not store.check([f"{what}/{each}"])]
                 raise RankLost(f"rank {', '.join(missing)} did not come within {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
@@ -179,7 +179,8 @@ def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
         neighbour = (rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) % size
         host, there, opened = json.loads(store.get(f"here/{neighbour}"))
         try:
-            knock(there, opened, seconds=8)
+            if _on_one_machine(size) or not _is_loopback(there):  # where MASTER_ADDR is so on its own machine
+                knock(there, opened, seconds=8)
         except OSError as error:
             raise RankLost(
                 f"{here} cannot connect to {host} ({there}, port {opened}): {error.strerror or error}: the nodes' "
@@ -246,8 +247,12 @@ def _listening_address(master: str, size: int) -> str:
         address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise UserError(f"MASTER_ADDR={master}: {error.strerror}: give the IP address of the first node") from error
-    usable = _on_one_machine(size) or not ipaddress.ip_address(address).is_loopback
+    usable = _on_one_machine(size) or not _is_loopback(address)
     return address if usable else "::" if ":" in address else "0.0.0.0"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def _set_rendezvous_address(size: int) -> None:
