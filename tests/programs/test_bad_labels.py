@@ -21,6 +21,7 @@ from tlt.archive import LabelArchive
 from tlt.archive_format import MappedFile
 from tlt.cli import main as tlt_command
 from tlt.data.folder import scan_folder
+from tlt.data.workers import WorkerDied
 from tlt.store import PublishedTree
 from volo.engine.saver import Saver
 
@@ -192,7 +193,7 @@ def test_label_pages_that_are_gone_kill_a_worker_with_an_explanation(
     monkeypatch.setattr(MappedFile, "check_length", lambda self: None)
     _after_first_epoch(monkeypatch, lambda: os.truncate(archive / SHARD, 100))
     ended = train(data, archive, "--epochs 3 -j 1")
-    assert ended.code == 2 and "Traceback" not in ended.err
+    assert ended.code == WorkerDied.exit_code and "Traceback" not in ended.err
     last = ended.err.splitlines()[-1]  # torch's own words, "bus error", come first
     assert "error: a data worker exited" in last and "the label archive may have been cut" in last
     _keeps_the_first_epoch(call, data, tmp_path / "run")

@@ -154,6 +154,6 @@ def test_ranks_that_read_different_checkpoints_do_not_wait_for_each_other(
     flags = f"{make_dataset(train=16)} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
     assert call("train", flags).code == 0
     real = run_start.from_all
-    monkeypatch.setattr(run_start, "from_all", lambda own: [own, (0, 1)] if isinstance(own, tuple) else real(own))
+    monkeypatch.setattr(run_start, "from_all", lambda own: [own, [0, 1]] if isinstance(own, list) else real(own))
     ended = call("train", flags, "--resume", "auto")
     assert ended.code == 2 and "ranks read it at updates 1 and 2: it is being written to" in ended.err

@@ -17,6 +17,7 @@ import torch
 
 from tests.conftest import wait_until
 from tests.programs.conftest import QUICK, ROOT, Running, children, ended, held, metrics, start, storage
+from tlt.data.workers import WorkerDied
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 slow = pytest.mark.faults
@@ -228,7 +229,7 @@ def test_fault_22_a_killed_data_worker_is_replaced_once_and_then_the_run_saves_a
     assert "started anew" in run.output
     (another,) = children(run.process.pid)
     os.kill(another, signal.SIGKILL)
-    assert run.end() == 2, run.output
+    assert run.end() == WorkerDied.exit_code, run.output
     # torch hears of a dead worker in two ways, and tells the signal in one of them.
     assert re.search(
         r"a data worker (was killed by signal: Killed|exited unexpectedly): most likely too little memory", run.output
