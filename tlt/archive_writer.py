@@ -138,7 +138,12 @@ class ArchiveWriter:
             UserError: The map can't be trained on, is of another shape, or the disk is full.
         """
         header, label = self.header, os.fsdecode(self.rows.label(row))
-        label_map.validate(2**16 if header.ids == "U16" else None, f"label {printable(label)}")
+        label_map.validate(None, f"label {printable(label)}")
+        if header.ids == "U16" and label_map.ids.max() >= 2**16:
+            raise UserError(
+                f"label {printable(label)}: class id {label_map.ids.max()}, but the first label is in a number format "
+                "that ends at 65,535: store all labels in one format, such as float32"
+            )
         if label_map.shape != (header.k, *header.grid):
             raise UserError(
                 f"label {printable(label)}: shape (k, h, w) = {label_map.shape}, but the archive's is "

@@ -38,11 +38,23 @@ def parser() -> ArgumentParser:
     _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
     _shrink(commands.add_parser("shrink", help="an image folder of smaller images, or of tiles", description=_SHRINK))
     _index(commands.add_parser("index", help="the sizes of all images, read once", description=_INDEX))
-    for command in commands.choices.values():
+    for name, command in commands.choices.items():
+        # Flags that take several values would swallow what argparse prints after them.
+        command.usage = f"tlt {name} {_ARGUMENTS[name]} [flags]"
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top
 
 
+_ARGUMENTS = {
+    "pack": "TREE OUT",
+    "unpack": "ARCHIVE OUT",
+    "pack-images": "DATA OUT",
+    "check": "DATA LABELS",
+    "probe": "DATA LABELS",
+    "show": "DATA LABELS -o FILE",
+    "shrink": "DATA OUT (--max-side N | --tile N)",
+    "index": "DATA",
+}
 _PACK = (
     "Pack every label file of TREE into the archive OUT, a folder. Every entry is checked, and compared with what was "
     "packed. A killed command goes on where it was."

@@ -16,6 +16,10 @@ class UserError(Exception):
     told = False  # whether another process of this machine prints it, so that this one need not
 
 
+class MissingSplit(UserError):
+    """No such split. `tlt.data.open_images` adds the flag that would name another one."""
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional package where it is used.
 

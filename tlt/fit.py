@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from tlt.models.pos_embed import adapt_state_dict
+from tlt.models.pos_embed import adapt_state_dict, source_grid
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 from tlt.weights import clean_state_dict, unwrap
@@ -46,7 +46,7 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
     dropped += unfit
     if isinstance(target := unwrap(model), TokenLabelModel):
         before = left
-        left, names = adapt_state_dict(target, left, _source_grid(target, left, source_size))
+        left, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
         resized += names
         notes.update({n: f"{_shape(before[n])} -> {_shape(left[n])}" for n in names})
     for name in [n for n, value in left.items() if n not in own or own[n].shape != value.shape]:
@@ -118,16 +118,6 @@ def _adapt_input(
             dropped.append(name)
             notes[name] = f"{theirs} input channels, the model has {ours}"
     return adapted, dropped
-
-
-def _source_grid(
-    model: TokenLabelModel, state: dict[str, Tensor], source_size: tuple[int, int] | None
-) -> tuple[int, int] | None:
-    pos = state.get("pos_embed")
-    if source_size is None or pos is None or pos.ndim != 3:
-        return None
-    rows, cols = model.token_grid(source_size)
-    return (rows, cols) if rows * cols == pos.shape[1] - 1 else None
 
 
 def _shape(tensor: Tensor) -> str:

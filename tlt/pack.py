@@ -21,10 +21,10 @@ from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_files import TreeListing, find_labels, label_files_below
-from tlt.label_map import Area, LabelMap, centre_square
+from tlt.label_map import Area, centre_square
 from tlt.names import printable
 from tlt.progress import Progress
-from tlt.store import METADATA_NAME, TreeMetadata, map_of, read_map, read_tensor
+from tlt.store import METADATA_NAME, TreeMetadata, map_of, most_classes, read_tensor
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,10 @@ def pack(
     text = None if metadata is None else Path(path).read_text()
     folder = open_images(images, split, allow_root=True) if images else None
     sources = find_sources(tree, folder)
-    first = _first_map(tree, sources, metadata)
-    num_classes = metadata.num_classes if metadata else 2**31 if first.ids.max() >= 2**16 else 2**16
+    path = os.path.join(tree, sources.labels[0])
+    tensor = read_tensor(path, f"label {printable(path)}")
+    first = map_of(tensor, f"label {printable(path)}", metadata.num_classes if metadata else None)
+    num_classes = metadata.num_classes if metadata else most_classes(tensor.dtype)
     covered = area or (metadata.area if metadata else "full")
     header = make_header(
         first.shape, num_classes, sources.images, sources.labels, covered, text, False, transposed, shard_records
@@ -122,10 +124,6 @@ def find_sources(tree: str, folder: ImageSource | None) -> Sources:
     return Sources(
         labels + extra, images, rows + [-1] * len(extra), np.append(folder.classes[rows], [-1] * len(extra)), notes
     )
-
-
-def _first_map(tree: str, sources: Sources, metadata: TreeMetadata | None) -> LabelMap:
-    return read_map(os.path.join(tree, sources.labels[0]), metadata.num_classes if metadata else None)
 
 
 def _image_size(folder: ImageSource | None, image_row: int) -> tuple[int, int]:

@@ -118,6 +118,11 @@ def label_dtype(num_classes: int) -> torch.dtype:
     return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
 
 
+def most_classes(dtype: torch.dtype) -> int:
+    """How many classes labels of a number format can tell apart."""
+    return _EXACT_IDS.get(dtype, 2**31 - 1) + 1
+
+
 def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
     """Write one label file in the published form, replacing `path` in one step.
 

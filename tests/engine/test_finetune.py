@@ -241,8 +241,12 @@ def test_head_mismatch_suggests_finetune(file: Path) -> None:
     before = states(model)
     with pytest.raises(UserError, match=r"10 classes, the model has 7.*--num-classes.*--finetune"):
         load_weights(model, file)
-    with pytest.raises(UserError, match=r"3 -> 1 input channels.*--in-chans.*--finetune"):
+    with pytest.raises(UserError, match=r"3 -> 1 input channels.*--model-kwargs in_chans=N.*--finetune"):
         load_weights(build(in_chans=1), file)
+    headless = {name: value for name, value in build().state_dict().items() if not name.startswith("aux_head")}
+    torch.save(headless, file)
+    with pytest.raises(UserError, match=r"\(aux_head.weight is missing from it\): train.py --finetune takes what fits"):
+        load_weights(build(), file)
     assert unchanged(before, model)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import timm
 import torch
+from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from tlt.errors import UserError
-from volo.engine.precision import NonFiniteError, Precision, resolve_amp_dtype, total_norm
+from volo.engine.model import heads_of
+from volo.engine.precision import NonFiniteError, Precision, resolve_amp_dtype
 
 CPU = torch.device("cpu")
 
@@ -65,15 +68,36 @@ def test_clip_by_norm_equals_torch() -> None:
         torch.testing.assert_close(mine, theirs.grad)
 
 
-@pytest.mark.parametrize(("mode", "limit"), [("value", 0.01), ("agc", 0.01)])
-def test_other_clip_modes_limit_the_gradients(mode: str, limit: float) -> None:
-    model, optimizer = _linear()
-    norms: list[float] = []
-    optimizer.register_step_pre_hook(lambda *_: norms.append(float(total_norm(model.parameters()))))
-    precision = Precision(CPU, clip_grad=limit, clip_mode=mode)
-    precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
-    before = precision.step(optimizer, list(model.parameters()))
-    assert norms[0] < 0.05 * float(before)
+def test_other_clip_modes_equal_torchs_and_timms() -> None:
+    for mode, clip in (("value", nn.utils.clip_grad_value_), ("agc", adaptive_clip_grad)):
+        model, optimizer = _linear()
+        reference, _ = _linear()
+        seen: list[torch.Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_, p=model, s=seen: s.extend(q.grad.clone() for q in p.parameters()))
+        precision = Precision(CPU, clip_grad=0.01, clip_mode=mode)
+        precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
+        precision.step(optimizer, list(model.parameters()))
+        (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
+        clip(reference.parameters(), 0.01)
+        for mine, theirs in zip(seen, reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.grad)
+
+
+def test_adaptive_clipping_leaves_the_heads_alone() -> None:
+    model = timm.create_model("lvvit_test", img_size=32, num_classes=4)
+    parameters = list(model.parameters())
+    precision = Precision(CPU, clip_grad=1e-6, clip_mode="agc", heads=heads_of(model))
+    cls, tokens = model(torch.ones(2, 3, 32, 32), dense=True)
+    precision.backward(cls.square().sum() + tokens.square().sum())
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    changed: set[str] = set()
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    optimizer.register_step_pre_hook(
+        lambda *_: changed.update(n for n, p in model.named_parameters() if not torch.equal(p.grad, before[n]))
+    )
+    precision.step(optimizer, parameters)
+    assert "blocks.0.mlp.fc1.weight" in changed
+    assert not [name for name in changed if "head" in name]
 
 
 def test_fault_59_amp_on_a_cpu_is_bfloat16() -> None:

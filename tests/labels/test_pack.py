@@ -267,6 +267,19 @@ def test_unusable_labels_are_not_packed(tree: Path, tmp_path: Path, value: float
         pack(str(tree), str(tmp_path / "out.tlt"))
 
 
+def test_large_class_ids_may_come_late(tree: Path, tmp_path: Path) -> None:
+    for path in tree.rglob("*.pt"):
+        torch.save(torch.load(path).float(), path)
+    large = entry(3).float()
+    large[1] += 70_000
+    torch.save(large, tree / "b" / "deep" / "ü 2.pt")
+    pack(str(tree), str(tmp_path / "out.tlt"))
+    assert LabelArchive(tmp_path / "out.tlt", NAMES).read(3).ids.max() >= 70_000
+    torch.save(entry(0), tree / "a" / "0.pt")  # half precision: of few classes, says the first file
+    with pytest.raises(UserError, match=r"ü 2\.pt: class id 7\d+, .* one format"):
+        pack(str(tree), str(tmp_path / "other.tlt"))
+
+
 def test_values_that_another_program_made_infinite_are_noticed(archive: Path) -> None:
     store = LabelArchive(archive, NAMES)
     rows = store.rows

@@ -186,6 +186,9 @@ def test_the_command_writes_a_page_and_nothing_else(
     out = tmp_path / "out"
     out.mkdir()
     (data[1] / "c" / "c.v1.pt").unlink()  # an image without label is shown as such
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    assert capsys.readouterr().out.startswith("usage: tlt show DATA LABELS -o FILE [flags]\n")  # --images takes several
     assert main(["show", *map(str, data), "-o", str(out / "p.png"), "--size", "32", "48"]) == 0
     assert "3 images of 3" in capsys.readouterr().out
     assert [p.name for p in out.iterdir()] == ["p.png"]

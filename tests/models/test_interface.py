@@ -165,6 +165,15 @@ def test_position_embeddings_are_resized_by_plain_bicubic():
     assert resize_pos_embed(pos.half(), (4, 4)).dtype == torch.half
 
 
+def test_as_many_tokens_in_another_grid():
+    square, oblong = build("lvvit_test", img_size=64), build("lvvit_test", img_size=(128, 32))
+    state, resized = adapt_state_dict(oblong, square.state_dict())  # 4x4 -> 8x2: as published weights, of square images
+    expected = resize_pos_embed(square.pos_embed[:, 1:].unflatten(1, (4, 4)), (8, 2)).flatten(1, 2)
+    assert resized == ["pos_embed"]
+    torch.testing.assert_close(state["pos_embed"][:, 1:], expected)
+    assert adapt_state_dict(oblong, oblong.state_dict(), source_grid=(8, 2))[1] == []
+
+
 def test_token_grids_that_are_not_square():
     model, wide = build("lvvit_test", img_size=(96, 48)), build("lvvit_test", img_size=(64, 32))
     state, resized = adapt_state_dict(wide, model.state_dict())  # 6x3 -> 4x2: not square, but of the same aspect

@@ -212,6 +212,9 @@ def test_switching_the_head_off_and_on_and_other_classes() -> None:
     assert not any(p.requires_grad for n, p in model.named_parameters() if is_dense_head(n))
     with pytest.raises(UserError, match="switched off"):
         model(images(), dense=True)
+    model.reset_classifier(7)  # which leaves it off
+    assert model.aux_head.out_features == 7
+    assert not any(p.requires_grad for n, p in model.named_parameters() if is_dense_head(n))
     model.set_dense_head(True)
     model.reset_classifier(9)
     cls, tokens = model(images(), dense=True)

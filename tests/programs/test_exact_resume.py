@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.conftest import LIMIT
 from tests.programs import interrupted_train
-from tests.programs.conftest import QUICK, ROOT, Ended, launch
+from tests.programs.conftest import QUICK, ROOT, Ended, launch, metrics
 from tests.programs.test_train import without_times
 from tlt import cli as tlt_cli
 from volo.engine import run_start
@@ -128,11 +128,16 @@ def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
     call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
     data = make_dataset(train=24)
-    flags = f"{QUICK} --lr 1e-3 --freeze-bn --output {tmp_path} --experiment run --resume auto -b 4 --epochs"
-    assert call("train", f"{data} --grad-accum-steps 2 {flags} 1").code == 0
-    out = launch(2, f"--grad-accum-steps 2 {flags} 2", data)
+    flags = f"{QUICK} --lr-base 0.1 --freeze-bn --output {tmp_path} --resume auto -b 4 --experiment"
+    assert call("train", f"{data} --grad-accum-steps 2 {flags} whole --epochs 2").code == 0
+    assert call("train", f"{data} --grad-accum-steps 2 {flags} run --epochs 1").code == 0
+    out = launch(2, f"--grad-accum-steps 2 {flags} run --epochs 2", data)
     assert "1 processes before, 2 now: 1 accumulation steps, not 2, keep the global batch of 8" in out
     assert "global batch 8 = 4 per device x 2 x 1 accumulation steps; 3 updates an epoch" in out
+    whole, run = (
+        {row["update"]: row["lr"] for row in metrics(tmp_path / name) if "lr" in row} for name in ("whole", "run")
+    )
+    assert [run[update] for update in (4, 5, 6)] == [whole[update] for update in (4, 5, 6)]
 
 
 def test_a_run_is_not_resumed_on_other_data(

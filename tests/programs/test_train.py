@@ -220,6 +220,10 @@ def test_a_run_that_is_ranked_by_something_else_keeps_its_best(
 ) -> None:
     flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --lr 1e-2"
     assert call("train", f"{flags} --epochs 3 --eval-metric loss --model-ema").code == 0
+    losses = [float(row["eval_loss_ema"]) for row in read_summary(tmp_path / "run" / "summary.csv")]
+    lowest = losses.index(min(losses))
+    assert lowest > 0 or losses[0] < losses[-1]  # the worst would be another one
+    assert read_checkpoint(tmp_path / "run" / "model_best.pth.tar")["epoch"] == lowest
     ended = call("train", f"{flags} --epochs 4 --resume auto")
     assert ended.code == 0 and "are now ranked by top1" in ended.out, ended.out
     rows = read_summary(tmp_path / "run" / "summary.csv")
@@ -372,6 +376,14 @@ BAD = [
     ("--opt adamww", "adamw"),
     ("--experimemt x", "--experiment"),
     ("--model-kwargs bogus=1", "bogus"),
+    ("--model-kwargs num_heads=7", "num_heads"),
+    ("--model-kwargs num_heads=(3,4,4,4)", "32 channels can't be divided among 3 heads"),
+    ("--num-classes 4 --model-kwargs num_classes=7", "--model-kwargs num_classes=7"),
+    ("--num-classes 100000000000", "--num-classes"),
+    ("--clip-grad 0", "--clip-grad"),
+    ("--local-rank 3", "--local-rank 3"),
+    ("--output /dev/null/run", "--output /dev/null/run"),
+    ("--train-split nowhere", "(--train-split)"),
 ]
 
 
@@ -382,6 +394,7 @@ def test_bad_input_is_one_line_with_exit_code_2(
     ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
     if named is None:
         assert ended.code == 0, ended.err
+        assert ("--sync-bn changes nothing" in ended.out) == (flags == "--sync-bn")
         return
     assert ended.code == 2, ended.out
     assert named in ended.err

@@ -14,7 +14,9 @@ from PIL import Image
 
 from tests.programs.conftest import QUICK, Ended
 from volo import cli
+from volo.engine.metrics import Sums
 from volo.programs import validate
+from volo.programs.validate import RealLabels
 
 Call = Callable[..., Ended]
 
@@ -101,11 +103,24 @@ def test_real_labels_and_valid_labels(call: Call, trained: tuple[Path, Path], tm
     assert (row["top1"], row["images"]) == (100.0, 3)
 
 
+def test_real_labels_count_any_of_the_first_five() -> None:
+    class Images:
+        def path(self, index: int) -> str:
+            return f"ILSVRC2012_val_{index + 1:08d}.JPEG"
+
+    real = RealLabels.__new__(RealLabels)
+    real.labels = {f"ILSVRC2012_val_{i + 1:08d}": {i} for i in range(7)}
+    real.dataset, real.sums = Images(), Sums(("images", "top1", "top5"), torch.device("cpu"))
+    real.add(torch.arange(7.0, 0.0, -1.0).expand(7, 7), torch.arange(7))  # class 0 first, then 1, 2, ...
+    assert real.accuracy() == {"real_top1": round(100 / 7, 4), "real_top5": round(500 / 7, 4), "real_images": 7}
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         ("--checkpoint nowhere.pth", "nowhere.pth"),
-        ("--split nowhere", "nowhere"),
+        ("--split nowhere", "(--split)"),
+        ("--results-file /dev/null/a.csv", "--results-file /dev/null"),
         ("--model volo_d1", "volo_d1"),
         ("--class-map nowhere.txt", "nowhere.txt"),
         ("--real-labels nowhere.json", "nowhere.json"),

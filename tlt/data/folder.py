@@ -17,7 +17,7 @@ from tlt.data.folder_listing import FolderListing, list_folder
 from tlt.data.image_file import DEFAULT_MAX_PIXELS, read_file, read_file_size
 from tlt.data.natural import natural_key
 from tlt.data.source import ImageSource
-from tlt.errors import UserError
+from tlt.errors import MissingSplit, UserError
 from tlt.names import NAMES_SHOWN, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
@@ -95,9 +95,9 @@ def find_split(data_dir: str | os.PathLike[str], split: str, allow_root: bool = 
     any_split = any(os.path.isdir(os.path.join(data_dir, name)) for name in TRAIN_SPLITS + VALIDATION_SPLITS)
     if allow_root and not any_split:
         return data_dir
-    raise UserError(
+    raise MissingSplit(
         f"no {printable(split)!r} folder in {printable(data_dir)} (searched {', '.join(map(printable, searched))}; "
-        f"it holds {some_names(sorted(os.listdir(data_dir)))}): make it, or name it with --train-split or --val-split"
+        f"it holds {some_names(sorted(os.listdir(data_dir)))}): make it, or name another split"
     )
 
 

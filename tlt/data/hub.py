@@ -11,7 +11,7 @@ import numpy as np
 from tlt.data.class_list import numbered_names, renumber
 from tlt.data.image_file import BadImage, read_file
 from tlt.data.source import ImageSource
-from tlt.errors import UserError, require
+from tlt.errors import MissingSplit, UserError, require
 from tlt.names import printable
 
 
@@ -60,9 +60,7 @@ def open_hub_dataset(name: str, data: str | None, split: str, class_names: Seque
     # Whatever its builders, file systems and the hub raise.
     except Exception as error:
         reason = printable(str(error).strip().split("\n")[0])
-        raise UserError(
-            f"{shown}, split {printable(split)}, can't be loaded: {reason} (--train-split, --val-split)"
-        ) from error
+        raise MissingSplit(f"{shown}, split {printable(split)}, can't be loaded: {reason}") from error
     image = _column(table.features, datasets.Image, "image", shown)
     label = _column(table.features, datasets.ClassLabel, "label", shown)
     own = list(table.features[label].names)

@@ -15,7 +15,7 @@ from tlt.data.tfrecords import find_records
 from tlt.data.torch_datasets import open_torch_dataset
 from tlt.data.webdatasets import find_shards
 from tlt.dataset_kinds import parse_kind
-from tlt.errors import UserError
+from tlt.errors import MissingSplit, UserError
 
 
 def open_images(
@@ -25,6 +25,7 @@ def open_images(
     class_names: Sequence[str] | None = None,
     allow_root: bool = False,
     found: Callable[[str, int], None] | None = None,
+    split_flag: str = "--split",
 ) -> ImageSource:
     """Find the images of a split.
 
@@ -35,10 +36,25 @@ def open_images(
         class_names: Imposed class list; None: the data set's own.
         allow_root: Take `data` itself where no split of any name is in it.
         found: See `tlt.data.folder_listing.list_folder`.
+        split_flag: The program's flag that names the split.
 
     Raises:
         UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
     """
+    try:
+        return _open(data, split, dataset, class_names, allow_root, found)
+    except MissingSplit as error:
+        raise UserError(f"{error} ({split_flag})") from error
+
+
+def _open(
+    data: str | None,
+    split: str,
+    dataset: str,
+    class_names: Sequence[str] | None,
+    allow_root: bool,
+    found: Callable[[str, int], None] | None,
+) -> ImageSource:
     kind, name = parse_kind(dataset)
     if kind == "hfds":
         return open_hub_dataset(name, data, split, class_names)

@@ -14,7 +14,7 @@ from typing import Any
 from tlt.data.folder import split_names
 from tlt.data.natural import natural_key
 from tlt.data.tfrecords import INDEX_SUFFIX, RecordFiles
-from tlt.errors import UserError
+from tlt.errors import MissingSplit, UserError
 from tlt.names import printable
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -34,9 +34,9 @@ def find_tfds(name: str, data: str, split: str) -> RecordFiles:
     prefix, lengths = _read_info(os.path.join(folder, "dataset_info.json"))
     found = next((each for each in split_names(split) if each in lengths), None)
     if found is None:
-        raise UserError(
+        raise MissingSplit(
             f"--dataset tfds/{name}: no split {printable(split)} in {printable(folder)}, which has "
-            f"{', '.join(map(printable, lengths))}: name one of them with --train-split or --val-split"
+            f"{', '.join(map(printable, lengths))}: name one of them"
         )
     count = len(lengths[found])
     paths = [os.path.join(folder, f"{prefix}-{found}.tfrecord-{number:05d}-of-{count:05d}") for number in range(count)]

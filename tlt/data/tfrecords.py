@@ -21,7 +21,7 @@ from tlt.data.indexed_files import IndexedFiles
 from tlt.data.natural import natural_key
 from tlt.data.record_scan import RecordRows, scan_records
 from tlt.data.shard_index import Contents, write_index
-from tlt.errors import UserError
+from tlt.errors import MissingSplit, UserError
 from tlt.names import printable
 from tlt.processes import in_processes
 
@@ -72,9 +72,9 @@ def find_records(data: str, split: str) -> RecordFiles:
         if found:
             return RecordFiles(_whole(data, found), os.path.join(data, f"{name}.{INDEX_SUFFIX}"))
     searched = ", ".join(map(printable, split_names(split)))
-    raise UserError(
+    raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
-        f"named {searched}): name it with --train-split or --val-split"
+        f"named {searched}): name another split"
     )
 
 

@@ -22,7 +22,7 @@ from tlt.data.indexed_files import IndexedFiles
 from tlt.data.shard_index import index_shards
 from tlt.data.shard_scan import LABEL_KEY
 from tlt.data.shards import ShardedImages
-from tlt.errors import UserError
+from tlt.errors import MissingSplit, UserError
 from tlt.names import printable
 
 _INFO = ("_info.json", "info.json")
@@ -107,8 +107,8 @@ def _listed(data: str, split: str) -> ShardList:
     """The shards that `_info.json` lists."""
     path = next((path for name in _INFO if os.path.isfile(path := os.path.join(data, name))), None)
     if path is None:
-        raise UserError(
-            f"no {' or '.join(_INFO)} in {printable(data)}: give a pattern for --train-split and --val-split, such as "
+        raise MissingSplit(
+            f"no {' or '.join(_INFO)} in {printable(data)}: give a pattern as the split, such as "
             "'train-{0000..1023}.tar', or leave --dataset out for shards in DATA/SPLIT"
         )
     try:
@@ -120,12 +120,12 @@ def _listed(data: str, split: str) -> ShardList:
         filenames, count = [*listed["filenames"]], listed.get("num_samples")
         label_key = listed.get("alt_label") or LABEL_KEY
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
+        raise MissingSplit(
             f"{printable(path)} can't be read or lists no shards as timm does ({type(error).__name__}: "
-            f"{printable(str(error))}): mend it, or give a pattern for --train-split and --val-split"
+            f"{printable(str(error))}): mend it, or give a pattern as the split"
         ) from error
     if name is None:
-        raise UserError(f"{printable(path)} has no split {printable(split)}; it has {known}")
+        raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {known}")
     if not all(isinstance(each, str) for each in [*filenames, label_key]) or not isinstance(count, int | None):
         raise UserError(f"{printable(path)}: split {printable(name)} does not name shards and count images: mend it")
     return ShardList(*_places(data, name, filenames), count=count, label_key=label_key)

@@ -17,6 +17,12 @@ WRITTEN_OUT_TOKENS = 800
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+def check_heads(dim: int, num_heads: int) -> None:
+    """Raise ValueError unless `dim` channels can be divided among `num_heads` heads."""
+    if num_heads < 1 or dim % num_heads:
+        raise ValueError(f"{dim} channels can't be divided among {num_heads} heads")
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cudnn: bool = True) -> Tensor:
     """`softmax(q k^T / sqrt(D)) v`, the softmax computed in float32.
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
-from tlt.models.attention import attention
+from tlt.models.attention import attention, check_heads
 from tlt.models.drop_path import add_branch, draw_samples, drop_path_layer
 from tlt.models.linear import Linear
 
@@ -33,6 +33,7 @@ class SelfAttention(nn.Module):
         self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
     ) -> None:
         super().__init__()
+        check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.qkv = Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = attn_drop

@@ -52,7 +52,8 @@ def adapt_state_dict(
         model: The model that is to load them.
         state_dict: Weights under the published names; left unchanged.
         source_grid: Token grid that the weights were trained on. Only (1, 1 + N, C) embeddings need it, and only where
-            it is not square: without it a square grid is assumed, then one of the model's own aspect ratio.
+            it is not square: without it a square grid is assumed, as all published weights have it, even where the
+            model has as many tokens in another grid; then one of the model's own aspect ratio.
 
     Returns:
         The converted copy and the names of the entries that were resized.
@@ -66,10 +67,21 @@ def adapt_state_dict(
         return adapted, []
     if pos.ndim == 4:
         adapted["pos_embed"] = resize_pos_embed(pos, model.pos_grid)
-    elif pos.shape != own.shape or source_grid is not None:
+    else:
         grid = source_grid or _guess_grid(pos.shape[1] - 1, model.pos_grid)
         adapted["pos_embed"] = resize_token_pos_embed(pos, grid, model.pos_grid)
     return adapted, ["pos_embed"] if adapted["pos_embed"] is not pos else []
+
+
+def source_grid(
+    model: TokenLabelModel, state_dict: Mapping[str, Tensor], img_size: tuple[int, int] | None
+) -> Grid | None:
+    """The grid of weights that were trained at (H, W) pixels, None where that is unknown, not needed or no fit."""
+    pos = state_dict.get("pos_embed")
+    if img_size is None or pos is None or pos.ndim != 3:
+        return None
+    rows, cols = model.token_grid(img_size)
+    return (rows, cols) if rows * cols == pos.shape[1] - 1 else None
 
 
 def _guess_grid(tokens: int, target: Grid) -> Grid:

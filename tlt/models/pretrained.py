@@ -26,7 +26,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.models.pos_embed import adapt_state_dict
+from tlt.models.pos_embed import adapt_state_dict, source_grid
 
 Entrypoint: TypeAlias = Callable[..., nn.Module]
 
@@ -165,4 +165,6 @@ def _build_loaded(
 
 
 def _to_model_size(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    return adapt_state_dict(model, state_dict)[0]
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")  # a saved model's own
+    grid = source_grid(model, state_dict, size[1:]) if size else None
+    return adapt_state_dict(model, state_dict, grid)[0]

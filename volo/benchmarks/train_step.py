@@ -18,7 +18,7 @@ from volo.engine.compilation import begin_step
 from volo.engine.data import open_folders, open_labels, train_loader
 from volo.engine.distributed import World
 from volo.engine.master_weights import WorkingCopy
-from volo.engine.model import TimmModel
+from volo.engine.model import TimmModel, heads_of
 from volo.engine.objective import Objective, StepKey
 from volo.engine.optim import create_optimizer, set_lr
 from volo.engine.precision import Precision, compute_dtype
@@ -50,7 +50,9 @@ class TrainStep:
         bare.train()
         working_copy = WorkingCopy(bare) if flags.model_dtype == "bfloat16" else None
         dtype = compute_dtype(flags, device)
-        self.precision = Precision(device, dtype, flags.clip_grad, flags.clip_mode, working_copy=working_copy)
+        self.precision = Precision(
+            device, dtype, flags.clip_grad, flags.clip_mode, working_copy=working_copy, heads=heads_of(bare)
+        )
         self.called = compiled(bare if working_copy is None else working_copy.module)
         self.optimizer = create_optimizer(flags, bare, device)
         set_lr(self.optimizer, _LR)

@@ -55,8 +55,10 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
             synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
             synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
         )
-    train = open_images(args.data_dir, args.train_split, args.dataset, found=found)
-    validation = open_images(args.data_dir, args.val_split, args.dataset, train.class_names, found=found)
+    train = open_images(args.data_dir, args.train_split, args.dataset, found=found, split_flag="--train-split")
+    validation = open_images(
+        args.data_dir, args.val_split, args.dataset, train.class_names, found=found, split_flag="--val-split"
+    )
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
 

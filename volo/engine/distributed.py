@@ -115,9 +115,16 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         begins: Whether ranks have something to lose from here on; else from when `begin` is called.
 
     Raises:
-        UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens.
+        UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens; or
+            `local_rank` is given and there are no others.
     """
-    rank, local_rank, size = ranks_from_environment(os.environ, local_rank)
+    flag = local_rank
+    rank, local_rank, size = ranks_from_environment(os.environ, flag)
+    if flag and size == 1:
+        raise UserError(
+            f"--local-rank {flag} has no effect without a launcher that sets RANK and WORLD_SIZE, as torchrun does: "
+            f"leave it out (--device cuda:{flag} takes that GPU)"
+        )
     world = World(rank, local_rank, size, choose_device(device, local_rank))
     limit_threads(world)
     if size > 1:

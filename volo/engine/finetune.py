@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.fit import Fit, fit_state_dict, head_names
+from tlt.fit import Fit, fit_state_dict, head_names, input_names
 from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
 from tlt.weights import (
     check_finite,
@@ -125,8 +125,15 @@ def explain_misfit(
     if not _backbone_misfits(fit):
         notes = [f"{n}: {fit.notes[n]}" for n in fit.dropped + fit.resized]
         reason = notes[0] if notes else f"{needed(fit.missing)[0]} is missing from it"
-        remedy = "--img-size" if fit.resized == ["pos_embed"] and not fit.dropped else "--num-classes and --in-chans"
-        return f"{path} does not fit ({reason}): use the checkpoint's {remedy}, or --finetune to take what fits"
+        heads = tuple(f"{name}." for name in head_names(model))
+        remedies = {
+            "--img-size": "pos_embed" in fit.resized,
+            "--num-classes": any(n.startswith(heads) for n in fit.dropped),
+            "--model-kwargs in_chans=N": any(n.startswith(input_names(model)) for n in fit.dropped + fit.resized),
+        }
+        own_flags = " and ".join(flag for flag, helps in remedies.items() if helps)
+        remedy = f"use the checkpoint's {own_flags}; " if own_flags else ""
+        return f"{path} does not fit ({reason}): {remedy}train.py --finetune takes what fits"
     own = architecture(model)
     if other := other_architecture(model, checkpoint, state):
         return f"checkpoint is {other}, --model is {own}: {path}"

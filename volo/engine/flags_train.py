@@ -87,8 +87,10 @@ OPTIMIZER = Group(
         flag("--momentum", default=0.9, type=SHARE, metavar="M", help="momentum, where the optimizer has one"),
         flag("--weight-decay", default=0.05, type=AMOUNT, metavar="W", help="weight decay"),
         flag("--layer-decay", default=None, type=SHARE, metavar="R", help="learning rate factor from layer to layer"),
-        flag("--clip-grad", default=None, type=AMOUNT, metavar="N", help="gradient clipping threshold (none)"),
-        flag("--clip-mode", default="norm", choices=("norm", "value", "agc"), help="what is clipped"),
+        flag("--clip-grad", default=None, type=ABOVE_ZERO, metavar="N", help="gradient clipping threshold (none)"),
+        flag(
+            "--clip-mode", default="norm", choices=("norm", "value", "agc"), help="what is clipped; agc: not the heads"
+        ),
         flag("--grad-accum-steps", default=1, type=POSITIVE, metavar="N", help="batches per update"),
     ),
 )

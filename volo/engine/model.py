@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 from argparse import Namespace
 from typing import Any
 
 import timm
 import torch
 from timm.data import resolve_data_config
-from timm.layers import convert_sync_batchnorm
+from timm.layers import convert_sync_batchnorm, to_2tuple
 from torch import nn
 
 from tlt.errors import UserError
@@ -25,6 +26,7 @@ TimmModel = Any
 
 # TensorFlow's BatchNorm: --bn-tf
 _SMALL = 10_000_000  # weights that may be built whatever a checkpoint says
+_MANY_CLASSES = 100_000
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
 _LABEL_SETTINGS = ("aug_order", "uncovered", "label_tail")
 
@@ -46,8 +48,9 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
         weights: Of those arguments' checkpoint: a model that is far larger isn't built.
 
     Raises:
-        UserError: Unknown model name (the nearest ones are shown), an argument the model doesn't know, published
-            weights that don't exist or can't be fetched, or a flag for a part that the model doesn't have.
+        UserError: Unknown model name (the nearest ones are shown), arguments that the model doesn't know or that it
+            can't run with, a model that is too large, published weights that don't exist or can't be fetched, or a flag
+            for a part that the model doesn't have.
     """
     name = args.model
     if not timm.is_model(name):
@@ -56,27 +59,53 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
             f"--model {name}: timm knows no such model" + (f"; did you mean {', '.join(near)}?" if near else "")
         )
     kwargs = (recorded or {}) | _model_kwargs(args)
+    fetched = kwargs.get("pretrained")
     try:
-        if recorded:
-            with torch.device("meta"):
-                wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
-            if wanted > 4 * weights + _SMALL:
-                raise UserError(
-                    f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
-                )
+        if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
+            _refuse_huge(name, kwargs, weights if recorded else None)
         model = timm.create_model(name, **kwargs)
-    except (TypeError, AssertionError) as error:
-        raise UserError(f"--model {name} cannot be built with {kwargs}: {error}") from error
-    except (OSError, RuntimeError) as error:  # what a hub raises without a network derives from OSError
-        if not kwargs["pretrained"]:
+        if getattr(args, "model_kwargs", None):
+            with torch.no_grad():  # what contradicts itself shows here, not at the first step
+                model.eval()(torch.zeros(1, *eval_settings(args, model)["input_size"]))
+            model.train()
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        if fetched and isinstance(error, RuntimeError):
+            raise UserError(_not_fetched(name, error)) from error
+        raise UserError(f"--model {name} cannot be built with {kwargs}: {_first_line(error)}") from error
+    except OSError as error:  # what a hub raises without a network derives from it
+        if not fetched:
             raise
-        raise UserError(
-            f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of "
-            "them with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
-        ) from error
+        raise UserError(_not_fetched(name, error)) from error
     set_outlook_kernel(model, getattr(args, "outlook_kernel", "auto"))
     set_drop_path_mode(model, getattr(args, "drop_path_mode", "mask"))
     return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _not_fetched(name: str, error: Exception) -> str:
+    return (
+        f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of them "
+        "with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
+    )
+
+
+def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None:
+    """Refuse a model that this machine can't hold, or that is far larger than the `weights` of its checkpoint."""
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
+    if weights is not None and wanted > 4 * weights + _SMALL:
+        raise UserError(
+            f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
+        )
+    needed, memory = 4 * wanted / 2**30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if needed > memory:
+        raise UserError(
+            f"--model {name} with {kwargs.get('num_classes', 1000):,} classes (--num-classes) takes {needed:,.0f} GiB, "
+            f"this machine has {memory:,.0f}"
+        )
 
 
 def _model_kwargs(args: Namespace) -> dict[str, Any]:
@@ -92,8 +121,14 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
     }
     if image_size_of(args) is not None and _takes_image_size(args.model):
         kwargs["img_size"] = image_size_of(args)
-    kwargs |= getattr(args, "model_kwargs", None) or {}
-    return {k: v for k, v in kwargs.items() if v is not None}
+    kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
+    for key, given in (getattr(args, "model_kwargs", None) or {}).items():
+        value = to_2tuple(given) if key == "img_size" else given
+        if kwargs.setdefault(key, value) != value:
+            raise UserError(
+                f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
+            )
+    return kwargs
 
 
 def _takes_image_size(name: str) -> bool:
@@ -213,10 +248,16 @@ def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     return compile_model(model, args)
 
 
+def heads_of(model: TimmModel) -> list[nn.Module]:
+    """The class head or heads, and the dense head where the model has one."""
+    classifier = model.get_classifier()
+    heads = list(classifier) if isinstance(classifier, tuple) else [classifier]
+    return heads + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
+
+
 def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:
     """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
-    heads = [model.get_classifier()] + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
-    for head in heads:
+    for head in heads_of(model):
         if not isinstance(head, nn.Linear):
             raise UserError("--head-init-scale and --head-init-bias need a linear head")
         with torch.no_grad():

@@ -62,6 +62,7 @@ class Precision:
         clip_mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
         max_nonfinite: `check()` raises after more than this many skipped steps in a row.
         working_copy: The bfloat16 copy of the model that computes, None where the model itself does.
+        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Precision:
         clip_mode: str = "norm",
         max_nonfinite: int = 10,
         working_copy: WorkingCopy | None = None,
+        heads: Iterable[nn.Module] = (),
     ) -> None:
         self.device, self.amp_dtype, self.working_copy = device, amp_dtype, working_copy
         self.clip_grad, self.clip_mode = clip_grad, clip_mode
+        self._head_parameters = {parameter for head in heads for parameter in head.parameters()}
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
         # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
@@ -141,7 +144,8 @@ class Precision:
         elif self.clip_mode == "value":
             nn.utils.clip_grad_value_(parameters, self.clip_grad)
         else:
-            adaptive_clip_grad(parameters, self.clip_grad, norm_type=2.0)
+            clipped = [parameter for parameter in parameters if parameter not in self._head_parameters]
+            adaptive_clip_grad(clipped, self.clip_grad, norm_type=2.0)
 
     def take_broken(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.

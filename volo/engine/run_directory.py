@@ -28,6 +28,7 @@ from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -61,6 +62,22 @@ _OF_EXPERIMENT = {
     for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
     for flag in group.flags
 } - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # the steps change with the number of processes
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Try to write where results shall be, before hours are spent on them: in `folder`, or where it would be made.
+
+    A folder is made there and removed at once; permissions alone say too little (root, read-only mounts).
+
+    Raises:
+        UserError: Nothing can be written there.
+    """
+    there = folder
+    try:
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        TemporaryDirectory(dir=there, prefix=".writable-").cleanup()
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: nothing can be written in {there} ({error.strerror})") from error
 
 
 def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print) -> Path:

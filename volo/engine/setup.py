@@ -55,6 +55,8 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
         f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
         f"accumulation steps; {len(setup.loader)} updates an epoch, {setup.schedule.total_epochs} epochs"
     )
+    if args.sync_bn and world.size == 1:
+        logger.line("--sync-bn changes nothing with one process")
     if setup.teacher is not None and world.is_primary:
         dense = isinstance(setup.objective, TokenLabelObjective) and setup.objective.dense
         logger.line(setup.teacher.describe(model, (config["in_chans"], height, width), dense))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.attention import attention
+from tlt.models.attention import attention, check_heads
 from tlt.models.drop_path import drop_path_layer
 from tlt.models.layers import Block, Mlp, ResidualBlock
 from tlt.models.linear import Linear
@@ -63,6 +63,7 @@ class OutlookAttention(nn.Module):
         attn_drop: float = 0.0,
     ) -> None:
         super().__init__()
+        check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.kernel_size = kernel_size
         self.stride = stride
@@ -117,6 +118,7 @@ class ClassAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0) -> None:
         super().__init__()
+        check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.attn_drop = attn_drop
         self.kv = Linear(dim, 2 * dim, bias=qkv_bias)

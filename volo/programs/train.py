@@ -32,7 +32,15 @@ from volo.engine.compilation import CompileWatch, compile_errors_told, compile_m
 from volo.engine.convolutions import check_convolutions
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.engine.data_wait import Advisor
-from volo.engine.distributed import World, begin, from_primary, init_world, lost_rank_explained, once_per_host
+from volo.engine.distributed import (
+    World,
+    begin,
+    from_primary,
+    init_world,
+    lost_rank_explained,
+    once_per_host,
+    primary_first,
+)
 from volo.engine.logger import Logger
 from volo.engine.loop import Evaluation, LoopSettings, evaluate, train_epoch
 from volo.engine.master_weights import WorkingCopy
@@ -42,6 +50,7 @@ from volo.engine.model import (
     add_dense_head,
     build_model,
     eval_settings,
+    heads_of,
     init_heads,
     model_config,
     prepare_model,
@@ -54,7 +63,7 @@ from volo.engine.pace import Pace
 from volo.engine.precision import Precision, compute_dtype
 from volo.engine.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.engine.restart import Continued, continued_run
-from volo.engine.run_directory import choose_directory, settings_of
+from volo.engine.run_directory import check_writable, choose_directory, settings_of
 from volo.engine.run_lock import RunLock
 from volo.engine.run_start import note_lock, note_start, open_run, resume_run
 from volo.engine.saver import Saver
@@ -138,7 +147,9 @@ def build(args: Namespace, world: World, logger: Logger, found: SearchProgress) 
         shape = step_shape(objective, settings["input_size"], world.device, dtype)
         logger.line(fit_activations(args, model, shape, world))
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
-    precision = Precision(world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy)
+    precision = Precision(
+        world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model)
+    )
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     state = TrainState(
         model,
@@ -198,6 +209,9 @@ def train_in(
     state = setup.state
     describe(args, setup, world, logger)
     if args.dry_run:
+        with primary_first():
+            if world.is_primary:
+                check_writable(directory, "--output")
         tell_memory(args, setup, world, logger)
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return

@@ -36,6 +36,7 @@ from volo.engine.loop import Evaluation, evaluate
 from volo.engine.metrics import Sums
 from volo.engine.model import TimmModel, place_model
 from volo.engine.precision import Precision, resolve_amp_dtype
+from volo.engine.run_directory import check_writable
 from volo.engine.trained_model import load_trained
 
 CHECKPOINT_ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
@@ -56,6 +57,8 @@ def validate(args: Namespace, world: World) -> None:
     """Evaluate every checkpoint, print a line for each and write the results file."""
     if world.is_primary:
         print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    if args.results_file:
+        check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
     seen: dict[tuple[int, int], dict[str, Any]] = {}
     for path in checkpoint_files(args.checkpoint):
@@ -157,6 +160,7 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
         UserError: The file can't be written.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
             if kind == "json":
                 json.dump(rows, file, indent=1)
