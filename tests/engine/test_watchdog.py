@@ -86,7 +86,7 @@ from volo.engine.preempt import STOP
 from volo.engine.watchdog import Watchdog, leave_together
 
 dist.init_process_group("gloo")
-dog = Watchdog(dist.get_rank(), 2, 60, 0, STOP, print)
+dog = Watchdog(dist.get_rank(), 2, 60, 0, STOP, print, dist.distributed_c10d._get_default_store())
 dog.interval = 1e-5  # always in the store
 dog.start()
 dist.barrier()  # a rank that has ended can't be joined

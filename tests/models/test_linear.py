@@ -6,10 +6,11 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from tlt.models import linear
-from tlt.models.linear import Linear, onednn_linear
+from tlt.models import linear as linear_module
+from tlt.models.linear import linear, onednn_linear
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or torch.backends.mkl.is_available() is False, reason="torch without them"
@@ -19,13 +20,22 @@ pytestmark = needs_onednn
 
 @pytest.fixture(autouse=True)
 def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MKL_IS_SLOW", True)
+    monkeypatch.setattr(linear_module, "MKL_IS_SLOW", True)
 
 
-def taken(model: nn.Module, x: Tensor) -> bool:
-    """Whether the model's products are oneDNN's."""
+class Wrapped(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.layer, x)
+
+
+def taken(layer: nn.Module, x: Tensor) -> bool:
+    """Whether the layer's product is oneDNN's."""
     with torch.profiler.profile() as profile:
-        model(x)
+        linear(layer, x)
     return any("onednn_linear" in event.key for event in profile.key_averages())
 
 
@@ -33,10 +43,10 @@ def taken(model: nn.Module, x: Tensor) -> bool:
 @pytest.mark.parametrize("shape", [(7, 24), (2, 3, 5, 24), (1, 24), (0, 24)])
 def test_values_and_gradients_are_those_of_nn_linear(bias: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    ours, reference = Linear(24, 10, bias=bias), nn.Linear(24, 10, bias=bias).double()
+    ours, reference = nn.Linear(24, 10, bias=bias), nn.Linear(24, 10, bias=bias).double()
     reference.load_state_dict(ours.state_dict())
     x = torch.randn(shape[:-1] + (48,))[..., ::2].requires_grad_()  # not contiguous
-    out = ours(x)
+    out = linear(ours, x)
     wide = x.detach().double().requires_grad_()
     expected = reference(wide)
     weight = torch.randn(10, *shape[:-1]).movedim(0, -1)
@@ -50,15 +60,38 @@ def test_values_and_gradients_are_those_of_nn_linear(bias: bool, shape: tuple[in
 
 
 def test_what_is_used_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Linear(4, 3), torch.ones(2, 4)
-    assert taken(model, x)
+    layer, x = nn.Linear(4, 3), torch.ones(2, 4)
+    assert taken(layer, x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not taken(model, x) and model(x).dtype is torch.bfloat16
-    assert not taken(Linear(4, 3).double(), x.double())
-    exported = torch.export.export(model, (x,)).graph_module
-    assert "onednn" not in exported.code
-    monkeypatch.setattr(linear, "MKL_IS_SLOW", False)
-    assert not taken(model, x)
+        assert not taken(layer, x) and linear(layer, x).dtype is torch.bfloat16
+    assert not taken(nn.Linear(4, 3).double(), x.double())
+    assert "onednn" not in torch.export.export(Wrapped(layer), (x,)).graph_module.code
+    assert "onednn" not in str(torch.jit.trace(Wrapped(layer), x).graph)
+    assert torch.fx.symbolic_trace(Wrapped(layer)).graph.find_nodes(op="call_module", target="layer")
+    monkeypatch.setattr(linear_module, "MKL_IS_SLOW", False)
+    assert not taken(layer, x)
+
+
+def test_a_layer_that_is_watched_or_replaced_is_called() -> None:
+    layer, x = nn.Linear(4, 3), torch.ones(2, 4)
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert torch.equal(linear(layer, x), seen[0])
+    handle.remove()
+    linear(layer, x)
+    assert len(seen) == 1
+    quantized = torch.ao.quantization.quantize_dynamic(Wrapped(layer))
+    assert type(quantized.layer) is not nn.Linear
+    torch.testing.assert_close(quantized(x), layer(x), rtol=0.1, atol=0.1)
+
+
+def test_tangents_are_not_lost() -> None:
+    layer, x, tangent = nn.Linear(4, 3).double().float(), torch.randn(2, 4), torch.randn(2, 4)
+    _, moved = torch.func.jvp(lambda rows: linear(layer, rows), (x,), (tangent,))
+    torch.testing.assert_close(moved, tangent @ layer.weight.T)
+    with forward_ad.dual_level():
+        moved = forward_ad.unpack_dual(linear(layer, forward_ad.make_dual(x, tangent))).tangent
+    torch.testing.assert_close(moved, tangent @ layer.weight.T)
 
 
 def test_the_operator_as_torch_checks_it() -> None:
@@ -69,9 +102,9 @@ def test_the_operator_as_torch_checks_it() -> None:
 
 def test_flops_are_counted_as_those_of_nn_linear() -> None:
     counts = []
-    for layer in (Linear(4, 3), nn.Linear(4, 3)):
+    for call in (linear, nn.Linear.__call__):
         with FlopCounterMode(display=False) as counter:
-            layer(torch.ones(2, 5, 4, requires_grad=True)).sum().backward()
+            call(nn.Linear(4, 3), torch.ones(2, 5, 4, requires_grad=True)).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] == 3 * 2 * 10 * 12
 
@@ -79,4 +112,9 @@ def test_flops_are_counted_as_those_of_nn_linear() -> None:
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
 def test_no_linear_layer_of_a_model_is_left_out(name: str) -> None:
     model = timm.create_model(name)
-    assert all(isinstance(module, Linear) for module in model.modules() if isinstance(module, nn.Linear))
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert {type(layer) for layer in layers} == {nn.Linear}  # by which other programs know them
+    with torch.profiler.profile() as profile:
+        model(torch.randn(2, 3, 64, 64))
+    products = sum(event.count for event in profile.key_averages() if event.key == "tlt::onednn_linear")
+    assert products == len(layers) - 1  # all but the class head

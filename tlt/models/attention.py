@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tlt.models.operators import have_tangents
+
 # Up to here products written out are faster than torch's fused attention on a CPU in bfloat16: forward and backward
 # 1.8 to 3.2 times at 196 tokens (heads of 32 to 64 channels), 1.5 at 784; at 1024 heads of 48 channels are slower. In
 # float32 the fused one wins at every size (by 1.05 to 1.2), and it needs no memory for N * M weights.
@@ -39,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cudnn: bool
     Returns:
         (B, heads, N, D)
     """
-    if not _written_out(k):
+    if not (_written_out(k) or have_tangents(q, k, v)):  # torch has none for its fused attention on a CPU
         with nullcontext() if cudnn else sdpa_kernel(_WITHOUT_PLANS):
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)

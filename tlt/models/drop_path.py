@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 from timm.layers import DropPath
 from torch import Tensor, nn
 
@@ -68,7 +69,7 @@ def add_branch(
             What happens to one sample has the law of DropPath at a rate of 1 - S / B, hence the same mean of output and
             gradients.
     """
-    if samples is not None and not samples.is_floating_point():
+    if samples is not None and not isinstance(samples, torch.fx.Proxy) and not samples.is_floating_point():
         # Not in `_Join`: torch 2.13 and 2.14 lose a run-time float (dynamic=True) that is first used in a function.
         factor = x.shape[0] / (samples.shape[0] * divisor)
         skip, rows = _Split.apply(x, samples)

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from tlt.models.attention import attention, check_heads
 from tlt.models.drop_path import add_branch, draw_samples, drop_path_layer
-from tlt.models.linear import Linear
+from tlt.models.linear import linear
+
+torch.fx.wrap("attention")  # it looks at devices and types, which a traced graph does not have
 
 
 class SelfAttention(nn.Module):
@@ -35,19 +38,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         check_heads(dim, num_heads)
         self.num_heads = num_heads
-        self.qkv = Linear(dim, 3 * dim, bias=qkv_bias)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.attn_drop = attn_drop
-        self.proj = Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape; every axis between the first and the last counts as tokens."""
         tokens = x.flatten(1, -2)  # (B, N, C)
-        qkv = self.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
+        qkv = linear(self.qkv, tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
         mixed = attention(q, k, v, self.attn_drop if self.training else 0.0, self.cudnn or not self.training)
         mixed = mixed.transpose(1, 2).reshape(x.shape)
-        return self.proj_drop(self.proj(mixed))
+        return self.proj_drop(linear(self.proj, mixed))
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x (B, C, H, W) with its channels last in memory. Not by memory format, which `torch.vmap` does not have."""
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 class Mlp(nn.Module):
@@ -55,13 +63,13 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, drop: float = 0.0) -> None:
         super().__init__()
-        self.fc1 = Linear(dim, hidden_dim)
-        self.fc2 = Linear(hidden_dim, dim)
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape."""
-        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+        return self.drop(linear(self.fc2, self.drop(F.gelu(linear(self.fc1, x)))))
 
 
 class Block(nn.Module):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
+
+from tlt.models.operators import own_operators_fit
 
 
 def _mkl_is_slow() -> bool:
@@ -31,25 +32,35 @@ def _mkl_is_slow() -> bool:
 MKL_IS_SLOW = _mkl_is_slow()
 
 
-class Linear(nn.Linear):
-    """`nn.Linear`, by oneDNN where that is the faster library."""
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """`layer(x)`, by oneDNN where that is the faster library.
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        if not _takes_onednn(input, self.weight):
-            return F.linear(input, self.weight, self.bias)
-        result: Tensor = onednn_linear(input, self.weight, self.bias)
+    The layers of a model stay plain `nn.Linear`, which other programs look for by their type: to count, quantize or
+    replace them. A layer that has become another, or has hooks, is called.
+
+    Args:
+        x: (..., in_features).
+
+    Returns:
+        (..., out_features)
+    """
+    if MKL_IS_SLOW and type(layer) is nn.Linear and isinstance(x, Tensor) and _takes_onednn(x, layer):
+        result: Tensor = onednn_linear(x, layer.weight, layer.bias)
         return result
+    called: Tensor = layer(x)
+    return called
 
 
-def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
+def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
+    weight = layer.weight
     return (
-        MKL_IS_SLOW
-        and x.device.type == "cpu"
+        x.device.type == "cpu"
         and x.dtype is torch.float32
         and weight.dtype is torch.float32
+        and type(weight) is nn.Parameter  # a quantized weight is of another class
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_exporting()
+        and own_operators_fit(x, weight)
         and x.numel() > 0  # oneDNN refuses empty products
     )
 

@@ -16,7 +16,7 @@ from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.layers import TransformerBlock, channels_last, init_linear
 from tlt.models.pretrained import Entrypoint, create, register
 from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid, conv_stem_places
 from tlt.models.token_places import TokenPlaces
@@ -71,7 +71,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = channels_last(x)
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
         x = self.relu(self.bn3(self.conv3(x)))
@@ -95,6 +95,9 @@ class LVViT(TokenLabelModel):
         drop_path_rate: Stochastic depth of the last block; it falls linearly to zero at the first.
         dense_head: Use the dense head (see `set_dense_head`).
     """
+
+    pos_of_class = True
+    stem_stride = STEM_STRIDE
 
     def __init__(
         self,
@@ -168,6 +171,9 @@ class LVViT(TokenLabelModel):
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
         x = self.norm(x) if norm else x
         return x[:, 1:].unflatten(1, grid)
+
+    def stage_prefix(self, x: Tensor, norm: bool) -> Tensor:
+        return (self.norm(x) if norm else x)[:, :1]
 
     def finish(self, x: Tensor) -> Tensor:
         return self.norm(x)

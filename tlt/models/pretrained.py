@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -56,7 +57,13 @@ def _register_one(module: ModuleType, name: str, build: Entrypoint) -> Entrypoin
 
 
 def create(
-    model_cls: type[nn.Module], name: str, pretrained: bool, pyramid: int | tuple[int, ...], **kwargs: Any
+    model_cls: type[nn.Module],
+    name: str,
+    pretrained: bool,
+    pyramid: int | tuple[int, ...],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Build a model as `timm.create_model` asks for it.
 
@@ -65,6 +72,7 @@ def create(
         name: Its registered name.
         pretrained: Load the published weights, converted to the image size, channels and classes asked for.
         pyramid: Stages that `features_only=True` returns unless `out_indices` says otherwise.
+        device, dtype: Of the weights, as timm's newest models take them; None: torch's own.
         **kwargs: timm's and the constructor's.
 
     Raises:
@@ -76,14 +84,18 @@ def create(
         if not (cfg.file or cfg.state_dict or cfg.source):  # a source the caller named is timm's business
             builder = partial(_build_loaded, model_cls, cfg.to_dict(), published_weights(cfg.to_dict()))
             pretrained = False
-    return build_model_with_cfg(
-        builder,
-        name,
-        pretrained,
-        pretrained_filter_fn=_to_model_size,
-        feature_cfg={"out_indices": pyramid, "feature_cls": "getter"},
-        **kwargs,
-    )
+    with nullcontext() if device is None else torch.device(device):
+        model: nn.Module = build_model_with_cfg(
+            builder,
+            name,
+            pretrained,
+            pretrained_filter_fn=_to_model_size,
+            feature_cfg={"out_indices": pyramid, "feature_cls": "getter"},
+            **kwargs,
+        )
+    if isinstance(model, model_cls):  # not one of `features_only`
+        model.record_size()  # type: ignore[operator]
+    return model if dtype is None else model.to(dtype)
 
 
 def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:

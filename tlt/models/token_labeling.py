@@ -11,20 +11,25 @@ from typing import Any
 
 import torch
 import torch.compiler.config as compiler_config
-from timm.layers import to_2tuple
+import torch.fx
+from timm.layers import resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth, draw_orders
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
-from tlt.models.linear import Linear
+from tlt.models.linear import linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 from tlt.models.token_places import TokenPlaces
 
 Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
+
+# They look at sizes, which a traced graph does not have.
+torch.fx.wrap("resize_pos_embed")
+torch.fx.wrap("resize_token_pos_embed")
 
 # Four ints as `mix_box` are run-time values of the compiled graph from the first box on; otherwise torch.compile would
 # take the first box for a constant and compile again at the second.
@@ -44,8 +49,12 @@ class TokenLabelModel(nn.Module):
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
     block_types: tuple[type[nn.Module], ...] = (TransformerBlock,)  # what the model repeats
+    pos_of_class = False  # whether the position embedding has an entry for the class token, before the others
     mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
 
+    patch_embed: Any  # with a convolution `proj` that makes the patches
+    patch_size: int  # pixels to a cell of the embedding
+    stem_stride: int  # pixels to a cell of what `patch_embed.proj` takes
     pos_embed: nn.Parameter | None
     pos_grid: tuple[int, int]  # rows and columns of pos_embed
     feature_info: list[dict[str, Any]]
@@ -91,6 +100,10 @@ class TokenLabelModel(nn.Module):
         """The output of stage `index` as (B, H, W, channels)."""
         raise NotImplementedError
 
+    def stage_prefix(self, x: Tensor, norm: bool) -> Tensor | None:
+        """The class token (B, 1, C) in the output of a stage, None where it joins the others later."""
+        return None
+
     def finish(self, x: Tensor) -> Tensor:
         """The last stage's output -> (B, 1 + N, C), the class token first, after the final norm."""
         raise NotImplementedError
@@ -120,6 +133,8 @@ class TokenLabelModel(nn.Module):
         Raises:
             UserError: `dense` although the dense head is switched off.
         """
+        if isinstance(x, torch.fx.Proxy):  # torch.fx traces `model(x)`
+            return self.forward_head(self.forward_features(x))
         if dense:
             self._check_dense()
         tokens = self.forward_features(x, mix_box)
@@ -129,10 +144,11 @@ class TokenLabelModel(nn.Module):
         if mix_box is not None:
             # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
             patches = unmix_tokens(patches, mix_box, self.token_grid((x.shape[-2], x.shape[-1])))
-        return self.head(self.pool(tokens)), self.aux_head(patches)
+        return self.head(self.pool(tokens)), linear(self.aux_head, patches)
 
     def forward_features(self, x: Tensor, mix_box: Box | None = None) -> Tensor:
         """Images -> (B, 1 + N, C): class token, then the tokens of the final grid row by row, after the final norm."""
+        self._check_size(x)
         x = self.embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
@@ -148,7 +164,7 @@ class TokenLabelModel(nn.Module):
             return pooled
         logits = self.head(pooled)
         if self.dense_head and self.num_classes > 0 and self.global_pool:
-            logits = logits + DENSE_SHARE * self.aux_head(x[:, 1:]).max(dim=1).values
+            logits = logits + DENSE_SHARE * linear(self.aux_head, x[:, 1:]).max(dim=1).values
         return logits
 
     def pool(self, x: Tensor) -> Tensor:
@@ -165,7 +181,8 @@ class TokenLabelModel(nn.Module):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        return_prefix_tokens: bool = False,
+    ) -> list[Any] | tuple[Tensor, list[Any]]:
         """Feature maps after chosen stages, with timm's arguments.
 
         Args:
@@ -173,29 +190,52 @@ class TokenLabelModel(nn.Module):
             indices: Last n stages, the listed ones, or all.
             norm: Apply the final norm to the maps that have its number of channels.
             stop_early: Leave out the stages after the last one asked for.
-            output_fmt: "NCHW" or "NHWC".
+            output_fmt: "NCHW", "NHWC" or "NLC" (B, H * W, C).
             intermediates_only: Return the maps alone.
+            return_prefix_tokens: Pair each map with the class token (B, 1, C) of its stage, where stages have one.
 
         Returns:
             The maps, after the final features if those are wanted: (B, 1 + N, C), or the last stage's raw output where
             `stop_early` left the end out.
         """
-        if output_fmt not in ("NCHW", "NHWC"):
-            raise ValueError(f"output_fmt is NCHW or NHWC, not {output_fmt}")
+        if output_fmt not in ("NCHW", "NHWC", "NLC"):
+            raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
         wanted, last = self.wanted_stages(indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
         x, orders = self.start(self.embed(x)), self._draw_orders(x)
-        maps = []
+        maps: list[Any] = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
             x = self.stage(x, index, orders)
             if index in wanted:
-                maps.append(self.stage_map(x, index, grid, norm))
-        if output_fmt == "NCHW":
-            maps = [m.permute(0, 3, 1, 2) for m in maps]
+                found = self.stage_map(x, index, grid, norm)
+                found = found.flatten(1, 2) if output_fmt == "NLC" else found
+                found = found.permute(0, 3, 1, 2) if output_fmt == "NCHW" else found
+                prefix = self.stage_prefix(x, norm) if return_prefix_tokens else None
+                maps.append(found if prefix is None else (found, prefix))
         if intermediates_only:
             return maps
         return (self.finish(x) if stages == len(self.feature_info) else x), maps
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | list[int] | None = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """`forward_intermediates` under DINO's name and arguments: tokens (B, N, C), or maps with `reshape`."""
+        found = self.forward_intermediates(
+            x,
+            n,
+            norm=norm,
+            output_fmt="NCHW" if reshape else "NLC",
+            intermediates_only=True,
+            return_prefix_tokens=return_prefix_tokens,
+        )
+        assert isinstance(found, list)
+        return found
 
     def wanted_stages(self, indices: int | list[int] | None) -> tuple[list[int], int]:
         """Stages that timm's `indices` name (last n, a list with negatives from the end, or all), and the last one."""
@@ -220,6 +260,10 @@ class TokenLabelModel(nn.Module):
         """Draw for the B images of x (B, ...) and all blocks that skip some which ones each branch keeps."""
         if not self.training or not self._skipping:
             return {}
+        if isinstance(x, torch.fx.Proxy):
+            raise UserError(
+                'torch.fx can\'t trace drop path mode "subset" in training: call set_drop_path_mode("mask")'
+            )
         drawn = draw_orders(2 * len(self._skipping), x).unbind()
         return dict(zip(self._skipping, zip(drawn[::2], drawn[1::2], strict=True), strict=True))
 
@@ -283,9 +327,14 @@ class TokenLabelModel(nn.Module):
     def _new_head(self, like: Tensor) -> nn.Module:
         if self.num_classes == 0:
             return nn.Identity()
-        head = Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+        head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
         init_linear(head)
         return head.train(self.training)
+
+    def _check_size(self, x: Tensor) -> None:
+        """Raise UserError for images (B, in_chans, H, W) that are smaller than a token."""
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
+            self.token_grid((x.shape[-2], x.shape[-1]))
 
     def _check_dense(self) -> None:
         if not self.dense_head:
@@ -295,26 +344,59 @@ class TokenLabelModel(nn.Module):
 
     # Image size ----------------------------------------------------------------------------------------------------
 
-    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
         """Make (H, W) the model's own image size: the position embedding is resized for good.
 
-        It becomes a new parameter, so call this before the optimizer is built.
+        Parameters are replaced by new ones, so call this before the optimizer is built.
+
+        Args:
+            img_size: A side or (H, W) in pixels; None leaves it.
+            patch_size: As in the constructor; the convolution that makes the patches is resampled as timm does
+                (FlexiViT, arXiv 2212.08013). None leaves it.
+
+        Raises:
+            UserError: The patch is not square or no multiple of the stem's stride, or not one token is left.
         """
-        self.img_size = to_2tuple(img_size)
+        if patch_size is not None:
+            self._set_patch_size(to_2tuple(patch_size))
+        self.img_size = self.img_size if img_size is None else to_2tuple(img_size)
         grid = self.token_grid()
         if self.pos_embed is not None:
             resized = self.resized_pos_embed(grid).detach().clone()
             self.pos_embed = nn.Parameter(resized, requires_grad=self.pos_embed.requires_grad)
         self.pos_grid = grid
+        self.record_size()
+
+    def record_size(self) -> None:
+        """Say the model's own size where timm looks for it: to prepare images, and in the files of a saved model."""
         if hasattr(self, "_traits"):
             self._traits = {**self._traits, "img_size": self.img_size}
+        if getattr(self, "pretrained_cfg", None):
+            size = (self.in_chans, *self.img_size)
+            self.pretrained_cfg = self.default_cfg = {**self.pretrained_cfg, "input_size": size}
+
+    def _set_patch_size(self, patch_size: tuple[int, int]) -> None:
+        side, old = patch_size[0], self.patch_embed.proj  # (C, stem channels, kernel, kernel)
+        if side != patch_size[1] or side % self.stem_stride:
+            raise UserError(f"patch size {patch_size}: it must be square and a multiple of {self.stem_stride}")
+        kernel = side // self.stem_stride
+        proj = nn.Conv2d(old.in_channels, old.out_channels, kernel, stride=kernel)
+        proj.to(old.weight).requires_grad_(old.weight.requires_grad)
+        with torch.no_grad():
+            proj.load_state_dict({**old.state_dict(), "weight": resample_patch_embed(old.weight, [kernel, kernel])})
+        self.patch_embed.proj = proj
+        for stage in self.feature_info:
+            stage["reduction"] = stage["reduction"] * side // self.patch_size
+        self.patch_size = side
 
     def resized_pos_embed(self, grid: tuple[int, int]) -> Tensor:
         """The position embedding for another grid: (1, rows, columns, C) or (1, 1 + N, C), as the model keeps it."""
         assert self.pos_embed is not None
-        if self.pos_embed.ndim == 4:
-            return resize_pos_embed(self.pos_embed, grid)
-        return resize_token_pos_embed(self.pos_embed, self.pos_grid, grid)
+        if self.pos_of_class:
+            return resize_token_pos_embed(self.pos_embed, self.pos_grid, grid)
+        return resize_pos_embed(self.pos_embed, grid)
 
     # What optimizers and wrappers ask ------------------------------------------------------------------------------
 

@@ -59,6 +59,10 @@ class WithDenseHead(nn.Module):
     mix_refusal: str  # why there is no `mix_point`
     _seen: dict[Size, Tokens]  # for images of a size
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made for this model: what can be found again by its name is timm's.
+        return _restored, (type(self).__bases__[1],), self.__dict__
+
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
         """Classify images; arguments and results as of `TokenLabelModel.forward`.
 
@@ -187,6 +191,12 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
 @functools.cache
 def _subclass(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (WithDenseHead, kind), {"__doc__": kind.__doc__, "__module__": __name__})
+
+
+def _restored(kind: Any) -> nn.Module:
+    """An empty WithDenseHead of timm's class `kind`; pickle fills it."""
+    made = _subclass(kind)
+    return made.__new__(made)
 
 
 def _new_head(model: Any, channels: int) -> nn.Linear:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tlt.models.linear import Linear
+from tlt.models.linear import linear
 from volo.benchmarks.phases import synchronize
 
 _SIDE = {"cuda": 8192, "cpu": 1024}
@@ -21,8 +21,8 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     (which may be another library's)."""
     side = _SIDE[device.type]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    layer = Linear(side, side, bias=False, device=device, dtype=dtype)
-    ways: tuple[Callable[[], Tensor], ...] = (lambda: left @ right, lambda: layer(left))
+    layer = nn.Linear(side, side, bias=False, device=device, dtype=dtype)
+    ways: tuple[Callable[[], Tensor], ...] = (lambda: left @ right, lambda: linear(layer, left))
     return 2 * side**3 / min(_seconds(way, device) for way in ways for _ in range(_REPEATS))
 
 

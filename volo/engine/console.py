@@ -134,9 +134,9 @@ def _tell(text: str) -> None:
 
 
 def _joined() -> bool:
-    """Whether this process is in a process group."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+    """Whether this process is in a process group that this program made."""
+    distributed = sys.modules.get("volo.engine.distributed")
+    return distributed is not None and distributed.in_own_group()
 
 
 def _leave(code: int) -> int:

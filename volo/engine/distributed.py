@@ -50,6 +50,9 @@ class RankLost(UserError):
     exit_code = 5
 
 
+_own_group = False  # whether `init_world` made the process group
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run."""
@@ -109,15 +112,18 @@ def _check_bound(gpu: Any) -> None:
 
 
 def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, begins: bool = True) -> World:
-    """Join the other processes, if there are any.
+    """Join the other processes, if there are any: those of a process group that exists already (Ray Train, a notebook),
+    which is left as it is, or those that the launcher started.
 
     Args:
         begins: Whether ranks have something to lose from here on; else from when `begin` is called.
 
     Raises:
         UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens; or
-            `local_rank` is given and there are no others.
+            `local_rank` is given and there are no others; or the existing process group is for GPUs alone.
     """
+    if dist.is_initialized():
+        return _existing_world(device)
     flag = local_rank
     rank, local_rank, size = ranks_from_environment(os.environ, flag)
     if flag and size == 1:
@@ -138,6 +144,24 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         _join(world, timeout_s)
         if begins:
             begin(world)
+    return world
+
+
+def _existing_world(device: str | None) -> World:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count() > 0:  # this process sees its own GPU alone
+        local_rank = torch.cuda.current_device()
+    try:
+        dist.all_reduce(torch.zeros(()))
+    except RuntimeError as error:
+        raise UserError(
+            f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
+            "backend cpu:gloo,cuda:nccl"
+        ) from error
+    # A prefix for each use of the group: what a run before left in its store is not this one's.
+    store = dist.PrefixStore(f"world/{next(_CALLS)}", dist.distributed_c10d._get_default_store())
+    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank), store)
+    limit_threads(world)
     return world
 
 
@@ -214,6 +238,8 @@ def _join(world: World, timeout_s: float) -> None:
     Raises:
         RankLost: A rank doesn't know the run's secret.
     """
+    global _own_group
+    _own_group = True
     dist.init_process_group(
         # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
@@ -287,9 +313,16 @@ def lost_rank_explained() -> Iterator[None]:
 
 
 def shut_down() -> None:
-    """Leave the process group; safe to call when there is none."""
-    if dist.is_initialized():
+    """Leave the process group that `init_world` made, if it made one."""
+    global _own_group
+    if in_own_group():
         dist.destroy_process_group()
+    _own_group = False
+
+
+def in_own_group() -> bool:
+    """Whether this process is in a process group that `init_world` made."""
+    return _own_group and dist.is_initialized()
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -346,10 +379,11 @@ class Board:
     def __init__(self) -> None:
         joined = dist.is_initialized()
         self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
+        self._name = f"board/{next(_CALLS)}"
 
     def add(self, name: str, amount: int) -> int:
         """Add to a number that starts at 0; return what it is now, over all ranks."""
-        return self._store.add(f"board/{name}", amount)
+        return self._store.add(f"{self._name}/{name}", amount)
 
     def fail(self) -> bool:
         """Say that this rank can't go on; True on the first one to say so."""

@@ -72,6 +72,7 @@ class Watchdog:
         loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
         stop: Where signals are noted: one rank's is passed on to all.
         note: Called with the fields of an event before the end.
+        store: Of this run, with several processes.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Watchdog:
         loader_timeout: float,
         stop: StopSignal,
         note: Callable[..., None],
+        store: dist.Store | None = None,
     ) -> None:
-        self.rank, self.size, self.stop, self.note = rank, size, stop, note
+        self.rank, self.size, self.stop, self.note, self._store = rank, size, stop, note, store
         self.patience = {phase: max(timeout, START_TIMEOUT_S) for phase in ("start", "saving")}
         self.timeout, self.loader_timeout = timeout, loader_timeout
         self.interval = min(1.0, timeout / 10)
@@ -103,10 +105,9 @@ class Watchdog:
         """Begin to watch; the process group exists."""
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         self._threads.append(threading.Thread(target=self._judge, daemon=True))
-        if self.size > 1:
+        if self.size > 1 and self._store is not None:
             # A connection of its own: the process group's may be blocked by whoever uses it.
-            store = dist.distributed_c10d._get_default_store().clone()
-            self._threads.append(threading.Thread(target=self._exchange, args=(store,), daemon=True))
+            self._threads.append(threading.Thread(target=self._exchange, args=(self._store.clone(),), daemon=True))
         for thread in self._threads:
             thread.start()
 

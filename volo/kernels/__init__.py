@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError
+from tlt.models.operators import own_operators_fit, transformed
 from volo.kernels import reference, slices, triton_outlook, windows
 
 
@@ -84,20 +85,22 @@ def choose_kernel(
     """The implementation behind a name, or the fastest that fits where the name is "auto".
 
     Tensors without contents always get the reference, so that what is counted on them depends on no kernel. Where the
-    name is "auto", `torch.export` gets `slices`, or the reference where that doesn't fit: an exported program then
-    holds no operation of our own.
+    name is "auto", `torch.export`, `torch.jit.trace`, `torch.func` and forward-mode differentiation get `slices`, or
+    the reference where that doesn't fit: an exported program then holds no operation of our own.
 
     Raises:
         UserError: The named one doesn't fit.
     """
     if v.is_meta:
         return reference
-    if kernel == "auto" and torch.compiler.is_exporting():
+    if kernel == "auto" and not own_operators_fit(v, logits):
         return slices if slices.unfit(v, logits, kernel_size, stride, padding, dropout) is None else reference
     if kernel == "auto":
         return next(k for k in KERNELS.values() if k.unfit(v, logits, kernel_size, stride, padding, dropout) is None)
     chosen = KERNELS[kernel]
     reason = chosen.unfit(v, logits, kernel_size, stride, padding, dropout)
+    if chosen in (triton_outlook, windows) and transformed(v, logits):
+        reason = "it has no forward-mode derivatives, and torch.func can't transform it"
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
     return chosen

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+# Said where another implementation is asked for what this one can do.
+SECOND_DERIVATIVES = (
+    'model.set_outlook_kernel("reference") has them (on a CPU under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))'
+)
+
 
 def outlook_attention(
     v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from tlt.errors import UserError
+from tlt.models.operators import refuse_second_derivatives
+from volo.kernels.reference import SECOND_DERIVATIVES
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128)
@@ -150,6 +152,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_keep)
+refuse_second_derivatives(_backward, SECOND_DERIVATIVES)
 
 
 @register_flop_formula(torch.ops.volo.outlook_attention)

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from tlt.groups import image_groups
+from tlt.models.operators import refuse_second_derivatives
+from volo.kernels.reference import SECOND_DERIVATIVES
 
 _PLACES = 9
 
@@ -159,6 +161,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 _attend.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(_attend_backward, SECOND_DERIVATIVES)
 
 
 @register_flop_formula(torch.ops.volo.outlook_windows)

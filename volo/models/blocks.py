@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.models.attention import attention, check_heads
 from tlt.models.drop_path import drop_path_layer
-from tlt.models.layers import Block, Mlp, ResidualBlock
-from tlt.models.linear import Linear
+from tlt.models.layers import Block, Mlp, ResidualBlock, channels_last
+from tlt.models.linear import linear
 from volo.kernels import outlook_attention
+
+# They look at devices and types, which a traced graph does not have.
+torch.fx.wrap("attention")
+torch.fx.wrap("outlook_attention")
 
 
 class PatchEmbed(nn.Module):
@@ -33,7 +38,7 @@ class PatchEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
         # Channels last from the first convolution on: the rest of the model is, and no copy is needed on the way there.
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = channels_last(x)
         return self.proj(self.conv(x)).permute(0, 2, 3, 1)
 
 
@@ -71,16 +76,16 @@ class OutlookAttention(nn.Module):
         self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
         self.kernel = "auto"  # a name in volo.kernels.KERNELS, or the fastest that fits
-        self.v = Linear(dim, dim, bias=qkv_bias)
-        self.attn = Linear(dim, kernel_size**4 * num_heads)
-        self.proj = Linear(dim, dim)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias)
+        self.attn = nn.Linear(dim, kernel_size**4 * num_heads)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)."""
         pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), self.stride, ceil_mode=True).permute(0, 2, 3, 1)
         mixed = outlook_attention(
-            self.v(x),
-            self.attn(pooled),
+            linear(self.v, x),
+            linear(self.attn, pooled),
             self.kernel_size,
             self.stride,
             self.padding,
@@ -88,7 +93,7 @@ class OutlookAttention(nn.Module):
             dropout=self.attn_drop if self.training else 0.0,
             kernel=self.kernel,
         )
-        return self.proj(mixed)
+        return linear(self.proj, mixed)
 
 
 class Outlooker(ResidualBlock):
@@ -121,17 +126,17 @@ class ClassAttention(nn.Module):
         check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.attn_drop = attn_drop
-        self.kv = Linear(dim, 2 * dim, bias=qkv_bias)
-        self.q = Linear(dim, dim, bias=qkv_bias)
-        self.proj = Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim, bias=qkv_bias)
+        self.q = nn.Linear(dim, dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C), class token first -> (B, 1, C)."""
-        q = self.q(x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, D)
-        kv = self.kv(x).unflatten(-1, (2, self.num_heads, -1))  # (B, 1 + N, 2, heads, D)
+        q = linear(self.q, x[:, :1]).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, D)
+        kv = linear(self.kv, x).unflatten(-1, (2, self.num_heads, -1))  # (B, 1 + N, 2, heads, D)
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
-        return self.proj(mixed.transpose(1, 2).flatten(2))
+        return linear(self.proj, mixed.transpose(1, 2).flatten(2))
 
 
 class ClassBlock(Block):

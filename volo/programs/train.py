@@ -82,7 +82,7 @@ def run(args: Namespace) -> int:
     world = init_world(args.device, args.local_rank, timeout, begins=False)
     logger = Logger(world)
     note = partial(logger.event, "fault")
-    watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note)
+    watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note, world.store)
     watchdog.start()
     try:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
