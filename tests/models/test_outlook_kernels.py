@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import gradcheck
+from torch.autograd import forward_ad, gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import tlt.groups
@@ -174,6 +174,16 @@ def test_second_derivatives_are_refused_rather_than_wrong():
     (grad,) = torch.autograd.grad(out.square().sum(), v, create_graph=True)
     with pytest.raises(UserError, match="set_outlook_kernel"):
         grad.sum().backward()
+
+
+def test_forward_mode_is_right_or_refused():
+    v, logits, tangent = tensors(4, 4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(v, tangent)
+        moved = forward_ad.unpack_dual(outlook_attention(dual, logits)).tangent
+        with pytest.raises(UserError, match="no forward-mode derivatives"):
+            outlook_attention(dual, logits, kernel="windows")
+    torch.testing.assert_close(moved, outlook_attention(tangent, logits))  # linear in the values
 
 
 def test_one_graph_serves_all_batch_sizes(kernel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -229,6 +230,17 @@ def test_every_parameter_learns(name: str) -> None:
     cls, tokens = model(images(), dense=True, mix_box=(0, 0, 1, 2))
     (cls.square().sum() + tokens.square().sum()).backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_a_pickled_model_is_the_same() -> None:
+    model = with_dense_head(plain("test_resnet"), SIZE)
+    again = pickle.loads(pickle.dumps(model))
+    assert type(again) is type(model) and again.mix_point is not model.mix_point
+    box = (0, 0, 1, 2)
+    for one, other in zip(
+        model(images(), dense=True, mix_box=box), again(images(), dense=True, mix_box=box), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 def test_a_copy_mixes_on_its_own() -> None:

@@ -98,11 +98,11 @@ def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[f
     """(pitch, centre of the first token) along an axis."""
     layers = [layer for layer in layers if layer.source[axis] > layer.size[axis]]
     sizes = {layer.size[axis] for layer in layers} | {image}
-    pitch, first, cut = 1.0, 0.5, False  # in cells of the map of `size`
+    pitch, first = 1.0, 0.5  # in cells of the map of `size`
     while size < image:
         beside = [layer for layer in layers if layer.size[axis] == size]
         beside = [layer for layer in beside if not layer.attends] or beside
-        padded = sizes & set(range(size - _PADDED + 1, size))
+        padded = {layer.size[axis] for layer in layers} & set(range(size - _PADDED + 1, size))
         if beside:
             source = min(layer.source[axis] for layer in beside)
             beside = [layer for layer in beside if layer.source[axis] == source]
@@ -111,14 +111,14 @@ def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[f
             beside = [layer for layer in beside if layer.averages] or beside
             stride = beside[0].stride[axis]
             start = sum(layer.first[axis] for layer in beside) / len(beside)
-        elif padded and not cut:
-            size, cut = max(padded), True  # cells were appended to it
+        elif padded:
+            size = max(padded)  # cells were appended to it
             continue
         else:
             source = min(each for each in sizes if each > size)
             stride = round(source / size)
             start = stride / 2
-        pitch, first, size, cut = pitch * stride, start + (first - 0.5) * stride, source, False
+        pitch, first, size = pitch * stride, start + (first - 0.5) * stride, source
     return pitch, first
 
 
