@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import timm
 import torch
 import yaml
 
@@ -431,3 +432,23 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     command = f"{sys.executable} {ROOT / 'train.py'} {flags} | head -n 1"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=LIMIT)
     assert len(ended.stdout.splitlines()) == 1 and "Traceback" not in ended.stderr
+
+
+def test_the_published_command_of_d5_at_512(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its label size is not that of the tokens, and its weights are a folder."""
+    data, weights = make_dataset(), tmp_path / "weights"
+    weights.mkdir()
+    labels = f"--token-label --token-label-data {make_labels(data)} --token-label-size 3"
+    flags = f"{data} {QUICK} --img-size 64 --output {tmp_path} --dry-run {labels} --finetune {weights}/"
+    empty = call("train", flags)
+    assert empty.code == 2 and f"--finetune {weights}: no file in it ends in" in empty.err
+    torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights / "d5.pth.tar")
+    ended = call("train", flags)
+    assert ended.code == 0, ended.err
+    assert "warning: --token-label-size 3 is not used: at 64 x 64 px each of the 4 x 4 tokens gets" in ended.out
+    assert f"{weights / 'd5.pth.tar'}" in ended.out
+    torch.save({}, weights / "other.pth")
+    several = call("train", flags)
+    assert several.code == 2 and "holds 2 checkpoints: name one of them" in several.err

@@ -50,11 +50,11 @@ def timm_name(name: str) -> str:
     """timm's name of one of our models at its first size.
 
     Raises:
-        UserError: timm has no such model.
+        UserError: It is no VOLO that timm has, too.
     """
     found = f"{name}_224"
     if not timm.is_model(found) or not name.startswith("volo"):
-        raise UserError(f"--peer timm: timm has no {name}; its peers are reference and eager")
+        raise UserError(f"--peer timm is timm's own VOLO, which {name} is not: its peers are reference and eager")
     return found
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from tlt.data.natural import natural_key
 from tlt.errors import UserError
 
 STAGED = ".staged-"
+ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
 
 class NotWrittenError(UserError):
@@ -109,3 +111,33 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checkpoints_in(folder: Path, flag: str) -> list[Path]:
+    """The checkpoints in a folder, in natural order.
+
+    Raises:
+        UserError: There is none.
+    """
+    files = [
+        path for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS) and path.name[0] != "."
+    ]
+    if not files:
+        raise UserError(f"{flag} {folder}: no file in it ends in {', '.join(ENDINGS)}")
+    return sorted(files, key=lambda path: natural_key(path.name))
+
+
+def the_checkpoint(path: str, flag: str) -> Path:
+    """The file that a flag names, or the only checkpoint in the folder that it names.
+
+    Raises:
+        UserError: The folder holds none, or several.
+    """
+    if not Path(path).is_dir():
+        return Path(path)
+    first, *others = checkpoints_in(Path(path), flag)
+    if others:
+        raise UserError(
+            f"{flag} {path} holds {1 + len(others)} checkpoints: name one of them, such as {others[-1].name}"
+        )
+    return first

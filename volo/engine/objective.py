@@ -195,7 +195,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
     if not isinstance(model, TOKEN_LABEL_MODELS):
         raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
-    if args.token_label_size not in (None, 1) and grid != (args.token_label_size, args.token_label_size):
+    if args.token_label_size and args.token_label_size > max(*grid, 1):
         raise UserError(
             f"--token-label-size {args.token_label_size} doesn't fit: {args.model} has {grid[0]} x {grid[1]} tokens at "
             f"{image_size[0]} x {image_size[1]} px; leave the flag out"
@@ -206,7 +206,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
     return TokenLabelObjective(
         grid,
         model.num_classes,
-        args.token_label_size,
+        1 if args.token_label_size == 1 else None,
         args.smoothing,
         args.cls_weight,
         args.dense_weight,

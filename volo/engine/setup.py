@@ -55,6 +55,13 @@ def describe(args: Namespace, setup: Setup, world: World, logger: Logger) -> Non
         f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
         f"accumulation steps; {len(setup.loader)} updates an epoch, {setup.schedule.total_epochs} epochs"
     )
+    if isinstance(setup.objective, TokenLabelObjective) and setup.objective.dense and args.token_label_size:
+        rows, columns = setup.objective.grid
+        if (rows, columns) != (args.token_label_size, args.token_label_size):  # as published for D5 at 512 px
+            logger.line(
+                f"warning: --token-label-size {args.token_label_size} is not used: at {height} x {width} px each of "
+                f"the {rows} x {columns} tokens gets a label of its own"
+            )
     if args.sync_bn and world.size == 1:
         logger.line("--sync-bn changes nothing with one process")
     if setup.teacher is not None and world.is_primary:

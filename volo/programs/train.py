@@ -28,6 +28,7 @@ from tlt.progress import SearchProgress
 from volo.engine import fingerprint, global_batch
 from volo.engine.batch_watch import batch_watcher
 from volo.engine.checkpoint import LAST, load_finetune, load_weights
+from volo.engine.checkpoint_file import the_checkpoint
 from volo.engine.compilation import CompileWatch, compile_errors_told, compile_model
 from volo.engine.convolutions import check_convolutions
 from volo.engine.data import image_feed, open_folders, open_labels, train_loader, validation_loader
@@ -186,9 +187,9 @@ def find_labels(
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
     """Load `--initial-checkpoint` or `--finetune`, and initialise the heads as the flags say."""
     if args.initial_checkpoint:
-        logger.line(str(load_weights(model, args.initial_checkpoint)))
+        logger.line(str(load_weights(model, the_checkpoint(args.initial_checkpoint, "--initial-checkpoint"))))
     if args.finetune:
-        logger.line(str(load_finetune(model, args.finetune)))
+        logger.line(str(load_finetune(model, the_checkpoint(args.finetune, "--finetune"))))
     if args.head_init_scale is not None or args.head_init_bias is not None:
         init_heads(model, args.head_init_scale, args.head_init_bias)
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from tlt.data.dataset import EvalDataset
 from tlt.data.folder import check_num_classes, read_class_map
 from tlt.data.loader import Batch, EvalLoader
-from tlt.data.natural import natural_key
 from tlt.data.open_images import open_images
 from tlt.data.source import ImageSource
 from tlt.errors import UserError
 from tlt.models.folding import fold_batchnorm
 from tlt.names import printable
+from volo.engine.checkpoint_file import checkpoints_in
 from volo.engine.compilation import compile_errors_told, compile_model
 from volo.engine.convolutions import check_convolutions
 from volo.engine.data import validation_loader
@@ -38,8 +38,6 @@ from volo.engine.model import TimmModel, place_model
 from volo.engine.precision import Precision, resolve_amp_dtype
 from volo.engine.run_directory import check_writable
 from volo.engine.trained_model import load_trained
-
-CHECKPOINT_ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
 
 def run(args: Namespace) -> int:
@@ -82,12 +80,7 @@ def checkpoint_files(spec: str) -> list[Path | None]:
     """
     if not spec or not os.path.isdir(spec):
         return [Path(spec) if spec else None]
-    files = [
-        p for p in Path(spec).iterdir() if p.is_file() and p.name.endswith(CHECKPOINT_ENDINGS) and p.name[0] != "."
-    ]
-    if not files:
-        raise UserError(f"--checkpoint {spec}: no file in it ends in {', '.join(CHECKPOINT_ENDINGS)}")
-    return [*sorted(files, key=lambda p: natural_key(p.name))]
+    return [*checkpoints_in(Path(spec), "--checkpoint")]
 
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
