@@ -341,3 +341,12 @@ def test_other_ranks_only_take_part(tmp_path: Path) -> None:
         saver.save_now("SIGTERM")
         assert after_epoch(saver, 1.0) is None
     assert len(collected) == 2 and told.events == [] and not list(tmp_path.iterdir())
+
+
+def test_what_rank_0_has_on_disk_is_not_saved_again_by_the_others() -> None:
+    """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
+    state, asked = build(), list[bool]()
+    state.collect_progress = lambda: pytest.fail("rank 0 takes no part")
+    saver = Saver(state, None, Told(), SavePolicy(), from_primary=lambda own: bool(asked.append(own)))
+    saver.save_now("SIGTERM")
+    assert asked == [True]

@@ -72,6 +72,7 @@ def test_what_is_used_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(layer, x)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of quantization
 def test_a_layer_that_is_watched_or_replaced_is_called() -> None:
     layer, x = nn.Linear(4, 3), torch.ones(2, 4)
     seen: list[Tensor] = []

@@ -137,7 +137,8 @@ class Saver:
             NonFiniteError: The weights hold NaN or infinity.
         """
         self._settle()
-        if self._saved_at != (self.state.epoch, self.state.update):
+        # Rank 0 alone knows what is on disk, and all ranks are needed to save more.
+        if self._from_primary(self._saved_at != (self.state.epoch, self.state.update)):
             self._save_between(reason, in_place=True)
         if self._job is not None and isinstance(self._job.error, NotWrittenError):
             raise self._job.error
