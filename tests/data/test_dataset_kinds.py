@@ -192,9 +192,9 @@ def test_hub_data_sets_validate_by_the_names_of_the_training_set(hub: Path, tmp_
 def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     cache = str(tmp_path / "cache")
-    with pytest.raises(UserError, match=r'split validation, can.t be loaded: Unknown split "validation".*--val-split'):
+    with pytest.raises(UserError, match=r'split validation, can.t be loaded: Unknown split "validation".*--split'):
         open_images(cache, "validation", f"hfds/{hub}")
-    with pytest.raises(UserError, match="hfds//nowhere.* can't be loaded: .*--val-split"):
+    with pytest.raises(UserError, match="hfds//nowhere.* can't be loaded: .*--split"):
         open_images(cache, "train", "hfds//nowhere")
     plain = tmp_path / "plain"
     plain.mkdir()

@@ -269,8 +269,11 @@ def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --peer eager", "--peer eager is ours without --torchcompile"),
         ("train --peer amp --amp", "--peer amp is ours without --model-dtype bfloat16"),
         ("train --peer timm --amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision"),
-        ("train --model lvvit_t --peer timm", "--peer timm: timm has no lvvit_t"),
-        ("infer --model volo_test --peer timm-compile", "--peer timm: timm has no volo_test"),
+        ("train --model lvvit_t --peer timm", "--peer timm is timm's VOLO D1 to D5, of which lvvit_t is none"),
+        (
+            "infer --model volo_test --peer timm-compile",
+            "--peer timm is timm's VOLO D1 to D5, of which volo_test is none",
+        ),
         ("train --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
         ("train --workers 2", "--workers 2 has no effect without --data DIR"),
         ("train --model volo_d", "--model volo_d: no such model; did you mean"),

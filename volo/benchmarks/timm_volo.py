@@ -45,6 +45,10 @@ class TimmVolo(nn.Module):
             aux = unmix_tokens(aux, mix_box, grid)
         return net.head(x[:, 0]), aux
 
+    def get_classifier(self) -> tuple[nn.Module, nn.Module]:
+        """Both heads."""
+        return self.net.head, self.net.aux_head
+
 
 def timm_name(name: str) -> str:
     """timm's name of one of our models at its first size.
@@ -54,7 +58,9 @@ def timm_name(name: str) -> str:
     """
     found = f"{name}_224"
     if not timm.is_model(found) or not name.startswith("volo"):
-        raise UserError(f"--peer timm is timm's own VOLO, which {name} is not: its peers are reference and eager")
+        raise UserError(
+            f"--peer timm is timm's VOLO D1 to D5, of which {name} is none: its peers are reference and eager"
+        )
     return found
 
 
