@@ -296,4 +296,4 @@ def test_the_program_measures_a_model_of_this_project() -> None:
         [sys.executable, str(ROOT / "benchmark.py"), *line.split()], capture_output=True, text=True, timeout=LIMIT
     )
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)
+    assert json.loads(ended.stdout[ended.stdout.index("{") :])  # gloo of torch 2.9 has its say first

@@ -31,7 +31,7 @@ from PIL import Image
 from timm.data import create_transform
 from timm.data.loader import fast_collate
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from tlt.archive import LabelArchive
 from tlt.data.dataset import BatchKey, HostBatch, TrainDataset
@@ -148,7 +148,7 @@ def _published(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
         with Image.open(case.folder.path(index)) as image:
             return order(image.convert("RGB"), case.labels.read(index))
 
-    return lambda key: fast_collate([item(index) for index in key.indices])
+    return lambda key: default_collate([item(index) for index in key.indices])
 
 
 def worker_arms(case: Case, workers: int) -> dict[str, Work]:

@@ -162,6 +162,7 @@ def timm_loader(case: Case, prefetcher: bool, part: str) -> Epoch:
         pin_memory=case.device.type == "cuda",
         device=case.device,
         use_prefetcher=prefetcher,
+        persistent_workers=case.workers > 0,
         **timm_options(config),
     )
     dataset.keep_a_bit()
