@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python benchmark.py`: the program is volo/programs/benchmark.py."""
+"""`python benchmark.py`: the program is benchmarks/program.py."""
 
 import sys
 

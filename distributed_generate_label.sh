@@ -3,7 +3,7 @@
 #
 #     ./distributed_generate_label.sh N DATA OUT --model dm_nfnet_f6 --pretrained [flags of generate_label.py]
 #
-# Environment: see volo/programs/launch.sh.
+# Environment: see volo/commands/launch.sh.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 program=generate_label.py usage="DATA OUT [flags of generate_label.py]"
-. "$here/volo/programs/launch.sh"
+. "$here/volo/commands/launch.sh"

@@ -3,7 +3,7 @@
 #
 #     ./distributed_train.sh N DATA --model volo_d1 [flags of train.py]
 #
-# Environment: see volo/programs/launch.sh.
+# Environment: see volo/commands/launch.sh.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 program=train.py usage="DATA [flags of train.py]"
-. "$here/volo/programs/launch.sh"
+. "$here/volo/commands/launch.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python export.py`: the program is volo/programs/export.py."""
+"""`python export.py`: the program is volo/commands/export.py."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python generate_label.py`: the program is volo/programs/generate_label.py."""
+"""`python generate_label.py`: the program is volo/commands/generate_label.py."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python report.py`: the program is volo/engine/report.py."""
+"""`python report.py`: the program is volo/commands/report.py."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python show_attention.py`: the program is volo/programs/show_attention.py."""
+"""`python show_attention.py`: the program is volo/commands/show_attention.py."""
 
 import sys
 

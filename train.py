@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python train.py`: the program is volo/programs/train.py."""
+"""`python train.py`: the program is volo/commands/train.py."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`python validate.py`: the program is volo/programs/validate.py."""
+"""`python validate.py`: the program is volo/commands/validate.py."""
 
 import sys
 

@@ -14,7 +14,7 @@ def _starts_program() -> bool:
     """Whether Python was started to run a program of this project, which registers the models when it needs them.
 
     Until then it imports no torch: `--help` and mistakes are answered at once, and a process is bound to CPUs and
-    memory (`volo.engine.binding`) before any thread of torch is there.
+    memory (`volo.cluster.binding`) before any thread of torch is there.
     """
     program = Path(sys.argv[0])
     if sys.argv[0] == "-m":  # as long as Python looks for the module
@@ -22,7 +22,7 @@ def _starts_program() -> bool:
         return module.partition(".")[0] in ("volo", "tlt")
     # Others may have a train.py, too.
     root, parent = Path(__file__).resolve().parents[1], program.resolve().parent
-    if program.suffix == ".py" and parent == root / "volo" / "programs":
+    if program.suffix == ".py" and parent == root / "volo" / "commands":
         return program.stem == "launch"
     beside = program.suffix == ".py" and parent == root
     return program.stem in _PROGRAMS and (beside or program.stem.startswith("volo-") or program.stem == "tlt")

@@ -2,6 +2,6 @@
 
 import sys
 
-from tlt.cli import main
+from tlt.tools.cli import main
 
 sys.exit(main())

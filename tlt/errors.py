@@ -9,7 +9,7 @@ from types import ModuleType
 class UserError(Exception):
     """Bad input. The message is one line that names the file or flag and the remedy.
 
-    Programs print it without a traceback and leave with `exit_code` (see `volo.engine.console.run_program`).
+    Programs print it without a traceback and leave with `exit_code` (see `volo.commands.console.run_program`).
     """
 
     exit_code = 2
@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 class MissingSplit(UserError):
-    """No such split. `tlt.data.open_images` adds the flag that would name another one."""
+    """No such split. `tlt.data.sources.open_images` adds the flag that would name another one."""
 
 
 def require(module: str, extra: str) -> ModuleType:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.groups import image_groups
+from tlt.io.groups import image_groups
 from tlt.mixtoken import Box, mixed_share
 from tlt.sparse_targets import SparseLabels, SparseTargets
 from tlt.targets import Targets

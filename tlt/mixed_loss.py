@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.data.mix import Shares
 from tlt.loss import LossTerms, blend_truth, token_label_loss
+from tlt.mix import Shares
 from tlt.mixtoken import Box
 
 
@@ -38,7 +38,7 @@ def mixed_token_label_loss(
     Args:
         targets: Those of the images before they were mixed.
         mix_box: MixToken's box, which mixed what was mixed already: a token inside it shows the partner's mixture.
-        shares: What `tlt.data.mix.Mixup.draw` drew; None: nothing was mixed.
+        shares: What `tlt.mix.Mixup.draw` drew; None: nothing was mixed.
 
     With `ground_truth` each image's own class label is blended before it is mixed. A token may weigh less than 1 where
     one of its two images is not labelled.

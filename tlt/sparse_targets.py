@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.groups import image_groups
+from tlt.io.groups import image_groups
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.targets import (
     check_size,

@@ -1,4 +1,4 @@
-"""The published `tlt.utils`, over `tlt.weights` and `tlt.fit`."""
+"""The published `tlt.utils`, over `tlt.io.weights` and `tlt.models.fit`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import nn
 
 from tlt.errors import UserError
-from tlt.fit import Fit, fit_state_dict
-from tlt.weights import check_finite, load_clean, read_checkpoint, state_dict_of
+from tlt.io.weights import check_finite, load_clean, read_checkpoint, state_dict_of
+from tlt.models.fit import Fit, fit_state_dict
 
 
 def load_pretrained_weights(

@@ -1,4 +1,4 @@
-"""VOLO models and the engine that trains them.
+"""VOLO models and the programs that train them.
 
 Importing it registers `volo_d1` ... `volo_d5` with timm.
 """

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import volo  # noqa: F401, registers the models
-from tests.programs.conftest import ROOT
+from tests.commands.conftest import ROOT
 from tlt.models import linear
-from volo.engine.flops import flops_per_image
+from tlt.models.flops import flops_per_image
 
 DOCS = ROOT / "docs" / "models.md"
 NAMES = ("volo_test", "lvvit_test")

@@ -14,11 +14,11 @@ import torch
 from PIL import Image
 from timm.data import create_transform
 
-from tests.data.test_decode import picture
+from tests.data.backends.test_decode import picture
+from tlt.data.augment.plan import AugmentConfig
+from tlt.data.backends.decode import BACKENDS, Backend, Crop, Encoded, Size, create_backend
 from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, TrainDataset
-from tlt.data.decode import BACKENDS, Backend, Crop, Encoded, Size, create_backend
-from tlt.data.folder import ImageFolder, scan_folder
-from tlt.data.plan import AugmentConfig
+from tlt.data.sources.folder import ImageFolder, scan_folder
 
 NAMES = [*BACKENDS, "dali-cpu"]
 

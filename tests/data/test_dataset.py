@@ -15,11 +15,11 @@ from PIL import Image
 from timm.data import create_transform
 
 from tlt import geometry
+from tlt.data.augment.plan import AugmentConfig, make_plan
+from tlt.data.backends.decode import PilBackend, TorchvisionBackend
+from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import MAX_ATTEMPTS, BatchKey, EvalDataset, Fault, HostBatch, TrainDataset
-from tlt.data.decode import PilBackend, TorchvisionBackend
-from tlt.data.folder import ImageFolder, scan_folder
-from tlt.data.plan import AugmentConfig, make_plan
-from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
 

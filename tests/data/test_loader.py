@@ -23,13 +23,13 @@ from torch import Tensor
 
 from tests.conftest import LIMIT
 from tlt.data import workers
+from tlt.data.augment.index_stream import IndexStream
+from tlt.data.augment.plan import AugmentConfig, Plan
+from tlt.data.backends.decode import Encoded
+from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
-from tlt.data.decode import Encoded
-from tlt.data.folder import ImageFolder, scan_folder
-from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
-from tlt.data.plan import AugmentConfig, Plan
-from tlt.data.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.data.workers import WorkerDied, kill_workers, worker_fault
 from tlt.errors import UserError
 

@@ -19,15 +19,16 @@ from PIL import Image
 
 from tests.conftest import LIMIT, wait_until
 from tests.data.test_loader import CONFIG, Hostile, as_floats, loader, refusal, same
-from tlt.data import image_file, threads
+from tlt.data import threads
+from tlt.data.augment.index_stream import IndexStream
+from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.dataset import BatchKey, EvalDataset, Fault, HostBatch, TrainDataset
-from tlt.data.decode import PilBackend, TorchvisionBackend
-from tlt.data.folder import ImageFolder, scan_folder
-from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
+from tlt.data.sources import image_file
+from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
-from tlt.label_store import LabelStore
+from tlt.labels.label_store import LabelStore
 
 THREAD = {"worker_type": "thread"}
 

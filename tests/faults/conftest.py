@@ -11,8 +11,8 @@ from shutil import copyfile
 
 import pytest
 
-from tests.programs.conftest import ROOT
-from tests.programs.conftest import nothing_left_running as nothing_left_running  # a fixture
+from tests.commands.conftest import ROOT
+from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 
 _FAULTS = re.compile(r"test_fault((?:_\d\d)+)_(\w+)")
 _COLUMNS = ("injected", "survived", "lost", "message")

@@ -19,9 +19,9 @@ from typing import Any
 
 from matplotlib import pyplot  # noqa: F401  (or every fork would import it)
 
-import volo.programs.train  # noqa: F401
+import volo.commands.train  # noqa: F401
+from tests.commands.conftest import ROOT, children, ended
 from tests.conftest import free_port, wait_until
-from tests.programs.conftest import ROOT, children, ended
 
 APART = 0.05  # at most so many seconds lie between the deaths of two ranks
 

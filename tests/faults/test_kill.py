@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from tests.programs.conftest import ROOT
 
 # All that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, the average, the schedule.
 FLAGS = (

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands.conftest import Ended, metrics, start
 from tests.faults.kill_chain import digest
-from tests.programs.conftest import Ended, metrics, start
-from tlt import cli as tlt_cli
-from tlt.pack_images import pack_images
+from tlt.tools import cli as tlt_cli
+from tlt.tools.pack_images import pack_images
 from volo import cli
 
 FLAGS = (

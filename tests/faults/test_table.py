@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.programs.conftest import ROOT
+from tests.commands.conftest import ROOT
 
 
 def test_every_fault_has_its_tests_where_the_table_says() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.conftest import ROOT, Running
-from tests.programs.conftest import nothing_left_running as nothing_left_running  # a fixture
+from tests.commands.conftest import ROOT, Running
+from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 
 NET = "10.78.0"
 _PREFIX = f"h{os.getpid() % 100000}"  # of the namespaces and interfaces of this test session

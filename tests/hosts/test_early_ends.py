@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import ROOT, Running
 from tests.conftest import wait_until
 from tests.hosts.conftest import Host, ip
 from tests.hosts.test_two_hosts import FLAGS, ends
-from tests.programs.conftest import ROOT, Running
 
 pytestmark = pytest.mark.hosts
 

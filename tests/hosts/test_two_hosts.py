@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import QUICK, Running, held, start
+from tests.commands.launch.test_preemption import sha256
 from tests.conftest import wait_until
 from tests.hosts.conftest import Host
-from tests.programs.conftest import QUICK, Running, held, start
-from tests.programs.test_preemption import sha256
 
 pytestmark = pytest.mark.hosts
 # 40 images, 8 an update: 5 updates an epoch on two ranks.

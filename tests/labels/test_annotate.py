@@ -10,8 +10,8 @@ import timm
 import torch
 
 import volo  # noqa: F401  (registers the models)
-from tlt.annotate import check_dense, dense_logits, top_classes
 from tlt.errors import UserError
+from tlt.labels.annotate import check_dense, dense_logits, top_classes
 
 
 def build(name: str, **kwargs: Any) -> torch.nn.Module:

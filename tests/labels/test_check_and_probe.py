@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from tlt.cli import main
-from tlt.probe import HYPOTHESES, probe
+from tlt.tools.cli import main
+from tlt.tools.probe import HYPOTHESES, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = 8
@@ -158,7 +158,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     code = (
         f"import sys; sys.argv = ['/usr/bin/tlt', *{command!r}, '--help']\n"
-        "from tlt.cli import main\n"
+        "from tlt.tools.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules), 'imported'\n"

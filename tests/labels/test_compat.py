@@ -13,9 +13,9 @@ from torch import Tensor
 from torchvision.ops import roi_align
 
 import tlt.data
-from tlt.data.compat import TokenLabels
 from tlt.errors import UserError
 from tlt.loss import TokenLabelCrossEntropy
+from tlt.upstream.compat import TokenLabels
 
 CLASSES = 9
 

@@ -23,19 +23,19 @@ from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
 
+from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT, free_port
-from tests.programs.conftest import ROOT
-from tlt import annotate
-from tlt.annotate import Annotator
-from tlt.archive import LabelArchive
-from tlt.archive_format import Manifest, file_places
-from tlt.check import check
-from tlt.data.folder import scan_folder
+from tlt.data.sources.folder import scan_folder
 from tlt.label_map import LabelMap
-from tlt.pack import pack, unpack
-from tlt.store import TreeMetadata
+from tlt.labels import annotate
+from tlt.labels.annotate import Annotator
+from tlt.labels.archive import LabelArchive
+from tlt.labels.archive_format import Manifest, file_places
+from tlt.labels.store import TreeMetadata
+from tlt.tools.check import check
+from tlt.tools.pack import pack, unpack
 from volo.cli import generate_label
-from volo.engine.label_job import ArchiveJob
+from volo.train.label_job import ArchiveJob
 
 SIZE = 64
 ARCHIVE = ["--format", "archive"]

@@ -14,9 +14,9 @@ from PIL import Image
 from timm.data import create_transform
 
 import volo  # noqa: F401  (registers the models)
-from tlt.data.folder import scan_folder
-from tlt.progress import Progress
-from tlt.store import PublishedTree, TreeMetadata, read_map
+from tlt.data.sources.folder import scan_folder
+from tlt.io.progress import Progress
+from tlt.labels.store import PublishedTree, TreeMetadata, read_map
 from volo.cli import generate_label
 
 SIZE = 64
@@ -235,7 +235,7 @@ def test_progress_has_an_eta_where_nobody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 5.0, 20.0, 20.0, 40.0])
-    monkeypatch.setattr("tlt.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("tlt.io.progress.time.monotonic", lambda: next(clock))
     progress = Progress("labelling", 100)
     progress.step(10)
     progress.step(30)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlt.data.mix import Mixup
 from tlt.loss import token_label_loss
+from tlt.mix import Mixup
 from tlt.mixed_loss import mixed_token_label_loss
 from tlt.targets import Targets
 

@@ -21,14 +21,14 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tlt.archive import LabelArchive
-from tlt.archive_writer import ArchiveWriter, make_header
-from tlt.data.natural import natural_key
+from tlt.data.sources.natural import natural_key
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
-from tlt.labels import open_labels
-from tlt.pack import pack, unpack
-from tlt.store import PublishedTree, TreeMetadata, write_map
+from tlt.labels.archive import LabelArchive
+from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.labels import open_labels
+from tlt.labels.store import PublishedTree, TreeMetadata, write_map
+from tlt.tools.pack import pack, unpack
 
 K, H, W = SHAPE = (2, 3, 4)
 # dotted, nested, not ASCII, not even UTF-8, two of one stem
@@ -121,7 +121,7 @@ def test_rows_in_the_order_of_the_images_are_not_searched(
         names = NAMES[:5]
     pack(str(tree), str(tmp_path / "ordered"), str(images) if known else None)
     ordered = sorted(names, key=lambda name: (natural_key(name), name))
-    monkeypatch.setattr("tlt.archive.find_labels", MagicMock(side_effect=AssertionError("searched")))
+    monkeypatch.setattr("tlt.labels.archive.find_labels", MagicMock(side_effect=AssertionError("searched")))
     store = LabelArchive(tmp_path / "ordered", ordered)
     assert [mark_of(store, row) for row in range(len(names))] == [NAMES.index(name) for name in ordered]
     with pytest.raises(AssertionError, match="searched"):

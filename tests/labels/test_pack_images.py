@@ -16,26 +16,26 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.commands.conftest import Running, children, ended, storage
+from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import wait_until
 from tests.labels.packed import NAMES, make_archive, make_tree, save_image, write_images
-from tests.programs.conftest import Running, children, ended, storage
-from tests.programs.conftest import nothing_left_running as nothing_left_running  # a fixture
-from tlt import shard_writer
-from tlt.cli import main
+from tlt.data.augment.plan import AugmentConfig
 from tlt.data.dataset import BatchKey, EvalDataset, TrainDataset
-from tlt.data.folder import ImageFolder, scan_folder
-from tlt.data.image_file import BadImage
-from tlt.data.open_images import open_images
-from tlt.data.plan import AugmentConfig
-from tlt.data.shard_index import index_shards
-from tlt.data.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
+from tlt.data.sources.folder import ImageFolder, scan_folder
+from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.shard_index import index_shards
+from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
 from tlt.errors import UserError
-from tlt.labels import open_labels
-from tlt.pack_images import pack_images
-from tlt.shard_labels import ShardLabels
-from tlt.shard_writer import member_names
-from tlt.store import TreeMetadata
-from volo.engine.fingerprint import fingerprint
+from tlt.labels.labels import open_labels
+from tlt.labels.shard_labels import ShardLabels
+from tlt.labels.store import TreeMetadata
+from tlt.tools import shard_writer
+from tlt.tools.cli import main
+from tlt.tools.pack_images import pack_images
+from tlt.tools.shard_writer import member_names
+from volo.checkpoint.fingerprint import fingerprint
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from torch import Tensor
 from torchvision.ops import roi_align
 
 from tlt import geometry
-from tlt.data.plan import AugmentConfig, Plan, Steps, draw_steps, make_plan
-from tlt.data.rand_augment import Kernel
+from tlt.data.augment.plan import AugmentConfig, Plan, Steps, draw_steps, make_plan
+from tlt.data.augment.rand_augment import Kernel
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.labels import open_labels
-from tlt.pack import pack
-from tlt.published import LegacyBoxes, check_half_ids, label_view, moved_maps, summing_to_more, target_maker
+from tlt.labels.labels import open_labels
+from tlt.labels.store import write_map
 from tlt.sparse_targets import make_sparse_targets
-from tlt.store import write_map
 from tlt.targets import make_targets
+from tlt.tools.pack import pack
+from tlt.upstream.published import LegacyBoxes, check_half_ids, label_view, moved_maps, summing_to_more, target_maker
 
 CLASSES, SMOOTHING, GRID = 30, 0.1, (7, 7)
 COUNT = 12
@@ -300,6 +300,6 @@ def test_label_names_are_cut_at_the_first_dot(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_labels_are_known() -> None:
-    from tlt.compat_rows import LABEL_ROWS, ROWS
+    from tlt.upstream.compat_rows import LABEL_ROWS, ROWS
 
     assert set(ROWS) > set(LABEL_ROWS)

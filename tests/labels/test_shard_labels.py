@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.labels.packed import SHAPE, label_map, make_tree, write_images
-from tlt.check import check
-from tlt.cli import main
-from tlt.data.folder import scan_folder
+from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
-from tlt.label_files import label_names
-from tlt.labels import open_labels
-from tlt.pack_images import pack_images
-from tlt.shard_labels import ShardLabels
+from tlt.labels.label_files import label_names
+from tlt.labels.labels import open_labels
+from tlt.labels.shard_labels import ShardLabels
+from tlt.tools.check import check
+from tlt.tools.cli import main
+from tlt.tools.pack_images import pack_images
 
 
 @pytest.fixture

@@ -16,16 +16,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tlt import geometry
-from tlt.cli import main, parser
+from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.dataset import TrainDataset
-from tlt.data.folder import ImageFolder, scan_folder
-from tlt.data.plan import AugmentConfig, make_plan
-from tlt.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
+from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError
-from tlt.label_page import Example, draw_page, read_examples
-from tlt.labels import open_labels
-from tlt.show import find_images, load_batch, spread
+from tlt.labels.labels import open_labels
 from tlt.targets import make_targets
+from tlt.tools.cli import main, parser
+from tlt.tools.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
+from tlt.tools.label_page import Example, draw_page, read_examples
+from tlt.tools.show import find_images, load_batch, spread
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
 GRID = (4, 6)
@@ -202,7 +202,7 @@ def test_names_that_the_font_lacks_are_escaped() -> None:
 
 
 def test_flags_mean_what_train_py_means() -> None:
-    from volo.engine.args import train_parser
+    from volo.config.args import train_parser
 
     shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), train_parser().defaults()
     assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])

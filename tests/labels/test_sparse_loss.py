@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt import groups
+from tlt.io import groups
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, sparse_cross_entropy, token_label_loss
 from tlt.sparse_targets import SparseLabels, SparseTargets, make_sparse_targets

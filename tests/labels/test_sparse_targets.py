@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt import groups
 from tlt.errors import UserError
+from tlt.io import groups
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets, merge_equal
 from tlt.targets import make_targets, points_per_token

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.annotate import _annotation
-from tlt.archive import LabelArchive
-from tlt.archive_writer import ArchiveWriter, make_header
 from tlt.errors import UserError
+from tlt.io.tail import relative_to_tail
 from tlt.label_map import LabelBatch, LabelMap
-from tlt.labels import open_labels
+from tlt.labels.annotate import _annotation
+from tlt.labels.archive import LabelArchive
+from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.labels import open_labels
 from tlt.sparse_targets import make_sparse_targets
-from tlt.tail import relative_to_tail
 
 
 def annotator_says(classes: int, spread: float, shape: tuple[int, ...] = (2, 4, 5)) -> Tensor:

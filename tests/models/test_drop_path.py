@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tlt.errors import UserError
 from tlt.models.drop_path import StochasticDepth, add_branch, draw_orders, draw_samples
 from tlt.models.layers import TransformerBlock
-from volo.engine.args import parse_train
-from volo.engine.model import build_model
+from volo.config.args import parse_train
 from volo.models.blocks import Outlooker
+from volo.train.model import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BATCH, KEPT = 4, 2

@@ -15,8 +15,8 @@ from tlt.errors import UserError
 from tlt.mixtoken import mixed_share
 from tlt.models import TokenLabelModel, adapt_state_dict, linear, resize_pos_embed
 from tlt.models.layers import SelfAttention
-from volo.engine.convolutions import check_convolutions
 from volo.models.blocks import ClassAttention
+from volo.train.convolutions import check_convolutions
 
 NAMES = ["volo_test", "lvvit_test"]
 CLASSES = 7

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import volo  # noqa: F401
-from tlt.data.mix import Shares
+from benchmarks.families import measure
 from tlt.label_map import FULL_AREA, LabelBatch
+from tlt.mix import Shares
 from tlt.models.token_places import TokenPlaces, places_of, shrinking_layers
 from tlt.models.wrap import with_dense_head
 from tlt.sparse_targets import make_sparse_targets
 from tlt.targets import make_targets, sample_tokens
-from volo.benchmarks.families import measure
 
 
 @pytest.mark.parametrize(

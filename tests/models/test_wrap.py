@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tlt.annotate import check_dense, dense_logits
 from tlt.errors import UserError
+from tlt.labels.annotate import check_dense, dense_logits
 from tlt.models.mix_point import layer_output
 from tlt.models.wrap import WithDenseHead, is_dense_head, with_dense_head
 

@@ -17,9 +17,11 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.flags_benchmark import COMMANDS, benchmark_parser, parse_benchmark
 from tests.properties.outcomes import result_or_refusal
-from tlt import cli as tlt_cli
-from volo.engine.args import (
+from tlt.tools import cli as tlt_cli
+from volo.commands.console import run_program
+from volo.config.args import (
     generate_label_parser,
     parse_generate_label,
     parse_train,
@@ -27,13 +29,11 @@ from volo.engine.args import (
     train_parser,
     validate_parser,
 )
-from volo.engine.config import load_yaml
-from volo.engine.console import run_program
-from volo.engine.flag_table import Flag, FlagParser
-from volo.engine.flags_benchmark import COMMANDS, benchmark_parser, parse_benchmark
-from volo.engine.flags_export import export_parser, parse_export
-from volo.engine.flags_preflight import parse_preflight, preflight_parser
-from volo.engine.flags_report import parse_report, report_parser
+from volo.config.config import load_yaml
+from volo.config.flag_table import Flag, FlagParser
+from volo.config.flags_export import export_parser, parse_export
+from volo.config.flags_preflight import parse_preflight, preflight_parser
+from volo.config.flags_report import parse_report, report_parser
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {
     "train": (parse_train, train_parser(), []),

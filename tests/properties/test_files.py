@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties.outcomes import result_or_refusal, spoilt
-from tlt.archive import LabelArchive
+from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
 from tlt.label_map import LabelMap
-from tlt.pack import pack, unpack
-from tlt.store import TreeMetadata, read_map, write_map
-from tlt.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
-from volo.engine.flags_report import parse_report
-from volo.engine.history import read_history
-from volo.engine.report import run as report
-from volo.engine.resume import find_resume
-from volo.engine.train_state import TrainState
+from tlt.labels.archive import LabelArchive
+from tlt.labels.store import TreeMetadata, read_map, write_map
+from tlt.tools.pack import pack, unpack
+from volo.checkpoint.resume import find_resume
+from volo.checkpoint.train_state import TrainState
+from volo.commands.report import run as report
+from volo.config.flags_report import parse_report
+from volo.record.history import read_history
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
 

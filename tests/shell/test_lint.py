@@ -50,7 +50,7 @@ def test_every_tracked_script_and_dockerfile_is_linted() -> None:
         pytest.skip("not a git checkout")
     tracked = [name for name in git.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
     expected = {name for name in tracked if _is_linted(ROOT / name)}
-    assert {".ci/run", "distributed_train.sh", "volo/programs/launch.sh", "docker/Dockerfile"} <= expected
+    assert {".ci/run", "distributed_train.sh", "volo/commands/launch.sh", "docker/Dockerfile"} <= expected
     assert expected <= set(_run(ROOT, "--list").stdout.splitlines())
 
 

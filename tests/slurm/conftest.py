@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.commands.conftest import ROOT, storage
 from tests.conftest import wait_until
 from tests.faults.conftest import all_digits as all_digits  # a fixture
-from tests.programs.conftest import ROOT, storage
 
 _SCRIPT = str(Path(__file__).with_name("cluster.sh"))
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare")

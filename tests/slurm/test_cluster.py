@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.conftest import held
+from tests.commands.conftest import held
 from tests.slurm.conftest import FLAGS, Cluster, Whole
 
 pytestmark = pytest.mark.slurm

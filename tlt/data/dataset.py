@@ -20,21 +20,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tlt import geometry, published
-from tlt.compat_rows import LABEL_ROWS
-from tlt.data.counter import uniform
-from tlt.data.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
-from tlt.data.image_file import BadImage, check_size
-from tlt.data.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
+from tlt import geometry
+from tlt.data.augment.counter import uniform
+from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
+from tlt.data.backends.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.reading_board import ReadingBoard
-from tlt.data.source import ImageSource
+from tlt.data.sources.image_file import BadImage, check_size
+from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.names import printable
 from tlt.label_map import LabelBatch, LabelMap
-from tlt.names import printable
+from tlt.upstream import published
+from tlt.upstream.compat_rows import LABEL_ROWS
 
 MAX_ATTEMPTS = 20  # images tried for one place in a batch before the data set is called unreadable
 CROP_MODES = ("center", "squash", "border")
-_REPLACEMENT_STREAM = 64  # of counter.uniform, apart from those of tlt.data.plan.Stream
+_REPLACEMENT_STREAM = 64  # of counter.uniform, apart from those of tlt.data.augment.plan.Stream
 _FILTERS = {BILINEAR: "bilinear", BICUBIC: "bicubic"}
 
 
@@ -101,7 +102,7 @@ class Fault:
 
 
 class LabelReader(Protocol):
-    """Token labels by image index (`tlt.store`)."""
+    """Token labels by image index (`tlt.labels.store`)."""
 
     def read(self, index: int, width: int, height: int) -> LabelMap:
         """The label map of image `index`, whose size in pixels is given. Raises UserError naming the file."""
@@ -163,7 +164,7 @@ class TrainDataset(BatchDataset):
         seed: Of crops, augmentation and replacements.
         labels: Token labels in the folder's order, or None.
         backend: Decoder; None: torchvision's.
-        compat: Rows of `tlt.compat_rows` that the labels follow.
+        compat: Rows of `tlt.upstream.compat_rows` that the labels follow.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class EvalDataset(BatchDataset):
         crop_pct: Output size over resized size; above 1 the resized image is padded (black; `fill` for "border").
         crop_mode: "center": shorter side to size / crop_pct, then the centre. "squash": both sides to size / crop_pct.
             "border": longer side to size / crop_pct, padded.
-        interpolation: A name of `tlt.data.decode.INTERPOLATIONS`.
+        interpolation: A name of `tlt.data.backends.decode.INTERPOLATIONS`.
         fill: Colour 0..255 of the padding of "border"; timm takes the mean.
         backend: Decoder; None: Pillow's, so that every pixel is timm's.
 

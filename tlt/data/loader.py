@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tlt.data.augment.index_stream import IndexStream, eval_indices
+from tlt.data.augment.plan import Plan
 from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, HostBatch, Skipped, TrainDataset
-from tlt.data.index_stream import IndexStream, eval_indices
-from tlt.data.plan import Plan
 from tlt.data.threads import ThreadWorkers
 from tlt.data.workers import Workers
 from tlt.errors import UserError
+from tlt.io.names import printable
 from tlt.label_map import LabelBatch
-from tlt.names import printable
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 SKIP_SHARE, SKIP_FLOOR, SKIP_CEILING = 0.001, 10, 100

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, ReadingBoard
 from tlt.errors import UserError
-from tlt.names import printable
+from tlt.io.names import printable
 
 # How processes are started, on every Python: on Linux by fork, which Python 3.14 does only where asked. They share the
 # data set and all modules with the main process, and begin at once. By "forkserver", each loads torch and unpickles the

@@ -130,7 +130,7 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    from tlt.weights import read_checkpoint, state_dict_of
+    from tlt.io.weights import read_checkpoint, state_dict_of
 
     return state_dict_of(read_checkpoint(file), use_ema=None)
 

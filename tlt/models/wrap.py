@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.layers import init_linear
 from tlt.models.mix_point import Cells, MixPoint, add_mix_point, layer_output
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_places import Size, TokenPlaces, places_of, shrinking_layers
-from tlt.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
 
 # Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
@@ -257,7 +257,7 @@ def split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Ten
 def joined_state_dict(
     model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
 ) -> dict[str, Tensor]:
-    """As `tlt.weights.state_dict_of`, with the dense head that belongs to those weights if `model` has one like it."""
+    """As `state_dict_of`, with the dense head that belongs to those weights if `model` has one like it."""
     state = state_dict_of(checkpoint, use_ema, path)
     if not isinstance(unwrap(model), WithDenseHead):
         return state

@@ -37,7 +37,7 @@ class Kernel(Protocol):
         """Why it can't do this, None where it can."""
 
 
-# The first that fits is "auto". `volo.engine.flags_train` has the names as choices of --outlook-kernel.
+# The first that fits is "auto". `volo.config.flags_train` has the names as choices of --outlook-kernel.
 KERNELS: dict[str, Kernel] = {
     "triton": triton_outlook,
     "windows": windows,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from tlt.groups import image_groups
+from tlt.io.groups import image_groups
 from tlt.models.operators import refuse_second_derivatives
 from volo.kernels.reference import SECOND_DERIVATIVES
 

@@ -1,6 +1,6 @@
 """The measure of the alignment tests: the same for what must agree and for planted mistakes.
 
-Image and label files whose values say where they are (`volo.benchmarks.position_code`) go through the training loader,
+Image and label files whose values say where they are (`benchmarks.position_code`) go through the training loader,
 the device stage and the target makers. What a token shows is read off its pixels, what it is said to show off its
 target, dense and sparse. Neither reading knows anything of the geometry in between.
 """
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.data.folder import ImageFolder
+from benchmarks.position_code import Comparison, Size, compare, position_classes, position_map, read_images
+from benchmarks.position_data import GEOMETRIC, load_batch, write_images, write_maps
+from tlt.data.augment.plan import AugmentConfig
 from tlt.data.loader import Batch
-from tlt.data.plan import AugmentConfig
-from tlt.label_store import LabelStore
-from tlt.labels import open_labels
-from tlt.pack import pack
-from tlt.published import target_maker
+from tlt.data.sources.folder import ImageFolder
+from tlt.labels.label_store import LabelStore
+from tlt.labels.labels import open_labels
 from tlt.sparse_targets import make_sparse_targets
 from tlt.targets import Targets, make_targets
-from volo.benchmarks.position_code import Comparison, Size, compare, position_classes, position_map, read_images
-from volo.benchmarks.position_data import GEOMETRIC, load_batch, write_images, write_maps
+from tlt.tools.pack import pack
+from tlt.upstream.published import target_maker
 
 SIZES = [(500, 375), (375, 500), (420, 420)]  # width, height
 GRID = (14, 14)

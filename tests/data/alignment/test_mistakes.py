@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.alignment import window_overlap
+from benchmarks.position_code import Size
 from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, Scene, check, measure
 from tests.data.alignment.test_positions import geometry_only
 from tlt import geometry
-from tlt.compat_rows import ROWS
 from tlt.data.loader import Batch
-from volo.benchmarks.alignment import window_overlap
-from volo.benchmarks.position_code import Size
+from tlt.upstream.compat_rows import ROWS
 
 EVERYWHERE = (-9.0, -9.0, 9.0, 9.0)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.position_data import GeometryOnly
 from tests.data.alignment.oracle import CASES, PIXELS, Scene, check, measure
-from tlt.data.decode import PilBackend
-from tlt.data.plan import AUG_ORDERS
-from volo.benchmarks.position_data import GeometryOnly
+from tlt.data.augment.plan import AUG_ORDERS
+from tlt.data.backends.decode import PilBackend
 
 SHIFTS = ("TranslateX", "TranslateY", "TranslateXRel", "TranslateYRel")
 # A shift gives all pixels one phase t, and what a filter does there doesn't average out. Bilinear: a warp truncates,

@@ -9,16 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.position_code import position_classes, position_map, ramp_image
+from benchmarks.position_data import SEED, GeometryOnly, load_batch, write_maps
 from tests.data.alignment.oracle import PIXELS, SHARE_LIMIT, SIZES, Measured, Scene, check, measure
 from tests.data.alignment.test_positions import geometry_only
-from tlt.data.decode import PilBackend, TorchvisionBackend
-from tlt.data.folder import scan_folder
-from tlt.data.plan import AUG_ORDERS, AugmentConfig, make_plan
-from tlt.data.rand_augment import OPS, RandAugmentPolicy
+from tlt.data.augment.plan import AUG_ORDERS, AugmentConfig, make_plan
+from tlt.data.augment.rand_augment import OPS, RandAugmentPolicy
+from tlt.data.backends.decode import PilBackend, TorchvisionBackend
+from tlt.data.sources.folder import scan_folder
 from tlt.label_map import LabelMap
-from tlt.labels import open_labels
-from volo.benchmarks.position_code import position_classes, position_map, ramp_image
-from volo.benchmarks.position_data import SEED, GeometryOnly, load_batch, write_maps
+from tlt.labels.labels import open_labels
 
 FILL = (1.0, 0.0, 1.0)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tlt import cli as tlt_cli
 from tlt.data.dataset import LabelReader
-from tlt.data.source import ImageSource
-from volo.engine import data as engine_data
-from volo.engine.args import parse_train
+from tlt.data.sources.source import ImageSource
+from tlt.tools import cli as tlt_cli
+from volo.config.args import parse_train
+from volo.train import data as train_data
 
 IMAGES, GLOBAL_BATCH, SEED = 28, 8, 11  # the last global batch of an epoch holds four images
 SETTINGS = {"input_size": (3, 32, 32), "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -65,10 +65,10 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
 def opened(args: Namespace) -> tuple[ImageSource, LabelReader | None]:
     """Training images and their labels."""
     if args.data_backend == "synthetic":
-        images: ImageSource = engine_data.synthetic_folder(IMAGES, 4)
+        images: ImageSource = train_data.synthetic_folder(IMAGES, 4)
     else:
-        images = engine_data.open_images(args.data_dir, "train", args.dataset)
-    return images, engine_data.open_labels(args, images, 4)[0]
+        images = train_data.open_images(args.data_dir, "train", args.dataset)
+    return images, train_data.open_labels(args, images, 4)[0]
 
 
 @pytest.fixture(scope="session")

@@ -39,15 +39,15 @@ from tests.data.exactness.conftest import (
     require,
     ways_of,
 )
+from tlt.data.augment.device_stage import DeviceStage
+from tlt.data.augment.index_stream import IndexStream
+from tlt.data.augment.plan import Plan, make_plan
+from tlt.data.backends.synthetic import SyntheticImages, SyntheticLabels
 from tlt.data.dataset import TrainDataset
-from tlt.data.device_stage import DeviceStage
-from tlt.data.index_stream import IndexStream
 from tlt.data.loader import Batch
-from tlt.data.plan import Plan, make_plan
-from tlt.data.source import ImageSource
-from tlt.data.synthetic import SyntheticImages, SyntheticLabels
-from volo.engine import data as engine_data
-from volo.engine.distributed import World
+from tlt.data.sources.source import ImageSource
+from volo.cluster.distributed import World
+from volo.train import data as train_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than CPUs
 
@@ -93,7 +93,7 @@ class Expected:
 
     def __init__(self, args: Namespace, images: ImageSource, root: Path) -> None:
         self.images, self.root = images, root
-        self.config = engine_data.augment_config(args, SETTINGS)
+        self.config = train_data.augment_config(args, SETTINGS)
         self.computed = isinstance(images, SyntheticImages)
         self.indices = self._order(TrainDataset(images, self.config, SEED))
         sizes = [(500, 375) if self.computed else self._image(index).size for index in self.indices]
@@ -164,13 +164,13 @@ class Recorded(DeviceStage):
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_data, "DeviceStage", Recorded)
+    monkeypatch.setattr(train_data, "DeviceStage", Recorded)
 
 
 def updates_of_rank(args: Namespace, way: Way, rank: int) -> list[Rows]:
     """What a rank trains on in each update of the epoch."""
     images, labels = opened(args)
-    loader = engine_data.train_loader(args, images, labels, SETTINGS, World(rank, rank, way.ranks, CPU))
+    loader = train_data.train_loader(args, images, labels, SETTINGS, World(rank, rank, way.ranks, CPU))
     updates, parts = [], []
     for last, samples, batch in loader.epoch(EPOCH, way.start):
         parts.append(_rows(batch, *Recorded.handed.pop()))

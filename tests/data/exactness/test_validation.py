@@ -30,13 +30,13 @@ from tests.data.exactness.conftest import (
     ways_of,
 )
 from tlt.data.loader import EvalLoader
-from tlt.data.source import ImageSource
+from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from volo.engine import data as engine_data
-from volo.engine.data import validation_loader
-from volo.engine.distributed import World
-from volo.engine.loop import Evaluation, evaluate
-from volo.engine.precision import Precision
+from volo.cluster.distributed import World
+from volo.train import data as train_data
+from volo.train.data import validation_loader
+from volo.train.loop import Evaluation, evaluate
+from volo.train.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than CPUs
 
@@ -62,7 +62,7 @@ def loaders(
 ) -> Iterator[tuple[EvalLoader, ImageSource]]:
     """The loader of each rank, with the images."""
     args = parsed(root, backend, way)
-    images = engine_data.open_images(args.data_dir, "train", args.dataset)
+    images = train_data.open_images(args.data_dir, "train", args.dataset)
     for rank in range(way.ranks):
         world = World(rank, rank, way.ranks, CPU)
         yield validation_loader(args, images, batch_size, settings(crop_pct), world), images
@@ -127,7 +127,7 @@ def evaluations(rank: int, ranks: int, root: Path, out: Path) -> None:
     found = []
     for backend, workers, batch_size in CASES:
         args = parsed(root, backend, Way(workers=workers))
-        images = engine_data.open_images(args.data_dir, "train")
+        images = train_data.open_images(args.data_dir, "train")
         loader = validation_loader(args, images, batch_size, settings(0.96), world)
         found.append(evaluate(classifier(), loader, Precision(CPU, None), world))
     torch.save([vars(each) for each in found], out / f"{rank}.pt")

@@ -1,0 +1,282 @@
+"""`benchmark.py --all`: every number with a target, measured on this machine, as Markdown and JSON.
+
+Each experiment is a subcommand in a process of its own, in which ours and its peers take turns, or a whole program. The
+table is written anew with every line that a process prints, so that nothing is lost that was measured; one that fails,
+is stopped or finds no time is told in its rows, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Timer
+from typing import IO, Any
+
+from benchmarks import outlook, tests
+from benchmarks.conditions import conditions, heading
+from benchmarks.speed_report import table
+from benchmarks.targets import EXPERIMENTS, Experiment, Target, arm, rehearsed
+from tlt.errors import UserError
+from volo.cluster.distributed import choose_device
+
+_ROOT = str(Path(__file__).resolve().parents[1])
+# Under its own name, so that nothing heavy is imported before the flags are checked.
+_PROGRAM = "import sys; sys.argv[0] = 'volo-benchmark'; from volo.cli import benchmark; sys.exit(benchmark())"
+_MINUTES, _PART_MINUTES = 20.0, 9.0  # a part, its start and its end fit into a command of ten minutes
+_KEPT = 12  # lines that a script printed
+_NOT_BEGUN = "it has not begun"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an experiment printed so far, and why it is no more; seconds that it took, its start among them."""
+
+    experiment: Experiment
+    command: str  # empty: it can't be had on this device
+    seconds: float = 0.0
+    found: dict[str, Any] | None = None
+    reason: str | None = None
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    args.minutes = args.minutes or (_PART_MINUTES if args.part else _MINUTES)
+    end = time.monotonic() + 60 * args.minutes
+    args.device = str(choose_device(args.device, 0))
+    outcomes = plan(args)
+    write(args, outcomes)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the experiment ends with us
+    try:
+        _perform_all(args, outcomes, end)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("\n".join(report(args, outcomes)), flush=True)
+    return 0
+
+
+def _perform_all(args: Namespace, outcomes: list[Outcome], end: float) -> None:
+    """Run what has not begun, one after the other, and write all of it anew whenever there is more."""
+    with _log(args) as log:
+        for number, planned in enumerate(outcomes):
+            if not planned.command:
+                continue
+            print(f"{planned.experiment.name}: {planned.command}", file=sys.stderr, flush=True)
+
+            def tell(outcome: Outcome, number: int = number) -> None:
+                outcomes[number] = outcome
+                write(args, outcomes)
+
+            tell(perform(planned, args.minutes, end - time.monotonic(), log, tell))
+
+
+def plan(args: Namespace) -> list[Outcome]:
+    """All experiments, none of which has begun.
+
+    Raises:
+        UserError: `--only` names what isn't there.
+    """
+    kind = args.device.partition(":")[0]
+    experiments = [each for each in EXPERIMENTS["cuda" if args.part else kind] if args.part in (None, each.part)]
+    if args.part and kind == "cpu":
+        experiments = [rehearsed(each) for each in experiments]
+    experiments = chosen(experiments, args.only)
+    found = [Outcome(each, command_of(each, args.device, args.peer), reason=_NOT_BEGUN) for each in experiments]
+    return found if args.only or args.part else found + elsewhere(kind)
+
+
+def elsewhere(kind: str) -> list[Outcome]:
+    """What only another kind of device can measure."""
+    reasons = {"cpu": "--device cpu measures it", "cuda": "no GPU here"}
+    return [
+        Outcome(experiment, "", reason=reasons[other])
+        for other, experiments in EXPERIMENTS.items()
+        if other != kind
+        for experiment in experiments
+    ]
+
+
+def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experiment]:
+    """The experiments that `--only` names, all where it names none. Raises UserError: it names another."""
+    names = [experiment.name for experiment in experiments]
+    for name in only:
+        if name not in names:
+            raise UserError(f"--only {name}: on this device there are {', '.join(names)}")
+    return [experiment for experiment in experiments if not only or experiment.name in only]
+
+
+def command_of(experiment: Experiment, device: str, strongest: str) -> str:
+    """What one would type; `strongest` is the `--peer` of `--all`."""
+    words = experiment.line.split()
+    if words[0].endswith(".py"):
+        return shlex.join(["python", *words])
+    peers = [peer for peer in experiment.peers if peer != "timm-compile" or strongest == "timm-compile"]
+    with_peers = ["--peer", *peers] if words[0] in ("train", "infer") else []
+    return shlex.join(["python", "benchmark.py", *words, "--device", device, *with_peers, "--json"])
+
+
+def perform(
+    planned: Outcome, minutes: float, seconds: float, log: IO[bytes], tell: Callable[[Outcome], None]
+) -> Outcome:
+    """Run one experiment in the time that is left, `seconds` of `minutes`; `tell` gets what it printed line by line."""
+    if seconds <= 0:
+        return replace(planned, reason=f"the {minutes:g} minutes of --minutes are over")
+    limit, began, start = min(seconds, planned.experiment.seconds), time.monotonic(), log.seek(0, os.SEEK_END)
+    outcome = replace(planned, reason="it was still running when this was written")
+    tell(outcome)
+    with tempfile.TemporaryDirectory() as folder, _process(planned.command, folder, log) as process:
+        timer = Timer(limit, _kill, (process,))
+        timer.start()
+        try:
+            for line in process.stdout or ():
+                found = _read(line, outcome, log)
+                outcome = replace(outcome, found=found, seconds=time.monotonic() - began)
+                tell(outcome)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            _kill(process)
+    took = time.monotonic() - began
+    if code and took >= limit:
+        share = "its share" if limit < seconds else "all that was left"
+        reason = f"it was stopped after {took:.0f} s, {share} of the {minutes:g} minutes of --minutes"
+        return replace(outcome, seconds=took, reason=reason)
+    return replace(outcome, seconds=took, reason=_last_line(log, start, code) if code else None)
+
+
+def _process(command: str, folder: str, log: IO[bytes]) -> subprocess.Popen[str]:
+    words = [folder if word == "DIR" else word for word in shlex.split(command)[1:]]
+    words = ["-c", _PROGRAM, *words[1:]] if words[0] == "benchmark.py" else [str(Path(_ROOT, words[0])), *words[1:]]
+    paths = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-u", *words],
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": paths, "PYTHON": sys.executable},
+        start_new_session=True,  # what it starts ends with it
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read(line: str, outcome: Outcome, log: IO[bytes]) -> dict[str, Any] | None:
+    """What has been found when a process has printed a line: a subcommand's is JSON, of a script the last are kept."""
+    if line.startswith("{") and line.endswith("}\n"):
+        told: dict[str, Any] = json.loads(line)
+        return told
+    log.write(line.encode())
+    if "benchmark.py" in outcome.command:
+        return outcome.found
+    return {"printed": [*(outcome.found or {"printed": []})["printed"], line.rstrip()][-_KEPT:]}
+
+
+def _last_line(log: IO[bytes], start: int, code: int) -> str:
+    log.seek(start)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it ended with code {code}"
+
+
+def _log(args: Namespace) -> IO[bytes]:
+    """Where the experiments' messages go."""
+    if not args.output:
+        return tempfile.TemporaryFile(buffering=0)
+    return _file(args, "log").open("w+b", buffering=0)
+
+
+def _file(args: Namespace, kind: str) -> Path:
+    """A file in `--output`, which is made. Raises UserError: it is no folder."""
+    folder = Path(args.output)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output {args.output} is a file: name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{f'part{args.part}' if args.part else 'benchmark'}.{kind}"
+
+
+def write(args: Namespace, outcomes: Sequence[Outcome]) -> None:
+    """The whole table as Markdown and JSON in `--output`. Each file is there whole or not at all."""
+    if not args.output:
+        return
+    texts = {"md": "\n".join(report(args, outcomes)), "json": json.dumps(as_json(args, outcomes), indent=1)}
+    for kind, text in texts.items():
+        new = _file(args, f"{kind}.new")
+        new.write_text(text + "\n")
+        new.replace(_file(args, kind))
+
+
+def measured(target: Target, outcome: Outcome) -> tuple[float | None, str]:
+    """The number and reached or missed, or None and why there is none."""
+    value = None if outcome.found is None else target.read(outcome.found)
+    if value is not None:
+        return value, target.verdict(value) + (f"; but {outcome.reason}" if outcome.reason else "")
+    for name in target.arms:
+        row = arm(outcome.found or {"arms": []}, name)
+        if row and row["not_measured"]:
+            return None, f"not measured: {name}: {row['not_measured']}"
+    return None, f"not measured: {outcome.reason or 'nothing of the kind was run'}"
+
+
+def as_json(args: Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Targets with what was measured, and everything that the experiments printed."""
+    rows = []
+    for outcome in outcomes:
+        for target in outcome.experiment.targets:
+            value, verdict = measured(target, outcome)
+            goal = {"at most" if target.most else "at least": target.goal, "unit": target.unit.strip()}
+            rows.append({"what": target.what, **goal, "measured": value, "verdict": verdict})
+    experiments = {
+        outcome.experiment.name: {
+            "command": outcome.command,
+            "seconds": outcome.seconds,
+            "found": outcome.found,
+            "not_measured": outcome.reason,
+        }
+        for outcome in outcomes
+        if outcome.command
+    }
+    return conditions(args.command_line) | {"targets": rows, "experiments": experiments}
+
+
+def report(args: Namespace, outcomes: Sequence[Outcome]) -> list[str]:
+    """Lines of Markdown: the targets, then the table of each experiment."""
+    lines = heading(args.command_line)
+    if args.part and args.device == "cpu":
+        lines += ["**A rehearsal with small models on a CPU: the numbers mean nothing.**", ""]
+    lines += ["| what | target | measured | |", "|---|---|---|---|"]
+    for outcome in outcomes:
+        for target in outcome.experiment.targets:
+            value, verdict = measured(target, outcome)
+            sign = "<=" if target.most else ">="
+            shown = "" if value is None else f"{value:.4g}{target.unit}"
+            lines.append(f"| {target.what} | {sign} {target.goal:g}{target.unit} | {shown} | {verdict} |")
+    for outcome in (each for each in outcomes if each.command):
+        lines += ["", f"### {outcome.experiment.name}", "", f"`{outcome.command}` ({outcome.seconds:.0f} s)", ""]
+        kept = "not finished" if outcome.found else "not measured"
+        lines += [f"{kept}: {outcome.reason}", ""] if outcome.reason else []
+        lines += shown_of(outcome.found) if outcome.found else []
+    return lines
+
+
+def shown_of(found: dict[str, Any]) -> list[str]:
+    """Lines of Markdown of what an experiment printed."""
+    if "arms" in found:
+        return table(found)
+    if "cases" in found:
+        return outlook.table(found)
+    if "failed" in found:
+        return tests.table(found)
+    return ["```", *found["printed"], "```"] if "printed" in found else [f"`{json.dumps(found)}`"]

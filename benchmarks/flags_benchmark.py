@@ -1,0 +1,410 @@
+"""The flags of `benchmark.py`: one table per subcommand."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.flags_speed import ACTIVATIONS, ACTIVATIONS_NEEDS, ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
+from benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
+from volo.config.flag_needs import Need, check_needs
+from volo.config.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: what it measures, its flags, and what some of them mean nothing without."""
+
+    description: str
+    groups: tuple[Group, ...]
+    needs: tuple[Need, ...] = ()
+
+
+_OUTPUT = (
+    switch("--json", help="one line of JSON instead of the table"),
+    switch("--debug", help="show the traceback of an error that is normally told in one line"),
+)
+
+_LOSS = (
+    Group(
+        "Sizes",
+        (
+            flag("-b", "--batch-size", default=128, type=POSITIVE, metavar="N", help="images"),
+            flag("--grid", default=[14, 14], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of tokens"),
+            flag("--num-classes", default=1000, type=POSITIVE, metavar="N", help="classes"),
+            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the logits"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--repeats", default=5, type=POSITIVE, metavar="N", help="timed runs; the median counts"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_OUTLOOK = (
+    Group(
+        "Sizes",
+        (
+            flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images"),
+            flag(
+                "--shapes",
+                default=["28x28x192x6", "28x28x384x12"],
+                nargs="+",
+                metavar="HxWxCxHEADS",
+                help="cells, channels and heads; by default those of VOLO-D1 and D5 at 224 pixels",
+            ),
+            flag(
+                "--dtypes",
+                default=["float32", "bfloat16"],
+                nargs="+",
+                choices=("float32", "bfloat16", "float16"),
+                help="but for float32 under autocast",
+            ),
+            switch("--layer", help="the whole layer with its projections, not only what lies between them"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            switch("--no-compile", help="without the compiled arms"),
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--rounds", default=15, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
+            flag("--calls", default=1, type=POSITIVE, metavar="N", help="of an arm in each round; more for a GPU"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_TESTS = (
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, where they skip themselves, cuda or cuda:N"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_LABELS = (
+    Group(
+        "Sizes",
+        (
+            flag("--records", default=8192, type=POSITIVE, metavar="N", help="labels made and read"),
+            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--num-classes", default=1000, type=POSITIVE, metavar="N", help="classes"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all readers; the median counts"),
+            flag("--workers", default=4, type=POSITIVE, metavar="N", help="processes whose memory is measured"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+_AUGMENTATION = (
+    Group(
+        "Images",
+        (
+            flag("--data-dir", default="", metavar="DIR", help="images of your own (else some are made)"),
+            flag("--images", default=256, type=POSITIVE, metavar="N", help="how many"),
+            flag(
+                "--image-size", default=[500, 375], type=POSITIVE, nargs=2, metavar="N", help="width and height if made"
+            ),
+            flag("--img-size", default=224, type=POSITIVE, metavar="N", help="height and width of the crops"),
+            flag("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="RandAugment in timm's grammar"),
+            flag("-b", "--batch-size", default=32, type=POSITIVE, metavar="N", help="images per batch"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
+            flag("--workers", default=2, type=COUNT, metavar="N", help="worker processes of the second part; 0: none"),
+            *_OUTPUT,
+        ),
+    ),
+)
+
+DATA_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu", "synthetic")
+_DATA_TIMED = (
+    Group(
+        "Images",
+        (
+            flag(
+                "--backend",
+                default=["all"],
+                nargs="+",
+                choices=("all", *DATA_BACKENDS),
+                help="loaders of ours; those that can't be had here are told in a row",
+            ),
+            *_AUGMENTATION[0].flags,
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--rounds", default=5, type=POSITIVE, metavar="N", help="rounds of all loaders; the median counts"),
+            flag(
+                "--workers", default=2, type=COUNT, metavar="N", help="data workers, measured after none; 0: none alone"
+            ),
+        ),
+    ),
+)
+_DATA = (
+    *_DATA_TIMED,
+    Group(
+        "Memory",
+        (
+            flag(
+                "--entries",
+                default=0,
+                type=COUNT,
+                metavar="N",
+                help="measure the memory of 0, 2 and 4 workers with so many made-up images instead",
+            ),
+        ),
+    ),
+    Group("Output", _OUTPUT),
+)
+_DATA_NEEDS = (
+    Need(
+        tuple(row.dest for group in _DATA_TIMED for row in group.flags),
+        "timing: leave out --entries",
+        lambda a: not a.entries,
+    ),
+)
+
+_ALIGNMENT = (
+    Group(
+        "Sizes",
+        (
+            flag("--images", default=8, type=POSITIVE, metavar="N", help="images of each shape"),
+            flag("--crops", default=1000, type=POSITIVE, metavar="N", help="crops whose windows are compared"),
+            flag("--size", default=[224, 224], type=POSITIVE, nargs=2, metavar="N", help="height, width of the output"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--area", default="full", choices=("full", "center"), help="of the images, what the maps cover"),
+            flag(
+                "--shapes",
+                default=["500x375", "375x500", "420x420"],
+                nargs="+",
+                metavar="WxH",
+                help="width and height of the images",
+            ),
+        ),
+    ),
+    Group(
+        "Models",
+        (
+            flag(
+                "--families",
+                default=None,
+                nargs="*",
+                metavar="MODEL",
+                help="measure instead where the tokens of timm's models look, and how far from that their labels are "
+                "taken; none named: 45 families (hours)",
+            ),
+        ),
+    ),
+    Group(
+        "Output",
+        (
+            switch("--json", help="one line of JSON instead of the table"),
+            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+        ),
+    ),
+)
+
+_CHECKPOINT = (
+    Group(
+        "Run",
+        (
+            flag("--model", default="volo_d5", metavar="NAME", help="any model of timm or of this project"),
+            flag("--output", default=".", metavar="DIR", help="where the file is written, and removed afterwards"),
+            switch("--no-ema", help="without a moving average of the weights"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag("--repeats", default=3, type=POSITIVE, metavar="N", help="saves of each kind; the median counts"),
+            switch("--json", help="one line of JSON instead of the table"),
+            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+        ),
+    ),
+)
+
+_STARTUP = (
+    Group(
+        "Data set",
+        (
+            flag(
+                "--images", default=[100_000, 1_281_167], type=POSITIVE, nargs="+", metavar="N", help="sizes to measure"
+            ),
+            flag("--classes", default=1000, type=POSITIVE, metavar="N", help="folders that they are in"),
+            flag("--directory", default="", metavar="DIR", help="where they are made and removed (the system's own)"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (flag("--rounds", default=3, type=POSITIVE, metavar="N", help="of all arms; the median counts"), *_OUTPUT),
+    ),
+)
+
+_SCALING_STEP = Group(
+    "Step",
+    (
+        flag("--model", default="volo_d1", metavar="NAME", help="any model of timm or of this project"),
+        flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images per rank"),
+        flag("--bucket-mb", default=25.0, type=ABOVE_ZERO, metavar="MB", help="MiB of gradients sent in one piece"),
+        flag("--grad-compression", default="none", choices=("none", "bf16"), help="as train.py's"),
+    ),
+)
+_SCALING_MEASURING = Group(
+    "Measuring",
+    (
+        flag("--ranks", default=None, type=POSITIVE, nargs="+", metavar="N", help="(1, 2, 4, ... as GPUs or CPUs go)"),
+        flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
+        flag("--threads", default=None, type=POSITIVE, metavar="N", help="of a rank on CPUs (an even share)"),
+        flag("--rounds", default=10, type=POSITIVE, metavar="N", help="steps of each kind; the quickest counts"),
+        switch("--settings", help="also measure DistributedDataParallel with other settings"),
+    ),
+)
+_SCALING_PREDICTION = Group(
+    "Prediction",
+    (
+        flag("--machine", default="here", choices=("here", *MACHINES), help="here: links as measured"),
+        flag(
+            "--gpus",
+            default=[1, 2, 4, 8, 16, 40, 80, 160, 320, 640],
+            type=POSITIVE,
+            nargs="+",
+            metavar="N",
+            help="how many to predict",
+        ),
+        flag(
+            "--images-per-second",
+            default=None,
+            type=ABOVE_ZERO,
+            metavar="R",
+            help="of one GPU alone; nothing is measured then",
+        ),
+        flag("--gpus-per-node", default=None, type=POSITIVE, metavar="N", help="(the machine's; here: all)"),
+        flag("--node-gbits", default=None, type=ABOVE_ZERO, metavar="G", help="Gbit/s that a node really gets out"),
+        flag("--latency-us", default=None, type=AMOUNT, metavar="U", help="microseconds of a message between nodes"),
+        flag(
+            "--link-efficiency",
+            default=LINK_EFFICIENCY,
+            type=Number(float, positive=True, high=1),
+            metavar="R",
+            help="of the machine's nominal bandwidths, what is got",
+        ),
+        flag("--algorithm", default="hierarchical", choices=("hierarchical", "ring"), help="of the all-reduce"),
+        flag(
+            "--contention",
+            default=None,
+            type=Number(float, low=0, high=0.99),
+            metavar="R",
+            help="share of its speed that a transfer costs the computing meanwhile (here: as measured; else 0)",
+        ),
+        flag("--jitter", default=0.0, type=SHARE, metavar="R", help="standard deviation of a rank's computing time"),
+        flag("--input-rate", default=None, type=ABOVE_ZERO, metavar="R", help="images/s that storage gives all nodes"),
+    ),
+)
+_SCALING = (
+    _SCALING_STEP,
+    _SCALING_MEASURING,
+    _SCALING_PREDICTION,
+    Group(
+        "Output",
+        (
+            switch("--published", help="hold published throughputs against the model instead; nothing is measured"),
+            flag("--plot", default="", metavar="FILE", help="a picture of the efficiencies as well"),
+            *_OUTPUT,
+        ),
+    ),
+)
+_SCALING_NEEDS = (
+    Need(
+        tuple(row.dest for group in _SCALING[:3] for row in group.flags),
+        "a model to predict: leave out --published",
+        lambda a: not a.published,
+    ),
+    Need(
+        tuple(row.dest for row in _SCALING_MEASURING.flags),
+        "measuring: leave out --images-per-second",
+        lambda a: a.images_per_second is None,
+    ),
+    Need(("images_per_second",), "a --machine", lambda a: a.machine != "here"),
+    Need(("link_efficiency",), "a --machine", lambda a: a.machine != "here"),
+)
+
+COMMANDS: dict[str, Command] = {
+    "all": Command("Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
+    "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP, TRAIN_NEEDS),
+    "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE, INFER_NEEDS),
+    "activations": Command(
+        "Memory of a training step's activations, predicted and measured.", ACTIVATIONS, ACTIVATIONS_NEEDS
+    ),
+    "alignment": Command(
+        "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
+    ),
+    "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
+    "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "startup": Command(
+        "Cost of finding images and labels before the first step: ours, torchvision's and timm's.", _STARTUP
+    ),
+    "tests": Command("Every test that needs a GPU: what fails, and why.", _TESTS),
+    "outlook": Command("Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK),
+    "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
+    "augmentation": Command(
+        "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
+    ),
+    "data": Command(
+        "Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA, _DATA_NEEDS
+    ),
+    "scaling": Command("Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING, _SCALING_NEEDS),
+}
+
+
+def benchmark_parser(command: str | None = None) -> FlagParser:
+    """The parser of one subcommand, or of the program itself."""
+    if command is not None:
+        chosen = COMMANDS[command]
+        prog = f"benchmark.py {command}"
+        return FlagParser(prog, f"{prog} [flags]", chosen.description, chosen.groups)
+    row = flag("command", default=None, choices=tuple(COMMANDS), help="what to measure; COMMAND --help shows its flags")
+    usage = "benchmark.py COMMAND [flags], or benchmark.py --all [flags]"
+    return FlagParser("benchmark.py", usage, "Measure this machine.", (Group("Command", (row,)),))
+
+
+def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse benchmark.py's command line. Returns one attribute per flag of the subcommand, `command`, and
+    `command_line` as one would type it.
+
+    Raises:
+        UserError: An unknown subcommand or flag, a wrong value, or a flag that would have no effect.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    typed = shlex.join(["benchmark.py", *words])
+    if words and words[0] == "--all":
+        words[0] = "all"
+    command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
+    parser = benchmark_parser(command)
+    args = Namespace(command=command, command_line=typed, **vars(parser.parse_args(words[1:])))
+    check_needs(args, parser.flags, COMMANDS[command].needs)
+    return args

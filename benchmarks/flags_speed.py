@@ -1,0 +1,141 @@
+"""The flags of `benchmark.py train`, `infer` and `--all`; those that train.py has too are its own rows."""
+
+from __future__ import annotations
+
+from volo.config.flag_needs import Need
+from volo.config.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, flag, switch
+from volo.config.flags_train import TRAIN_GROUPS
+
+TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask", "amp")
+INFER_PEERS = ("timm", "timm-compile", "reference", "eager", "unfolded")
+PARTS = ("1", "2", "3", "4")
+SYNTHETIC = "synthetic"
+_OF_TRAIN = {row.dest: row for group in TRAIN_GROUPS for row in group.flags}
+
+
+def _rows(*names: str) -> tuple[Flag, ...]:
+    return tuple(_OF_TRAIN[name] for name in names)
+
+
+_PRECISION = (
+    "amp",
+    "amp_dtype",
+    "model_dtype",
+    "channels_last",
+    "torchcompile",
+    "torchcompile_scope",
+    "torchcompile_mode",
+    "outlook_kernel",
+)
+_OUTPUT = (
+    switch("--json", help="JSON instead of the table: a line after each arm, the last one has all"),
+    switch("--debug", help="show the traceback of an error that is normally told in one line"),
+)
+_MEASURING = (
+    flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+    flag("--rounds", default=5, type=POSITIVE, metavar="N", help="rounds of all arms in turns; the median counts"),
+    flag("--steps", default=1, type=POSITIVE, metavar="N", help="batches of an arm in each round"),
+    flag("--warm-up", default=2, type=POSITIVE, metavar="N", help="batches of each arm before the first round"),
+)
+_PROFILE = switch("--profile", help="after the rounds, where the time of a batch of ours goes (torch.profiler)")
+BATCH_SIZE = flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images per batch")
+
+
+def _peers(choices: tuple[str, ...]) -> Flag:
+    return flag(
+        "--peer", default=["timm"], nargs="*", choices=choices, help="what to compare with: several, or nothing"
+    )
+
+
+TRAIN_STEP = (
+    Group(
+        "Model",
+        (
+            *_rows("model", "img_size"),
+            BATCH_SIZE,
+            *_rows("drop_path", "drop_path_mode", "grad_checkpointing", "clip_grad", "opt"),
+        ),
+    ),
+    Group(
+        "Precision and speed",
+        (
+            *_rows(*_PRECISION),
+            switch("--cudnn-attention", help="attention may be cuDNN's with --drop-path-mode subset, too (GPUs)"),
+        ),
+    ),
+    Group(
+        "Peers",
+        (_peers(TRAIN_PEERS),),
+        "timm: its VOLO with both heads, in eager mode. timm-compile: the same compiled. reference: ours in eager mode "
+        "with the reference kernel and nothing else that is fast. eager: ours without --torchcompile. mask: ours "
+        "without --drop-path-mode subset. amp: ours with autocast instead of --model-dtype bfloat16, as timm and "
+        "reference have it then. All with the same weights, loss, optimizer and type of products.",
+    ),
+    Group(
+        "Data",
+        (
+            flag("--data", default=SYNTHETIC, metavar="DIR", help="a folder of images, loaded in the step"),
+            flag("--workers", default=0, type=COUNT, metavar="N", help="data workers of each arm"),
+        ),
+    ),
+    Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
+)
+TRAIN_NEEDS = (
+    Need(("workers",), "--data DIR", lambda a: a.data != SYNTHETIC),
+    Need(("amp_dtype",), "--amp", lambda a: a.amp),
+    Need(("torchcompile_mode", "torchcompile_scope"), "--torchcompile", lambda a: a.torchcompile is not None),
+)
+ACTIVATIONS = (
+    Group("Model", (*_rows("model", "img_size"), BATCH_SIZE, *_rows("amp", "amp_dtype", "outlook_kernel"))),
+    Group("Measuring", (_MEASURING[0], *_OUTPUT)),
+)
+ACTIVATIONS_NEEDS = TRAIN_NEEDS[1:2]
+INFERENCE = (
+    Group("Model", (*_rows("model", "img_size"), BATCH_SIZE)),
+    Group("Precision and speed", _rows(*(name for name in _PRECISION if name != "model_dtype"))),
+    Group(
+        "Peers",
+        (_peers(INFER_PEERS),),
+        "timm: its VOLO in eager mode. timm-compile: the same compiled. reference: ours in eager mode with the "
+        "reference kernel, BatchNorm not folded. eager: ours without --torchcompile. unfolded: ours with BatchNorm.",
+    ),
+    Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
+)
+INFER_NEEDS = TRAIN_NEEDS[1:]
+ALL = (
+    Group(
+        "What",
+        (
+            flag(
+                "--peer",
+                default="timm-compile",
+                choices=("timm", "timm-compile"),
+                help="the strongest peer; timm: none is compiled, which is quicker",
+            ),
+            flag("--only", default=[], nargs="+", metavar="NAME", help="these experiments alone"),
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            flag(
+                "--part",
+                default=None,
+                choices=PARTS,
+                help="of what a GPU has to measure, the most important first; on a CPU a rehearsal with small models",
+            ),
+            flag(
+                "--minutes",
+                default=None,
+                type=ABOVE_ZERO,
+                metavar="M",
+                help="what is not measured then is told (20; a part: 9)",
+            ),
+        ),
+    ),
+    Group(
+        "Output",
+        (
+            flag(
+                "--output", default="", metavar="DIR", help="benchmark.md, .json and .log (partN.*) are written there"
+            ),
+            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+        ),
+    ),
+)

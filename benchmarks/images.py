@@ -1,0 +1,112 @@
+"""The images that loaders are measured on, their labels, and how timm reads them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from timm.data.auto_augment import RandAugment
+from torch.utils.data import Dataset
+
+from benchmarks.labels import Sizes, random_maps
+from benchmarks.published_order import keep_a_bit
+from tlt.data.augment.plan import AugmentConfig
+from tlt.data.sources.folder import ImageFolder, find_split, scan_folder
+from tlt.errors import UserError
+from tlt.labels.archive import LabelArchive
+from tlt.labels.archive_writer import ArchiveWriter, make_header
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_QUALITY = 93
+_CLASSES = 1000
+
+
+def choose_images(args: Namespace, root: Path) -> ImageFolder:
+    """`--images` of the images in `--data-dir`, evenly spread, or so many made for this purpose."""
+    if not args.data_dir:
+        make_images(root / "images", args.images, tuple(args.image_size))
+        return scan_folder(str(root / "images"))
+    folder = scan_folder(find_split(args.data_dir, "train", allow_root=True))
+    if len(folder) < args.images:
+        raise UserError(f"--images {args.images}: --data-dir {args.data_dir} holds {len(folder)}; ask for no more")
+    rows = np.linspace(0, len(folder) - 1, args.images).round().astype(int)
+    return folder.select(rows)
+
+
+def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
+    """JPEG files of `size` (width, height) with gradients, soft shapes and noise, as large as photographs': 110 kB
+    at 500 x 375."""
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        path = root / f"class{number % 10}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse = generator.integers(0, 256, (7, 9, 3), dtype=np.uint8)
+        fine = generator.integers(0, 256, (size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
+        layers = [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC), float) for x in (coarse, fine)]
+        noise = generator.normal(0, 14, (size[1], size[0], 1))
+        pixels = 0.75 * layers[0] + 0.25 * layers[1] + noise
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=_QUALITY)
+
+
+def make_labels(root: Path, folder: ImageFolder) -> LabelArchive:
+    """Random labels of the published kind (5 of 1000 classes, 18 x 18 cells) for the images, in an archive."""
+    sizes = Sizes(len(folder), 5, (18, 18), _CLASSES)
+    files = [f"{name}.pt" for name in folder.paths]
+    header = make_header((sizes.top_k, *sizes.map_size), _CLASSES, folder.paths, files)
+    writer = ArchiveWriter(root, header, folder.paths, files)
+    for row, label_map in enumerate(random_maps(sizes)):
+        writer.write(row, label_map)
+    writer.finish()
+    return LabelArchive(root, folder.paths, num_classes=_CLASSES)
+
+
+class TimmImages(Dataset[tuple[Any, int]]):
+    """The images as timm's `ImageDataset` reads them; `transform` is what timm sets (`create_loader`) or makes."""
+
+    transform: Callable[[Image.Image], Any]
+
+    def __init__(self, folder: ImageFolder) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        with Image.open(self.folder.path(index)) as image:
+            return self.transform(image.convert("RGB")), int(self.folder.classes[index])
+
+    def keep_a_bit(self) -> None:
+        """Spare timm's transform the crash of its Posterize with Pillow 13."""
+        for step in getattr(self.transform, "transforms", []):
+            if isinstance(step, RandAugment):
+                keep_a_bit(step)
+
+
+def timm_options(config: AugmentConfig) -> dict[str, Any]:
+    """The augmentation in the words of timm's `create_transform` and `create_loader`."""
+    return {
+        "is_training": True,
+        "scale": config.scale,
+        "ratio": config.ratio,
+        "hflip": config.hflip,
+        "vflip": config.vflip,
+        "auto_augment": config.auto_augment,
+        "interpolation": config.interpolation,
+        "color_jitter": config.color_jitter,
+        "mean": MEAN,
+        "std": STD,
+    }
+
+
+def described(folder: ImageFolder) -> str:
+    """How many images, and how large."""
+    sizes = [os.path.getsize(folder.path(index)) for index in range(len(folder))]
+    with Image.open(folder.path(0)) as first:
+        shape = f"{first.width} x {first.height}"
+    return f"{len(sizes)} images (the first {shape}), {statistics.mean(sizes) / 1e3:.0f} kB each"

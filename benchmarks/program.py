@@ -1,0 +1,21 @@
+"""Measure this machine.
+
+    python benchmark.py train | infer | loss | outlook | activations            on the device    [--help]
+    python benchmark.py labels | augmentation | data | alignment | startup | checkpoint   what feeds it, what saves it
+    python benchmark.py scaling                                                 many of them
+    python benchmark.py tests                                                   what a GPU has to compute right
+    python benchmark.py --all --output DIR                                      every number that has a target
+
+Every subcommand is a module of `benchmarks` and compares the alternatives in one run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    code: int = importlib.import_module(f"benchmarks.{args.command}").run(args)
+    return code

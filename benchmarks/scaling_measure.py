@@ -1,0 +1,192 @@
+"""Step times of DistributedDataParallel, measured by ranks that this process starts on this machine.
+
+Every rank times, in turns: forward and backward pass alone (all ranks at once, nothing sent), all-reduces of several
+sizes alone, and the step with the all-reduce under the backward pass, once per setting. A time is that of the slowest
+rank in the quickest round: what else the machine does only adds to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+from torch.utils.hooks import RemovableHandle
+
+from benchmarks.scaling_model import Gradient, Work
+from tlt.errors import UserError
+from volo import models as models  # registers them with timm
+from volo.cluster.ddp import DdpSettings, distribute
+from volo.cluster.distributed import choose_device, max_over_ranks
+
+_TIMEOUT = timedelta(minutes=5)  # of one collective
+_WARM_UP = 2  # rounds: DistributedDataParallel fills its buckets anew after the first step
+_NANO = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks do.
+
+    Attributes:
+        settings: Ways to sum the gradients.
+        sizes: Bytes of the all-reduces that are timed alone.
+        threads: Per rank, on CPUs.
+    """
+
+    model: str
+    batch_size: int
+    device: str | None
+    rounds: int
+    threads: int
+    settings: tuple[DdpSettings, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds: `work` is a rank's computing alone, `transfers` by bytes, `steps` in the order of the settings."""
+
+    ranks: int
+    device: str
+    work: Work
+    transfers: dict[int, float]
+    steps: list[float]
+
+
+def measure(job: Job, ranks: int) -> Measured:
+    """Start `ranks` processes and return what they found.
+
+    Raises:
+        UserError: A rank fails, for want of memory for instance.
+    """
+    with tempfile.TemporaryDirectory(prefix="scaling-benchmark-") as directory:
+        try:
+            spawn(_rank, (job, ranks, directory), nprocs=ranks)
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            last = str(error).strip().splitlines()[-1]
+            raise UserError(f"a rank of {ranks} failed: {last}") from error
+        found = json.loads((Path(directory) / "found.json").read_text())
+    gradients = tuple(Gradient(*pair) for pair in found["gradients"])
+    return Measured(
+        ranks,
+        found["device"],
+        Work(job.batch_size, found["forward"], found["backward"], gradients),
+        dict(zip(job.sizes, found["transfers"], strict=True)),
+        found["steps"],
+    )
+
+
+def _rank(rank: int, job: Job, ranks: int, directory: str) -> None:
+    """One process: `directory` is where the ranks meet, and where rank 0 leaves what was found."""
+    device = choose_device(job.device, rank)
+    if device.type == "cpu":
+        torch.set_num_threads(job.threads)
+    store = dist.FileStore(str(Path(directory) / "store"), ranks)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    try:
+        found = _Rank(job, device).run()
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        (Path(directory) / "found.json").write_text(json.dumps(found))
+
+
+class _Rank:
+    """A model with its inputs, and what is timed of it."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.device = job, device
+        torch.manual_seed(0)
+        model = timm.create_model(job.model).to(device).train()
+        size = model.pretrained_cfg["input_size"]
+        self.images = torch.randn(job.batch_size, *size, device=device)
+        self.classes = torch.zeros(job.batch_size, dtype=torch.long, device=device)
+        self._loss(model).backward()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.grad is not None)  # the others would keep all ranks waiting
+            parameter.grad = None
+        self.model = model
+
+    def run(self) -> dict[str, Any]:
+        wrapped: list[nn.Module] = [distribute(copy.deepcopy(self.model), self.device, s) for s in self.job.settings]
+        tensors = [torch.ones(size // 4, device=self.device) for size in self.job.sizes]
+        rounds = [self._round(wrapped, tensors) for _ in range(_WARM_UP + self.job.rounds)][_WARM_UP:]
+        forward, backward, *rest = (min(column) for column in zip(*rounds, strict=True))
+        return {
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "forward": forward,
+            "backward": backward,
+            "transfers": rest[: len(tensors)],
+            "steps": rest[len(tensors) :],
+            "gradients": self._ready(),
+        }
+
+    def _round(self, wrapped: list[nn.Module], tensors: list[Tensor]) -> list[float]:
+        seconds = [*self._alone()]
+        seconds += [self._slowest(lambda t=tensor: dist.all_reduce(t.fill_(1.0))) for tensor in tensors]  # type: ignore[misc]
+        return seconds + [self._slowest(lambda m=model: self._step(m)) for model in wrapped]  # type: ignore[misc]
+
+    def _alone(self) -> tuple[float, float]:
+        """Forward and backward pass of the bare model; together they take as long as the slowest rank."""
+        marks: list[float] = []
+
+        def work() -> None:
+            marks.append(self._now())
+            loss = self._loss(self.model)
+            marks.append(self._now())
+            loss.backward()
+
+        seconds = self._slowest(work)
+        forward = seconds * (marks[1] - marks[0]) / (self._now() - marks[0])
+        self.model.zero_grad(set_to_none=True)
+        return forward, seconds - forward
+
+    def _step(self, model: nn.Module) -> None:
+        model.zero_grad(set_to_none=True)
+        self._loss(model).backward()
+
+    def _loss(self, model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(self.images).float(), self.classes)
+
+    def _slowest(self, work: Callable[[], object]) -> float:
+        """Seconds of the slowest rank; all begin together."""
+        max_over_ranks(0)
+        began = self._now()
+        work()
+        return max_over_ranks(round((self._now() - began) * _NANO)) / _NANO
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _ready(self) -> list[tuple[int, float]]:
+        """Bytes of every gradient, and after which share of the backward pass it is there."""
+        marks: list[tuple[int, float]] = []
+        handles: list[RemovableHandle] = []
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                # On a GPU this waits for each gradient: the shares count, not the seconds.
+                note = lambda p: marks.append((p.numel() * p.element_size(), self._now()))  # noqa: E731
+                handles.append(parameter.register_post_accumulate_grad_hook(note))
+        loss = self._loss(self.model)
+        began = self._now()
+        loss.backward()
+        whole = self._now() - began
+        for handle in handles:
+            handle.remove()
+        return [(size, (at - began) / whole) for size, at in marks]

@@ -1,0 +1,389 @@
+"""Weights of another image size, class count, channel count or architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models.volo import VOLO as TimmVOLO
+from torch import Tensor, nn
+
+import volo  # noqa: F401  (registers the models)
+from tlt.errors import UserError
+from tlt.models.fit import fit_state_dict
+from tlt.utils import load_pretrained_weights
+from volo.checkpoint.checkpoint import FinetuneReport, load_finetune, load_weights
+from volo.checkpoint.model_config import model_config_of
+
+
+def build(name: str = "volo_test", seed: int = 0, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return timm.create_model(name, **{"num_classes": 10, "img_size": 64, **kwargs})
+
+
+def states(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.pth.tar"
+    torch.save({"state_dict": build(seed=1).state_dict()}, path)
+    return path
+
+
+def unchanged(before: dict[str, Tensor], model: nn.Module) -> bool:
+    return all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def empty_state(name: str, **kwargs: Any) -> dict[str, Tensor]:
+    """Names and shapes of a large model, in a few bytes."""
+    with torch.device("meta"):
+        state = timm.create_model(name, **kwargs).state_dict()
+    return {k: torch.zeros(()).expand(v.shape) for k, v in state.items()}
+
+
+# Same model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
+@pytest.mark.parametrize("classes", [10, 100])
+def test_same_class_count_keeps_both_heads(tmp_path: Path, load: Any, classes: int) -> None:
+    source, model = build(seed=1, num_classes=classes), build(seed=2, num_classes=classes)
+    torch.save(source.state_dict(), tmp_path / "x.pth")
+    report = load(model, tmp_path / "x.pth")
+    assert unchanged(states(source), model)
+    assert len(report.kept) == len(source.state_dict())
+    assert report.resized == report.dropped == report.missing == []
+
+
+def test_wrapped_models(file: Path) -> None:
+    expected = states(build(seed=1))
+    for wrap in (nn.DataParallel, torch.compile):
+        model = build(seed=2)
+        load_weights(wrap(model), file)
+        assert unchanged(expected, model)
+
+
+def test_half_precision_file(tmp_path: Path) -> None:
+    source, model = build(seed=1), build(seed=2)
+    torch.save({k: v.half() if v.is_floating_point() else v for k, v in source.state_dict().items()}, tmp_path / "x")
+    load_weights(model, tmp_path / "x")
+    assert model.head.weight.dtype == torch.float32
+    assert torch.equal(model.head.weight, source.head.weight.half().float())
+
+
+@pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
+def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path: Path, load: Any) -> None:
+    state, model = states(build(seed=1)), build(seed=2)
+    state["network.2.0.mlp.fc1.bias"][3] = float("nan")
+    torch.save(state, tmp_path / "x")
+    before = states(model)
+    with pytest.raises(UserError, match=r"network.2.0.mlp.fc1.bias holds 1 NaN"):
+        load(model, tmp_path / "x")
+    assert unchanged(before, model)
+
+
+@pytest.mark.parametrize("load", [load_weights, load_finetune, load_pretrained_weights])
+def test_ema_that_is_not_there(file: Path, load: Any) -> None:
+    with pytest.raises(UserError, match="no EMA weights"):
+        load(build(), file, use_ema=True)
+
+
+def test_ema_is_preferred_and_named(tmp_path: Path) -> None:
+    plain, ema = build(seed=1), build(seed=2)
+    torch.save({"state_dict": plain.state_dict(), "state_dict_ema": ema.state_dict()}, tmp_path / "x")
+    model = build(seed=3)
+    assert "(state_dict_ema)" in str(load_finetune(model, tmp_path / "x"))
+    assert unchanged(states(ema), model)
+    assert "(state_dict)" in str(load_finetune(model, tmp_path / "x", use_ema=False))
+    assert unchanged(states(plain), model)
+
+
+# timm's weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["volo_d1_224", "volo_d1_384", "volo_d2_224", "volo_d3_448", "volo_d4_224", "volo_d5_512"]
+)
+def test_timm_weights_have_our_names_and_shapes(name: str) -> None:
+    architecture, size = name.rsplit("_", 1)
+    with torch.device("meta"):
+        model = timm.create_model(architecture, img_size=int(size))
+    fit = fit_state_dict(model, empty_state(name))
+    assert fit.resized == fit.dropped == fit.missing == []
+    assert len(fit.kept) == len(model.state_dict())
+
+
+def test_timm_weights_give_timms_outputs_at_another_size(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shared = {"embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4), "mlp_ratio": 2, "stem_hidden_dim": 16}
+    theirs = TimmVOLO((1, 1, 1, 1), img_size=64, num_classes=10, **shared).eval()
+    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
+    ours = build(img_size=(96, 64)).eval()
+    assert load_finetune(ours, tmp_path / "timm.pth").resized == ["pos_embed"]
+    ours.set_input_size(64)
+    load_weights(ours, tmp_path / "timm.pth")
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+# Another size, other classes, other channels -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
+@pytest.mark.parametrize("size", [(128, 128), (64, 96), (48, 80)])
+@pytest.mark.parametrize("load", [load_weights, load_finetune])
+def test_position_embedding_is_resized(tmp_path: Path, name: str, size: tuple[int, int], load: Any) -> None:
+    source, model = build(name, seed=1), build(name, seed=2, img_size=size)
+    torch.save(source.state_dict(), tmp_path / "x")
+    report = load(model, tmp_path / "x")
+    assert (report.resized, report.dropped, report.missing) == (["pos_embed"], [], [])
+    pos = source.pos_embed.detach()
+    first = pos[:, :1] if pos.ndim == 3 else None
+    grid = pos[:, 1:].reshape(1, 4, 4, -1) if pos.ndim == 3 else pos
+    target = (size[0] // 16, size[1] // 16)
+    expected = F.interpolate(grid.permute(0, 3, 1, 2), target, mode="bicubic", align_corners=False).permute(0, 2, 3, 1)
+    if first is not None:
+        expected = torch.cat((first, expected.flatten(1, 2)), dim=1)
+    assert torch.equal(model.pos_embed, expected)
+    others = {k: v for k, v in states(source).items() if k != "pos_embed"}
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in others.items())
+    assert model(torch.randn(1, 3, *size)).shape == (1, 10)
+
+
+def test_lvvit_weights_of_an_oblong_grid(tmp_path: Path) -> None:
+    source, model = build("lvvit_test", seed=1, img_size=(32, 128)), build("lvvit_test", seed=2, img_size=(64, 64))
+    payload = {"state_dict": source.state_dict(), "model_config": {"img_size": [32, 128]}}
+    torch.save(payload, tmp_path / "x")
+    load_finetune(model, tmp_path / "x")
+    source.set_input_size((64, 64))
+    assert torch.equal(model.pos_embed, source.pos_embed)  # 2 x 8 tokens, not the square 4 x 4
+
+
+def test_other_class_count_drops_both_heads(file: Path) -> None:
+    model = build(seed=2, num_classes=7)
+    before = states(model)
+    report = load_finetune(model, file)
+    heads = ["head.weight", "head.bias", "aux_head.weight", "aux_head.bias"]
+    assert sorted(report.dropped) == sorted(report.missing) == sorted(heads)
+    assert all(torch.equal(model.state_dict()[n], before[n]) for n in heads)
+    assert torch.equal(model.norm.weight, build(seed=1).norm.weight)
+    assert report.share == 1.0
+
+
+def test_one_differing_head_drops_both(tmp_path: Path) -> None:
+    state = states(build(seed=1))
+    state["aux_head.weight"], state["aux_head.bias"] = torch.zeros(9, 64), torch.zeros(9)
+    torch.save(state, tmp_path / "x")
+    assert len(load_finetune(build(), tmp_path / "x").dropped) == 4
+
+
+def test_features_only_model_drops_heads(file: Path) -> None:
+    report = load_finetune(build(num_classes=0), file)
+    assert len(report.dropped) == 4 and report.missing == []
+
+
+def test_one_channel_is_the_sum_of_three(file: Path) -> None:
+    name = "patch_embed.conv.0.weight"
+    model = build(in_chans=1)
+    report = load_finetune(model, file)
+    assert report.resized == [name] and report.missing == []
+    expected = states(build(seed=1))[name].double().sum(1, keepdim=True)
+    torch.testing.assert_close(model.state_dict()[name].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_five_channels_repeat_three(file: Path) -> None:
+    name = "patch_embed.conv.0.weight"
+    model = build(in_chans=5)
+    load_finetune(model, file)
+    old = states(build(seed=1))[name]
+    torch.testing.assert_close(model.state_dict()[name], old[:, [0, 1, 2, 0, 1]] * 3 / 5)
+
+
+def test_channels_without_a_rule_are_dropped_and_reported(tmp_path: Path) -> None:
+    torch.save(build(seed=1, in_chans=5).state_dict(), tmp_path / "x")
+    model = build(seed=2, in_chans=4)
+    report = load_finetune(model, tmp_path / "x")
+    assert report.dropped == report.missing == ["patch_embed.conv.0.weight"]
+    assert "5 input channels, the model has 4" in str(report)
+
+
+def test_everything_at_once_and_the_report(file: Path) -> None:
+    state = torch.load(file)["state_dict"]
+    del state["norm.bias"]
+    torch.save(state | {"extra.weight": torch.zeros(3)}, file)
+    report = load_finetune(build(num_classes=7, img_size=(96, 64), in_chans=1), file)
+    assert isinstance(report, FinetuneReport)
+    names = {*report.kept, *report.resized, *report.dropped}
+    assert names == {*state, "extra.weight"}
+    text = str(report)
+    assert f"kept {len(report.kept)}\n" in text
+    assert (
+        "resized 2: patch_embed.conv.0.weight (3 -> 1 input channels), pos_embed ((1, 4, 4, 64) -> (1, 6, 4, 64))"
+        in text
+    )
+    assert "dropped 5: head.weight (10 classes, the model has 7)" in text
+    assert "extra.weight (not in the model)" in text
+    assert "missing 5: " in text and "norm.bias" in text
+    assert str(file) in text
+
+
+# Another model -----------------------------------------------------------------------------------------------------
+
+
+def test_head_mismatch_suggests_finetune(file: Path) -> None:
+    model = build(num_classes=7)
+    before = states(model)
+    with pytest.raises(UserError, match=r"10 classes, the model has 7.*--num-classes.*--finetune"):
+        load_weights(model, file)
+    with pytest.raises(UserError, match=r"3 -> 1 input channels.*--model-kwargs in_chans=N.*--finetune"):
+        load_weights(build(in_chans=1), file)
+    headless = {name: value for name, value in build().state_dict().items() if not name.startswith("aux_head")}
+    torch.save(headless, file)
+    with pytest.raises(UserError, match=r"\(aux_head.weight is missing from it\): train.py --finetune takes what fits"):
+        load_weights(build(), file)
+    assert unchanged(before, model)
+
+
+def test_heads_that_only_the_file_has(file: Path) -> None:
+    with pytest.raises(UserError, match=r"10 classes, the model has 0.*--finetune"):
+        load_weights(build(num_classes=0), file)
+
+
+@pytest.mark.parametrize("load", [load_weights, load_finetune])
+def test_another_variant_is_named_by_its_shapes(tmp_path: Path, load: Any) -> None:
+    torch.save(empty_state("volo_d5", img_size=512, num_classes=21), tmp_path / "d5.pth.tar")
+    with torch.device("meta"):
+        model = timm.create_model("volo_d2")
+    with pytest.raises(UserError, match=r"^checkpoint is volo_d5, --model is volo_d2: .*d5.pth.tar") as caught:
+        load(model, tmp_path / "d5.pth.tar")
+    assert "\n" not in str(caught.value)
+
+
+def test_deeper_variant_of_equal_width_is_not_half_loaded(tmp_path: Path) -> None:
+    torch.save(empty_state("volo_d2"), tmp_path / "x")
+    with torch.device("meta"):
+        model = timm.create_model("volo_d3")
+    with pytest.raises(UserError, match="checkpoint is volo_d2, --model is volo_d3"):
+        load_finetune(model, tmp_path / "x")
+
+
+def test_another_timm_model_is_named_by_the_files_word(tmp_path: Path) -> None:
+    torch.save({"arch": "resnet10t", "state_dict": empty_state("resnet10t")}, tmp_path / "x")
+    with torch.device("meta"):
+        model = timm.create_model("resnet18")
+    with pytest.raises(UserError, match="checkpoint is resnet10t, --model is resnet18"):
+        load_weights(model, tmp_path / "x")
+
+
+def test_unknown_weights_are_counted(tmp_path: Path, file: Path) -> None:
+    state = states(build())
+    del state["norm.bias"]
+    torch.save(state, tmp_path / "x")
+    with pytest.raises(UserError, match=r"1 tensors are missing from it \(norm.bias\)$"):
+        load_weights(build(), tmp_path / "x")
+    torch.save(states(build()) | {"extra.weight": torch.zeros(3)}, tmp_path / "x")
+    with pytest.raises(UserError, match=r"1 tensors are not the model's \(extra.weight\)$"):
+        load_weights(build(), tmp_path / "x")
+
+
+def test_file_that_fits_nothing(tmp_path: Path) -> None:
+    model = build()
+    before = states(model)
+    for state in ({"foo": torch.zeros(3)}, {"cls_token": torch.zeros(1, 1, 64), "foo": torch.zeros(3)}):
+        torch.save(state, tmp_path / "x")
+        with pytest.raises(UserError, match="x does not fit --model volo_test"):
+            load_finetune(model, tmp_path / "x")
+    assert unchanged(before, model)
+
+
+def test_timm_model_without_dense_head(tmp_path: Path) -> None:
+    torch.save(timm.create_model("test_vit", num_classes=10).state_dict(), tmp_path / "x")
+    report = load_finetune(timm.create_model("test_vit", num_classes=7, in_chans=1), tmp_path / "x")
+    assert sorted(report.dropped) == ["head.bias", "head.weight"]
+    assert report.resized == ["patch_embed.proj.weight"]
+
+
+# The published function --------------------------------------------------------------------------------------------
+
+
+def test_published_loader_drops_heads_by_the_files_own_count(file: Path) -> None:
+    model = build(num_classes=7, img_size=96)
+    load_pretrained_weights(model, file, num_classes=7)  # strict: all but the heads has to fit
+    assert model.pos_embed.shape == (1, 6, 6, 64)
+    assert torch.equal(model.cls_token, build(seed=1).cls_token)
+    load_pretrained_weights(model, file)  # the published default, 1000, for a model of 7 classes
+    with pytest.raises(UserError, match="num_classes is 12, the model has 7"):
+        load_pretrained_weights(model, file, num_classes=12)
+
+
+def test_published_loader_strict(tmp_path: Path) -> None:
+    state = states(build(seed=1))
+    del state["norm.bias"]
+    torch.save(state, tmp_path / "x")
+    with pytest.raises(UserError, match="norm.bias"):
+        load_pretrained_weights(build(), tmp_path / "x")
+    model = build()
+    assert load_pretrained_weights(model, tmp_path / "x", strict=False).missing == ["norm.bias"]
+    assert torch.equal(model.norm.weight, state["norm.weight"])
+    torch.save({"foo": torch.zeros(3)}, tmp_path / "x")
+    with pytest.raises(UserError, match="does not fit the model"):
+        load_pretrained_weights(model, tmp_path / "x", strict=False)
+
+
+# What a file says about its model ---------------------------------------------------------------------------------
+
+
+def test_model_config_is_checked() -> None:
+    config = {
+        "name": "volo_d1",
+        "kwargs": {"drop_path_rate": 0.1},
+        "num_classes": 10,
+        "img_size": [224, 192],
+        "in_chans": 3,
+        "dense_head": False,
+        "crop_pct": 0.96,
+        "crop_mode": "center",
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.5, 0.5, 0.5],
+        "interpolation": "bicubic",
+        "class_names": ["a", "b"],
+        "labels": None,
+    }
+    expected = {k: v for k, v in config.items() if v is not None}
+    assert model_config_of({"model_config": config | {"of_a_later_version": 1}}) == expected
+    assert model_config_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", 3),
+        ("num_classes", True),
+        ("num_classes", -1),
+        ("img_size", [224]),
+        ("img_size", [224, 0]),
+        ("crop_pct", float("nan")),
+        ("crop_pct", "0.9"),
+        ("std", [0.5, 0.0, 0.5]),
+        ("class_names", [1]),
+        ("dense_head", 1),
+        ("crop_pct", float("inf")),
+        ("crop_pct", -0.9),
+        ("kwargs", {1: 2}),
+        ("kwargs", {"checkpoint_path": "other.pth"}),
+        ("num_classes", 10**10),
+        ("img_size", [10**6, 224]),
+        ("in_chans", 10**6),
+        ("kwargs", {"depth": 10**6}),
+        ("kwargs", {"layers": [4] * 101}),
+    ],
+)
+def test_model_config_of_a_wrong_kind(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"file.pth: model_config has {key}"):
+        model_config_of({"model_config": {key: value}}, "file.pth")

@@ -1,0 +1,183 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.small_run import build, epoch_of, names, resumed, save, separate, tensors, three_epochs, train
+from tlt.errors import UserError
+from tlt.io.weights import peek_checkpoint, read_checkpoint
+from volo.checkpoint.checkpoint import CheckpointDir, load_weights
+from volo.checkpoint.checkpoint_file import save_checkpoint
+from volo.checkpoint.resume import find_resume
+
+
+def test_fault_03_auto_in_an_empty_or_missing_directory(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "none"):
+        found = find_resume("auto", directory)
+        assert found.path is None and found.checkpoint is None
+        assert found.messages == [f"no checkpoint to resume in {directory}: a fresh start"]
+
+
+def test_fault_03_auto_takes_the_newest_by_number(tmp_path: Path) -> None:
+    for epoch in (9, 10, 2):  # neither order of names nor of times is that of epochs
+        state = build(epoch=epoch, update=4 * epoch)
+        save_checkpoint(tmp_path / f"checkpoint-{epoch - 1}.pth.tar", state.state_dict())
+    assert find_resume("auto", tmp_path).path == tmp_path / "checkpoint-9.pth.tar"
+
+
+def flip(content: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        record = archive.read(next(r for r in archive.infolist() if r.filename.endswith("data/2")))
+    at = content.index(record)
+    return content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: b"", "empty"),
+        (lambda c: c[: len(c) // 2], "truncated"),
+        (flip, "does not match its checksum"),
+        (lambda c: b"<html>", "web page"),
+    ],
+)
+def test_fault_04_05_auto_skips_damaged_files_and_says_so(tmp_path: Path, damage: Any, reason: str) -> None:
+    three_epochs(tmp_path)
+    for name in ("last.pth.tar", "checkpoint-2.pth.tar"):
+        separate(tmp_path / name, damage((tmp_path / name).read_bytes()))
+    state, files, messages = resumed(tmp_path)
+    assert state.epoch == 2
+    for name in ("last.pth.tar", "checkpoint-2.pth.tar"):
+        assert any(m.startswith(f"skipped: {tmp_path / name}") and reason in m for m in messages)
+    assert names(tmp_path) >= {"superseded-last.pth.tar", "superseded-checkpoint-2.pth.tar", "checkpoint-1.pth.tar"}
+    train(state)
+    save(files, state, 2.0)
+    assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
+
+
+def test_auto_skips_nan_weights(tmp_path: Path) -> None:
+    three_epochs(tmp_path)
+    payload = read_checkpoint(tmp_path / "last.pth.tar")
+    payload["state_dict"]["0.weight"][0, 0] = float("nan")
+    for name in ("last.pth.tar", "checkpoint-2.pth.tar"):
+        save_checkpoint(tmp_path / name, payload)
+    found = find_resume("auto", tmp_path)
+    assert peek_checkpoint(found.path)["epoch"] == 1  # type: ignore[arg-type]
+    assert sum("0.weight holds 1 NaN" in m for m in found.messages) == 2
+
+
+def test_fault_04_16_explicit_path_has_to_be_good(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such checkpoint"):
+        find_resume(str(tmp_path / "x.pth.tar"), tmp_path)
+    three_epochs(tmp_path)
+    path = tmp_path / "last.pth.tar"
+    separate(path, flip(path.read_bytes()))
+    with pytest.raises(UserError, match="checksum"):
+        find_resume(str(path), tmp_path)
+
+
+def test_going_back_to_an_older_epoch(tmp_path: Path) -> None:
+    three_epochs(tmp_path)
+    state, files, messages = resumed(tmp_path, str(tmp_path / "checkpoint-0.pth.tar"))
+    assert state.epoch == 1 and state.best == [(1.0, 0, "checkpoint-0.pth.tar")]
+    assert "checkpoint-1.pth.tar, checkpoint-2.pth.tar, last.pth.tar" in messages[0]
+    assert epoch_of(tmp_path / "superseded-last.pth.tar") == 2
+    # Killed now, the run goes on from what was chosen.
+    assert peek_checkpoint(find_resume("auto", tmp_path).path)["epoch"] == 0  # type: ignore[arg-type]
+    assert epoch_of(tmp_path / "model_best.pth.tar") == 0
+    train(state)
+    assert save(files, state, 0.5) == (1.0, 0, "checkpoint-0.pth.tar")
+    assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
+
+
+def test_going_back_to_before_the_first_metric(tmp_path: Path) -> None:
+    state, files = build(), CheckpointDir(tmp_path)
+    for metric in (None, 3.0):
+        train(state)
+        save(files, state, metric)
+    state, files, _ = resumed(tmp_path, str(tmp_path / "checkpoint-0.pth.tar"))
+    assert epoch_of(tmp_path / "superseded-model_best.pth.tar") == 1
+    train(state)
+    assert save(files, state, 1.0) == (1.0, 1, "checkpoint-1.pth.tar")
+
+
+def test_kept_checkpoints_that_were_deleted(tmp_path: Path) -> None:
+    three_epochs(tmp_path)
+    (tmp_path / "checkpoint-1.pth.tar").unlink()
+    state, _, messages = resumed(tmp_path)
+    assert [b.epoch for b in state.best] == [2, 0]
+    assert messages == ["checkpoint-1.pth.tar, one of the kept checkpoints, is gone"]
+
+
+FOUND = [{"top1": 90.0, "loss": 0.2, "top1_ema": 10.0}, {"top1": 70.0, "loss": 0.1, "top1_ema": 30.0}]
+
+
+@pytest.mark.parametrize(("before", "after", "best"), [
+    ("loss", "top1", 0), ("top1", "loss", 1), ("top1", "top1_ema", 1), ("top1_ema", "top1", 0), ("top1", "top5", None),
+])  # fmt: skip
+def test_fault_12_a_run_that_is_ranked_by_something_else_compares_like_with_like(
+    tmp_path: Path, before: str, after: str, best: int | None
+) -> None:
+    state, files = build(), CheckpointDir(tmp_path, ranked_by=before)
+    for scores in FOUND:
+        train(state)
+        state.scores[state.epoch - 1] = scores
+        save(files, state)
+    again, found = build(seed=1), find_resume("auto", tmp_path)
+    again.load(found.checkpoint, found.path)  # type: ignore[arg-type]
+    files = CheckpointDir(tmp_path, ranked_by=after)
+    assert files.restore(again, found.path)[0] == f"the kept checkpoints are now ranked by {after}"  # type: ignore[arg-type]
+    if best is not None:
+        assert epoch_of(tmp_path / "model_best.pth.tar") == best
+    train(again)
+    bad = 1000.0 if after == "loss" else 0.5
+    first = save(files, again, bad)
+    assert first is not None
+    assert (first.metric, first.epoch) == ((bad, 2) if best is None else (FOUND[best][after], best))
+    assert epoch_of(tmp_path / "model_best.pth.tar") == first.epoch
+
+
+def test_a_file_without_scores_is_ranked_by_what_its_arguments_say(tmp_path: Path) -> None:
+    three_epochs(tmp_path)
+    payload = read_checkpoint(tmp_path / "last.pth.tar")
+    del payload["scores"]
+    payload["args"] = {"eval_metric": "loss", "model_ema": True}
+    save_checkpoint(tmp_path / "last.pth.tar", payload)
+    state = build()
+    state.load(payload, tmp_path / "last.pth.tar")
+    assert state.best and state.scores == {entry.epoch: {"loss_ema": entry.metric} for entry in state.best}
+
+
+def test_fewer_are_kept_after_resume(tmp_path: Path) -> None:
+    three_epochs(tmp_path)
+    state, _, _ = resumed(tmp_path)  # keeps 2
+    assert [b.epoch for b in state.best] == [1, 2]
+    assert "checkpoint-0.pth.tar" not in names(tmp_path)
+
+
+def test_resuming_into_another_directory(tmp_path: Path) -> None:
+    three_epochs(tmp_path / "old")
+    before = names(tmp_path / "old")
+    state = build()
+    found = find_resume(str(tmp_path / "old/last.pth.tar"), tmp_path / "new")
+    state.load(found.checkpoint, found.path)  # type: ignore[arg-type]
+    files = CheckpointDir(tmp_path / "new")
+    assert "ranked anew" in files.restore(state, found.path)[0]  # type: ignore[arg-type]
+    train(state)
+    save(files, state, 1.5)
+    assert names(tmp_path / "new") == {"last.pth.tar", "model_best.pth.tar", "checkpoint-3.pth.tar"}
+    assert names(tmp_path / "old") == before
+
+
+def test_load_weights_of_a_run(tmp_path: Path) -> None:
+    state = three_epochs(tmp_path)
+    other = build(seed=4).model
+    load_weights(other, tmp_path / "last.pth.tar", use_ema=True)
+    assert all(map(torch.equal, tensors(other.state_dict()), tensors(state.ema.module.state_dict())))  # type: ignore[union-attr]

@@ -1,0 +1,237 @@
+"""What a checkpoint holds, and whether it fits: what comes back is what was."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.models import load_checkpoint, resume_checkpoint
+from timm.utils import CheckpointSaver, ModelEmaV3
+from torch import nn
+
+from tests.train.small_run import build, payload_of, resumed, same, save, tensors, train
+from tlt.errors import UserError
+from tlt.io.weights import read_checkpoint
+from volo.checkpoint.checkpoint import CheckpointDir, TrainState
+from volo.record.run_directory import changed_settings
+
+
+def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
+    straight = build()
+    train(straight, 3)
+    first = build()
+    train(first, 2)
+    save(CheckpointDir(tmp_path, keep=2), first, 50.0)
+    second, _, messages = resumed(tmp_path)
+    assert same(first, second) and messages == []
+    train(second, 1)
+    second.best = []
+    assert same(straight, second)
+
+
+def test_saved_under_wrappers_loaded_without_and_back(tmp_path: Path) -> None:
+    first = build()
+    train(first)
+    bare = build(seed=5)
+    wrapped = build(seed=6)
+    wrapped.model = nn.DataParallel(torch.compile(wrapped.model))  # type: ignore[arg-type]
+    first.model = torch.compile(first.model)  # type: ignore[assignment]
+    save(CheckpointDir(tmp_path), first)
+    path = tmp_path / "last.pth.tar"
+    assert all(not k.startswith(("module", "_orig_mod")) for k in read_checkpoint(path)["state_dict"])
+    for state in (bare, wrapped):
+        assert state.load(read_checkpoint(path), path) == []
+        assert same(first, state)
+
+
+@pytest.mark.gpu
+def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
+    def on_gpu(seed: int) -> TrainState:
+        state = build(seed)
+        state.model.cuda()
+        state.optimizer = torch.optim.AdamW(state.model.parameters(), fused=True)
+        state.scaler, state.ema = torch.amp.GradScaler("cuda"), ModelEmaV3(state.model)
+        return state
+
+    first, path = on_gpu(0), tmp_path / "last.pth.tar"
+    for parameter in first.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    first.optimizer.step()
+    save(CheckpointDir(tmp_path), first)
+    cpu, again = build(seed=1), on_gpu(2)
+    cpu.optimizer = torch.optim.AdamW(cpu.model.parameters())
+    for state, device in ((cpu, "cpu"), (again, "cuda")):
+        state.load(read_checkpoint(path), path)
+        pairs = zip(tensors(first.state_dict()), tensors(state.state_dict()), strict=True)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+        assert {v.device.type for s in state.optimizer.state.values() for v in s.values() if v.ndim} == {device}
+        state.optimizer.step()
+
+
+def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
+    save(CheckpointDir(tmp_path), build(epoch=1, update=4), 1.0)
+    checkpoint = torch.load(tmp_path / "last.pth.tar", weights_only=True)
+    assert checkpoint["args"] == {"lr": 0.1, "data": "/data", "scale": [0.08, 1.0]}
+    assert checkpoint["model_config"] == {"img_size": [64, 48], "crop_pct": 0.96}
+    assert checkpoint["arch"] == "tiny"
+    assert changed_settings(checkpoint["args"], {"lr": 0.2, "data": Path("/data"), "new": 1, "scale": (0.08, 1.0)}) == [
+        "lr: 0.1 before, 0.2 now"
+    ]
+
+
+def test_timm_reads_ours(tmp_path: Path) -> None:
+    state = build()
+    train(state, 3)
+    save(CheckpointDir(tmp_path), state, 1.0)
+    path = str(tmp_path / "last.pth.tar")
+    other = build(seed=7)
+    assert resume_checkpoint(other.model, path, other.optimizer) == 3
+    expected = state.state_dict()
+    assert all(torch.equal(v, expected["state_dict"][k]) for k, v in other.model.state_dict().items())
+    assert all(map(torch.equal, tensors(expected["optimizer"]), tensors(other.optimizer.state_dict())))
+    load_checkpoint(other.model, path, use_ema=True)
+    assert all(torch.equal(v, expected["state_dict_ema"][k]) for k, v in other.model.state_dict().items())
+    assert not torch.equal(expected["state_dict"]["0.weight"], expected["state_dict_ema"]["0.weight"])
+
+
+def test_we_resume_timms(tmp_path: Path) -> None:
+    theirs = build(scaler=False)
+    train(theirs, 2)
+    args = argparse.Namespace(model="tiny", lr=5.0)
+    saver = CheckpointSaver(theirs.model, theirs.optimizer, args, theirs.ema, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(1, 33.0)
+    ours, _, messages = resumed(tmp_path)
+    assert (ours.epoch, ours.update) == (2, 8)
+    assert all(map(torch.equal, tensors(theirs.state_dict()), tensors(ours.state_dict())))
+    assert len(messages) == 2 and "loss scale" in messages[0]
+    assert messages[1] == "set aside as superseded-*, not on the way to last.pth.tar: model_best.pth.tar"
+    assert ours.optimizer.param_groups[0]["lr"] == 0.01  # arguments in a file are never applied
+
+
+def test_weights_alone_start_a_run(tmp_path: Path) -> None:
+    torch.save(build(seed=3).model.state_dict(), tmp_path / "x")
+    state = build(epoch=5)
+    messages = state.load(read_checkpoint(tmp_path / "x"), tmp_path / "x")
+    assert (state.epoch, state.update) == (0, 0)
+    assert any("weights only" in m for m in messages)
+    assert torch.equal(state.ema.module[0].weight, build(seed=3).model[0].weight)  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize(("saved", "now"), [("sgd", "adamw"), ("adamw", "sgd")])
+@pytest.mark.parametrize("with_class", [True, False])
+def test_fault_15_another_optimizer_suggests_no_resume_opt(
+    tmp_path: Path, saved: str, now: str, with_class: bool
+) -> None:
+    first, second = build(optimizer=saved), build(seed=1, optimizer=now)
+    train(first)
+    payload = first.state_dict()
+    if not with_class:
+        del payload["optimizer_class"]
+    before = tensors(second.state_dict())
+    with pytest.raises(UserError, match=r"file.pth: its optimizer state does not fit.*--no-resume-opt"):
+        second.load(payload, "file.pth")
+    assert all(map(torch.equal, before, tensors(second.state_dict()))) and second.epoch == 0
+    second.load(payload, "file.pth", load_optimizer=False)
+    assert second.epoch == 1 and not second.optimizer.state
+
+
+def test_optimizer_state_of_other_parameters() -> None:
+    state = build()
+    train(state)
+    for spoil, reason in (
+        (lambda o: o["state"][0].update(exp_avg=torch.zeros(2, 2)), r"exp_avg of parameter 0 is \(2, 2\)"),
+        (lambda o: o["state"][1]["exp_avg_sq"].fill_(float("nan")), "exp_avg_sq of parameter 1 holds NaN"),
+        (lambda o: o["param_groups"].pop(), "groups have"),
+        (lambda o: o.pop("state"), "no optimizer state"),
+        (lambda o: o.update(param_groups=3), "no optimizer state"),
+    ):
+        payload = payload_of(state)
+        spoil(payload["optimizer"])
+        with pytest.raises(UserError, match=reason):
+            build(seed=1).load(payload, "file.pth")
+    payload = payload_of(state)
+    del payload["optimizer"]
+    with pytest.raises(UserError, match="no optimizer state: .*--no-resume-opt"):
+        build(seed=1).load(payload, "file.pth")
+
+
+def test_settings_of_the_command_win_over_the_files() -> None:
+    first, second = build(), build(seed=1)
+    train(first)
+    second.optimizer.param_groups[0]["weight_decay"] = 1e-8
+    second.optimizer.param_groups[0]["foreach"] = True
+    second.optimizer.defaults["weight_decay"] = 1e-8
+    messages = second.load(payload_of(first), "file.pth")
+    assert messages == ["optimizer weight_decay: 0.05 in the checkpoint, 1e-08 now"]
+    assert second.optimizer.param_groups[0]["weight_decay"] == 1e-8
+    assert second.optimizer.param_groups[0]["foreach"] is True
+    assert all(map(torch.equal, tensors(first.optimizer.state_dict()), tensors(second.optimizer.state_dict())))
+
+
+def test_ema_and_loss_scale_that_only_one_side_has() -> None:
+    train(full := build())
+    messages = build(seed=1, ema=False, scaler=False).load(payload_of(full), "file.pth")
+    assert len(messages) == 2 and "--model-ema is off" in messages[0] and "scales no loss" in messages[1]
+    train(bare := build(ema=False, scaler=False))
+    state = build(seed=1)
+    messages = state.load(payload_of(bare), "file.pth")
+    assert len(messages) == 2 and "starts from its plain weights" in messages[0] and "loss scale" in messages[1]
+    assert all(map(torch.equal, tensors(bare.model.state_dict()), tensors(state.ema.module.state_dict())))  # type: ignore[union-attr]
+
+
+def of_model(name: str, **kwargs: Any) -> TrainState:
+    model = timm.create_model(name, num_classes=kwargs.pop("num_classes", 10), **kwargs)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), metadata={"arch": name}, updates_per_epoch=2)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: of_model("lvvit_test"), r"^checkpoint is volo_test, --model is lvvit_test: file.pth$"),
+        (lambda: of_model("volo_test", num_classes=7), "10 classes, the model has 7.*--finetune"),
+        (lambda: of_model("volo_test", img_size=96), "pos_embed.*--img-size.*--finetune"),
+    ],
+)
+def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
+    payload = payload_of(of_model("volo_test"))
+    state = other()
+    before = tensors(state.model.state_dict())
+    with pytest.raises(UserError, match=message):
+        state.load(payload, "file.pth")
+    assert all(map(torch.equal, before, tensors(state.model.state_dict())))
+
+
+def test_nan_weights_are_not_resumed() -> None:
+    payload = payload_of(build())
+    payload["state_dict_ema"]["3.bias"][0] = float("nan")
+    with pytest.raises(UserError, match="3.bias holds 1 NaN"):
+        build().load(payload, "file.pth")
+    build(ema=False).load(payload, "file.pth")
+
+
+def test_other_number_of_updates_per_epoch() -> None:
+    train(first := build(), 2)
+    second = build(updates_per_epoch=8)
+    messages = second.load(payload_of(first), "file.pth")
+    assert (second.epoch, second.update) == (2, 16)
+    assert "an epoch had 4 updates, now 8" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epoch": "x"},
+        {"epoch": -7},
+        {"update": None},
+        {"best": [[1.0, 2]]},
+        {"best": [[1.0, 2, "../../x"]]},
+        {"outdated": ["args.yaml"]},
+    ],
+)
+def test_position_that_is_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="file.pth does not tell where its run stopped"):
+        build().load(payload_of(build(epoch=1, update=4)) | wrong, "file.pth")

@@ -1,0 +1,300 @@
+"""Reading checkpoints: what is accepted, what is refused and in which words."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import math
+import os
+import pathlib
+import pickle
+import random
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tlt.errors import UserError
+from tlt.io.weights import (
+    check_finite,
+    clean_state_dict,
+    load_clean,
+    peek_checkpoint,
+    read_checkpoint,
+    state_dict_of,
+)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(5, 7, generator=generator) for name in ("a.weight", "a.bias", "b")}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.pth.tar"
+    torch.save({"state_dict": weights(), "epoch": 3}, path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_checkpoint(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_reads_what_torch_saves(tmp_path: Path, legacy: bool) -> None:
+    path = tmp_path / "x.bin"
+    torch.save({"state_dict": weights(), "epoch": 3}, path, _use_new_zipfile_serialization=not legacy)
+    checkpoint = read_checkpoint(path)
+    assert checkpoint["epoch"] == 3
+    assert_equal(state_dict_of(checkpoint), weights())
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pth.tar"])
+def test_reads_safetensors_whatever_its_name(tmp_path: Path, name: str) -> None:
+    safetensors.torch.save_file(weights(), tmp_path / name)
+    assert_equal(state_dict_of(read_checkpoint(tmp_path / name)), weights())
+
+
+def test_namespace_becomes_a_dict(tmp_path: Path) -> None:
+    args = argparse.Namespace(lr=1e-3, inner=argparse.Namespace(names=["a"]), pair=(argparse.Namespace(x=1), 2))
+    torch.save({"state_dict": weights(), "args": args}, tmp_path / "x")
+    checkpoint = read_checkpoint(tmp_path / "x")
+    assert checkpoint["args"] == {"lr": 1e-3, "inner": {"names": ["a"]}, "pair": ({"x": 1}, 2)}
+
+
+# What is refused ---------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Unpickled by an incautious reader, it runs a shell command."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.witness}'",)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("read", [read_checkpoint, peek_checkpoint])
+def test_fault_17_malicious_pickle_is_refused_and_not_run(
+    tmp_path: Path, legacy: bool, read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    witness, path = tmp_path / "witness", tmp_path / "evil.pth.tar"
+    content = {"state_dict": weights(), "args": argparse.Namespace(x=Payload(witness))}
+    torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UserError, match=rf"{path} is refused: it holds (posix|os)\.system"):
+        read(path)
+    assert not witness.exists()
+    torch.load(path, weights_only=False)  # the file is a real attack
+    assert witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(pathlib.PurePosixPath("/x"), "pathlib.*PosixPath"), (nn.Linear(1, 1), "torch.nn.*Linear"), (print, "print")],
+)
+def test_refusal_names_the_class(tmp_path: Path, value: Any, name: str) -> None:
+    torch.save({"state_dict": weights(), "x": value}, tmp_path / "x")
+    with pytest.raises(UserError, match=f"it holds {name}, neither a tensor nor plain data"):
+        read_checkpoint(tmp_path / "x")
+
+
+def test_nobody_is_advised_to_load_unsafely(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(pickle.dumps({"x": Payload(tmp_path / "witness")}, protocol=4))
+    with pytest.warns(UserWarning, match="protocol 4"):
+        said = refusal(tmp_path / "x")
+    assert "damaged or not a checkpoint" in said and "weights_only" not in said
+
+
+def test_fault_05_bit_flip_names_the_record(good: Path) -> None:
+    with zipfile.ZipFile(good) as archive:
+        record = next(r for r in archive.infolist() if r.filename.endswith("data/1"))
+    content = bytearray(good.read_bytes())
+    at = content.index(weights()["a.bias"].numpy().tobytes())
+    content[at + 2] ^= 1
+    good.write_bytes(content)
+    assert not torch.equal(torch.load(good)["state_dict"]["a.bias"], weights()["a.bias"])  # torch does not notice
+    assert f"record {record.filename} does not match its checksum" in refusal(good)
+    assert peek_checkpoint(good)["epoch"] == 3  # looks at numbers only
+
+
+def test_any_damage_is_one_line_or_harmless(good: Path) -> None:
+    whole, generator = good.read_bytes(), random.Random(0)
+    refused = 0
+    for trial in range(150):
+        content = bytearray(whole)
+        if trial % 3 == 0:
+            del content[generator.randrange(len(content)) :]
+        else:
+            content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        good.write_bytes(content)
+        try:
+            assert_equal(state_dict_of(read_checkpoint(good)), weights())
+        except UserError as error:
+            refused += 1
+            assert str(good) in str(error) and "\n" not in str(error)
+    assert refused > 75
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+def test_fault_04_truncated_file(tmp_path: Path, kind: str, share: float) -> None:
+    path = tmp_path / "x.pth.tar"
+    if kind == "safetensors":
+        safetensors.torch.save_file(weights(), path)
+    else:
+        torch.save({"state_dict": weights()}, path, _use_new_zipfile_serialization=kind == "zip")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: min(math.ceil(len(whole) * share), len(whole) - 1)])
+    assert ("empty" in refusal(path)) == (share == 0)
+
+
+def test_fault_18_compressed_record_is_refused(tmp_path: Path, good: Path) -> None:
+    bomb = tmp_path / "bomb.pth.tar"
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(bomb, "w") as new:
+        for record in old.infolist():
+            kind = zipfile.ZIP_DEFLATED if record.filename.endswith("data/0") else zipfile.ZIP_STORED
+            new.writestr(record.filename, old.read(record), kind)
+    assert torch.load(bomb)["epoch"] == 3  # torch inflates it
+    assert "data/0 is compressed" in refusal(bomb)
+
+
+def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
+    assert "no such checkpoint" in refusal(tmp_path / "nothing.pth")
+    assert "a directory: name a checkpoint" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    assert "not a regular file" in refusal(tmp_path / "fifo")
+    unpacked = tmp_path / "unpacked"
+    zipfile.ZipFile(good).extractall(unpacked)
+    assert "unpacked checkpoint" in refusal(unpacked)
+    assert "unpacked checkpoint" in refusal(next(unpacked.iterdir()))
+
+
+def test_shared_lists_that_would_be_read_for_ever_are_refused(tmp_path: Path) -> None:
+    value: Any = []
+    for _ in range(60):
+        value = [value, value]
+    torch.save({"state_dict": {"w": torch.zeros(1)}, "args": value}, tmp_path / "bomb.pth")
+    assert (tmp_path / "bomb.pth").stat().st_size < 4000
+    for read in (read_checkpoint, peek_checkpoint):
+        with pytest.raises(UserError, match=r"bomb.pth is refused: written out, what is shared"):
+            read(tmp_path / "bomb.pth")
+    itself: list[Any] = []
+    itself.append(itself)
+    torch.save({"state_dict": {}, "args": itself}, tmp_path / "loop.pth")
+    with pytest.raises(UserError, match="is refused"):
+        read_checkpoint(tmp_path / "loop.pth")
+
+
+def test_other_files(tmp_path: Path, good: Path) -> None:
+    path = tmp_path / "d1_224_84.2.pth.tar"
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 106\n"
+    for text, meaning in (
+        (pointer, "git lfs pull"),
+        ("\n<!DOCTYPE html><html>", "web page"),
+        ("hello", "no checkpoint"),
+    ):
+        path.write_text(text)
+        assert meaning in refusal(path)
+    path.write_bytes(gzip.compress(good.read_bytes()))
+    assert "gzip" in refusal(path)
+    with tarfile.open(path, "w") as archive:
+        archive.add(good)
+    assert "tar archive" in refusal(path)
+    with zipfile.ZipFile(path, "w") as other:
+        other.writestr("readme.txt", "hello")
+    assert "without a checkpoint" in refusal(path)
+    with zipfile.ZipFile(path, "w") as script:
+        for name in ("data.pkl", "code/__torch__.py", "constants.pkl"):
+            script.writestr(f"model/{name}", "")
+    assert "TorchScript" in refusal(path)
+    torch.save([1, 2], path)
+    assert "holds a list" in refusal(path)
+
+
+def test_records_larger_than_the_file(good: Path) -> None:
+    records = io.BytesIO(good.read_bytes())
+    with zipfile.ZipFile(records, "a") as archive:
+        archive.infolist()[0].file_size = archive.infolist()[0].compress_size = 1 << 20
+        archive.writestr("late", "x")  # makes it write its directory again
+    good.write_bytes(records.getvalue())
+    assert "larger than the file" in refusal(good)
+
+
+# Which weights -----------------------------------------------------------------------------------------
+
+
+def test_ema_or_plain() -> None:
+    plain, ema = weights(), {k: v + 1 for k, v in weights().items()}
+    both = {"state_dict": plain, "state_dict_ema": ema}
+    assert_equal(state_dict_of(both, use_ema=True), ema)
+    assert_equal(state_dict_of(both, use_ema=False), plain)
+    assert_equal(state_dict_of(both), ema)
+    assert_equal(state_dict_of({"model": plain}), plain)
+    assert_equal(state_dict_of({"model": plain, "model_ema": ema}, use_ema=True), ema)
+    assert_equal(state_dict_of(plain), plain)
+    for checkpoint in ({"state_dict": plain}, plain, {"state_dict": plain, "state_dict_ema": None}):
+        with pytest.raises(UserError, match="file.pth holds no EMA weights"):
+            state_dict_of(checkpoint, use_ema=True, path="file.pth")
+    with pytest.raises(UserError, match="EMA weights only"):
+        state_dict_of({"state_dict_ema": ema}, use_ema=False)
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"state_dict": {}}, {"epoch": 1, "x": "y"}, {"state_dict": {"a": 1}}])
+def test_no_weights(checkpoint: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="file.pth"):
+        state_dict_of(checkpoint, path="file.pth")
+
+
+def test_prefixes_of_wrappers_are_removed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    bare = {k: v.clone() for k, v in model.state_dict().items()}
+    inner = nn.Sequential(torch.compile(model[0]), model[1])
+    for wrapped in (
+        nn.DataParallel(model),
+        torch.compile(model),
+        nn.DataParallel(torch.compile(model)),  # type: ignore[arg-type]
+        torch.compile(nn.DataParallel(model)),
+        torch.compile(inner),
+    ):
+        assert list(wrapped.state_dict()) != list(bare)
+        assert_equal(state_dict_of(dict(wrapped.state_dict())), bare)
+        assert_equal(clean_state_dict(wrapped), bare)
+        load_clean(wrapped, {k: torch.full_like(v, 3) for k, v in bare.items()})
+        assert all(bool((p == 3).all()) for p in model.parameters())
+        load_clean(wrapped, bare)
+    assert_equal(clean_state_dict(model), bare)
+
+
+def test_own_submodule_called_module_keeps_its_name() -> None:
+    model = nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    assert "module.weight" in state_dict_of(dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_fault_06_non_finite_weights_name_the_tensor(value: float, dtype: torch.dtype) -> None:
+    state = {k: v.to(dtype) for k, v in weights().items()} | {"steps": torch.tensor(3)}
+    check_finite(state, "file.pth")
+    state["a.bias"][4, 6] = value
+    with pytest.raises(UserError, match=r"file.pth is refused: a.bias holds 1 NaN or infinite of 35 values"):
+        check_finite(state, "file.pth")

@@ -1,0 +1,219 @@
+"""Gradients over two ranks: the same bits with every setting, and with bfloat16 what rounding says, bit for bit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing import spawn
+
+from volo.cluster.ddp import DdpSettings, distribute
+from volo.train.master_weights import WorkingCopy
+
+RANKS, STEPS = 2, 3
+CPU = torch.device("cpu")
+SETTINGS = {
+    "default": DdpSettings(),
+    "torch's": DdpSettings(bucket_view=False),
+    "small buckets": DdpSettings(bucket_mb=0.001),
+    "one bucket": DdpSettings(bucket_mb=100),
+    "bf16": DdpSettings(compression="bf16"),
+    "bf16, small buckets": DdpSettings(compression="bf16", bucket_mb=0.001),
+}
+
+
+class Net(nn.Module):
+    """Recomputes its activations; `unused` gets no gradient where the model is told to leave it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(20, 300), nn.Linear(300, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(lambda y: self.first(y).relu(), x, use_reentrant=False)
+        out: Tensor = self.second(hidden)
+        return self.unused(out) if whole else out
+
+
+def net() -> Net:
+    torch.manual_seed(5)
+    return Net()
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro_batch: int, whole: bool) -> Tensor:
+    seed = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
+    x = torch.randn(6, 20, generator=seed).to(next(model.parameters()).dtype)
+    loss: Tensor = model(x, whole).square().mean()
+    return loss
+
+
+def accumulate(
+    model: nn.Module, rank: int, step: int, accumulated: int, whole: bool, copy: WorkingCopy | None = None
+) -> None:
+    """The gradients of some micro-batches, of which the last one sums them over the ranks."""
+    for micro_batch in range(accumulated):
+        last = micro_batch == accumulated - 1
+        with nullcontext() if last else getattr(model, "no_sync", nullcontext)():
+            loss = loss_of(model, rank, step, micro_batch, whole)
+            if copy is not None and last:
+                copy.take_gradients_back()
+            loss.backward()
+            if copy is not None:
+                copy.give_gradients()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def case(name: str, rank: int, accumulated: int, whole: bool) -> list[Tensor]:
+    """The gradients of the last of some steps: after the first one torch fills its buckets anew."""
+    model = distribute(net(), CPU, SETTINGS[name], find_unused=not whole)
+    for step in range(STEPS):
+        model.zero_grad()
+        accumulate(model, rank, step, accumulated, whole)
+    found = gradients(model.module)
+    return found if whole else found[:4]
+
+
+def copied(name: str, rank: int, accumulated: int, whole: bool) -> list[Tensor]:
+    """As `case`, where a bfloat16 copy computes."""
+    master = net()
+    copy = WorkingCopy(master)
+    model = distribute(copy.module, CPU, SETTINGS[name], find_unused=not whole)
+    for step in range(STEPS):
+        master.zero_grad()
+        accumulate(model, rank, step, accumulated, whole, copy)
+    return gradients(master)
+
+
+COPIED = [("default", 1, True), ("default", 8, True), ("torch's", 8, True), ("bf16, small buckets", 3, False)]
+CASES = [(name, *rest) for name in SETTINGS for rest in ((1, True), (3, True), (1, False))]
+
+
+def join(rank: int, ranks: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{directory}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def one_rank(rank: int, directory: str) -> None:
+    join(rank, RANKS, directory)
+    found = {(name, *rest): case(name, rank, *rest) for name, *rest in CASES}
+    found |= {("copied", name, *rest): copied(name, rank, *rest) for name, *rest in COPIED}
+    torch.save(found, f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def one_of_three(rank: int, directory: str) -> None:
+    """The gradients of the first step and of the second, of the same images; more than two numbers have an order."""
+    join(rank, 3, directory)
+    for name in ("default", "bf16, small buckets"):
+        model, steps = distribute(net(), CPU, SETTINGS[name]), []
+        for _ in range(2):
+            model.zero_grad()
+            accumulate(model, rank, 0, 1, True)
+            steps.append(gradients(model.module))
+        torch.save(steps, f"{directory}/{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, list[Tensor]]]:
+    """Of each rank, the gradients of every case."""
+    directory = tmp_path_factory.mktemp("ddp")
+    spawn(one_rank, (str(directory),), nprocs=RANKS)
+    return [torch.load(Path(directory) / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def local(rank: int, accumulated: int, whole: bool) -> list[Tensor]:
+    model = net()
+    accumulate(model, rank, STEPS - 1, accumulated, whole)
+    return gradients(model)
+
+
+@pytest.mark.parametrize(("name", "accumulated", "whole"), CASES)
+def test_gradients_over_two_ranks(found: list[Any], name: str, accumulated: int, whole: bool) -> None:
+    first, second = (ranks[name, accumulated, whole] for ranks in found)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    pairs = list(zip(local(0, accumulated, whole), local(1, accumulated, whole), strict=True))
+    if SETTINGS[name].compression == "none":
+        expected = [(a / 2 + b / 2) for a, b in pairs]
+    else:
+        # Rounded, halved (exact), summed, rounded again.
+        expected = [((a.bfloat16() / 2).float() + (b.bfloat16() / 2).float()).bfloat16().float() for a, b in pairs]
+    assert len(first) == (6 if whole else 4)
+    assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
+
+
+def local_parts(rank: int, accumulated: int, whole: bool) -> list[list[Tensor]]:
+    """The bfloat16 gradients of each parameter of a copy, one for each micro-batch."""
+    parts = []
+    for micro_batch in range(accumulated):
+        copy = WorkingCopy(net()).module
+        loss_of(copy, rank, STEPS - 1, micro_batch, whole).backward()
+        parts.append(gradients(copy))
+    return [list(each) for each in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "accumulated", "whole"), COPIED)
+def test_a_copy_adds_its_micro_batches_in_float32_and_rounds_their_sum_to_send_it(
+    found: list[Any], name: str, accumulated: int, whole: bool
+) -> None:
+    first, second = (ranks["copied", name, accumulated, whole] for ranks in found)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    ranks = zip(local_parts(0, accumulated, whole), local_parts(1, accumulated, whole), strict=True)
+    assert len(first) == (6 if whole else 4)
+    for a, pair in zip(first, ranks, strict=True):
+        sent = [(sum(p.float() for p in parts[:-1]) + torch.zeros(())).bfloat16() + parts[-1] for parts in pair]
+        assert a.dtype is torch.float32 and torch.equal(a, (sent[0] / 2 + sent[1] / 2).float())
+        exact = sum(part.double() for parts in pair for part in parts) / 2  # of one rank with all micro-batches
+        assert (a - exact).norm() < 2**-8 * exact.norm()
+
+
+def test_rounding_is_all_that_bf16_changes(found: list[Any]) -> None:
+    exact, rounded = (found[0][name, 3, True] for name in ("default", "bf16"))
+    for a, b, pair in zip(exact, rounded, zip(local(0, 3, True), local(1, 3, True), strict=True), strict=True):
+        assert not torch.equal(a, b)
+        # Half a unit of the last of 8 bits, of each rank's own and of their sum.
+        assert ((a - b).abs() <= 2**-8 * (sum(x.abs() for x in pair) / 2 + a.abs()) * 1.01).all()
+
+
+def test_three_ranks_sum_in_the_first_step_as_in_every_other(tmp_path: Path) -> None:
+    """Else a resumed run, whose first step comes later, would end in other bits."""
+    spawn(one_of_three, (str(tmp_path),), nprocs=3)
+    for name in ("default", "bf16, small buckets"):
+        first, second = torch.load(tmp_path / f"{name}-0.pt", weights_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
+        others = torch.load(tmp_path / f"{name}-2.pt", weights_only=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, others[0], strict=True)), name
+
+
+def on_one_gpu(rank: int, directory: str) -> None:
+    """By NCCL, which takes one rank a GPU: with one, the sum over the ranks is its own gradient."""
+    store, gpu = dist.FileStore(f"{directory}/store", 1), torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    x = torch.randn(6, 20, generator=torch.Generator().manual_seed(0)).to(gpu)
+    plain = net().to(gpu)
+    plain(x, True).square().mean().backward()
+    for settings in SETTINGS.values():
+        model = distribute(net().to(gpu), gpu, settings)
+        for _ in range(STEPS):  # torch fills its buckets anew after the first
+            model.zero_grad()
+            model(x, True).square().mean().backward()
+        for found, exact in zip(gradients(model), gradients(plain), strict=True):
+            expected = exact if settings.compression == "none" else exact.bfloat16().float()
+            torch.testing.assert_close(
+                found, expected, rtol=1e-2 if settings.compression == "bf16" else 1e-5, atol=1e-7
+            )
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_gradients_by_nccl_on_one_gpu(tmp_path: Path) -> None:
+    spawn(on_one_gpu, (str(tmp_path),), nprocs=1)

@@ -1,0 +1,167 @@
+"""Who am I: ranks from torchrun, from srun, from neither."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.multiprocessing import spawn
+
+from tlt.errors import UserError
+from tlt.io.names import Names
+from volo.cluster import distributed
+from volo.cluster.distributed import (
+    Board,
+    choose_device,
+    from_primary,
+    once_per_host,
+    primary_first,
+    sum_over_ranks,
+)
+from volo.cluster.ranks import BOUND_GPU, adopt_mpi, ranks_from_environment
+
+
+def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:
+    env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert ranks_from_environment(env, local_rank_flag=3) == (5, 1, 8)
+
+
+def test_an_srun_step_gives_ranks() -> None:
+    env = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+    assert ranks_from_environment(env) == (3, 1, 4)
+
+
+def test_one_process_in_a_batch_script_is_alone() -> None:
+    assert ranks_from_environment({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}) == (0, 0, 1)
+
+
+def test_mpirun_gives_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getppid", lambda: 41_234)
+    expected = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "21234"}
+    open_mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(
+        ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"), ("5", "1", "8", "4"), strict=True
+    )}  # fmt: skip
+    mpich = {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}
+    daemons = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}  # srun started them, not ranks
+    for env in (open_mpi, mpich, open_mpi | daemons):
+        adopt_mpi(adopted := dict(env))
+        assert adopted == env | expected and ranks_from_environment(adopted) == (5, 1, 8)
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    alone = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
+    for env in (open_mpi | torchrun, mpich | daemons, alone, {"PMI_RANK": "3", "PMI_SIZE": "8"}, {}):
+        adopt_mpi(adopted := dict(env))
+        assert adopted == env
+
+
+def test_several_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="MASTER_ADDR is not set: .* mpirun"):
+        distributed._set_rendezvous_address(8)
+
+
+def test_the_old_flag_is_the_fallback() -> None:
+    assert ranks_from_environment({}, local_rank_flag=3) == (0, 3, 1)
+
+
+def test_device_names_are_checked() -> None:
+    assert choose_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(UserError, match="--device warp9"):
+        choose_device("warp9", 0)
+    with pytest.raises(UserError, match="--device meta: cpu, cuda and cuda:N"):
+        choose_device("meta", 0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--device cuda"):
+            choose_device("cuda", 0)
+
+
+def test_gpus_that_torch_cannot_use_are_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(distributed, "Path", lambda path: tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    assert choose_device(None, 0) == torch.device("cpu")  # a container without GPUs
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(UserError, match="this machine has NVIDIA GPUs, and torch .* or --device cpu"):
+        choose_device("auto", 0)
+    assert choose_device("cpu", 0) == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device(None, 0) == torch.device("cpu")
+
+
+def test_a_process_that_is_bound_beside_another_gpu_than_its_own_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
+    monkeypatch.setenv(BOUND_GPU, "0000:9d:00.0")
+    distributed._check_bound(gpu)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(BOUND_GPU, "0000:1b:00.0")
+    distributed._check_bound(gpu)
+    assert "bound beside GPU 0000:1b:00.0, but CUDA computes on 0000:9d:00" in capsys.readouterr().err
+
+
+def test_collectives_alone_change_nothing() -> None:
+    value = torch.tensor([1.0, 2.0])
+    assert torch.equal(sum_over_ranks(value), value)
+    assert from_primary("x") == "x"
+    with primary_first():
+        ran = True
+    assert ran
+    with pytest.raises(UserError, match="bad"), primary_first():
+        raise UserError("bad")
+
+
+def one_rank(rank: int, directory: str) -> None:
+    """Of three: 0 and 2 on one host, 1 on another."""
+    path = Path(directory)
+    distributed._host = lambda: "a" if rank in (0, 2) else "b"
+    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(f"{path}/store", 3))
+    names = Names(["a", "b"])
+
+    def make() -> dict[str, object]:
+        with (path / "made").open("a") as file:
+            file.write(f"{rank}\n")
+        return {"names": names, "sizes": np.arange(1000), "by": rank}
+
+    value = once_per_host(make, [names])
+    assert value["names"] is names and value["by"] == (1 if rank == 1 else 0)
+    assert np.array_equal(value["sizes"], np.arange(1000))  # type: ignore[arg-type]
+    dist.barrier()
+    try:
+        once_per_host(partial(_refuse, rank))
+    except UserError as error:
+        (path / f"told{rank}").write_text(str(error))
+
+
+def _refuse(rank: int) -> None:
+    raise UserError(f"no images for {rank}")
+
+
+def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path) -> None:
+    spawn(one_rank, (str(tmp_path),), nprocs=3)
+    assert sorted((tmp_path / "made").read_text().split()) == ["0", "1"]
+    told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
+    assert told == ["no images for 0", "no images for 1", "no images for 0"]
+
+
+def test_alone_nothing_is_copied() -> None:
+    value = object()
+    assert once_per_host(lambda: value) is value
+
+
+def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:
+    alone = Board()
+    assert alone.fail() and not alone.fail()  # the first one tells
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board()
+    board._store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    assert board.add("done", 2) == 2 and not board.failed()
+    del host
+    assert board.failed() and not board.fail()

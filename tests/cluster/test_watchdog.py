@@ -1,0 +1,168 @@
+"""Who is late, how long a phase may take, and which rank holds up the others."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import LIMIT
+from volo.cluster.distributed import World
+from volo.cluster.preempt import StopSignal
+from volo.cluster.stopping import StopGuard
+from volo.cluster.watchdog import START_TIMEOUT_S, Progress, Watchdog, late_ranks
+from volo.record.pace import Pace, straggler
+from volo.train.precision import Precision
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def rank(steps: int, phase: str = "step", idle: float = 0.0, seen: float = 100.0) -> Progress:
+    return Progress(1, steps, phase, idle, "node", 1, seen)
+
+
+def test_fault_21_silent_ranks_are_late_else_those_with_the_fewest_steps() -> None:
+    assert late_ranks([rank(7), rank(6), rank(7)], now=100.0, silent_after=5.0) == ([1], False)
+    assert late_ranks([rank(7), rank(6), rank(7, seen=90.0)], now=100.0, silent_after=5.0) == ([2], True)
+    assert late_ranks([rank(7), rank(7)], now=100.0, silent_after=5.0) == ([0, 1], False)
+
+
+def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
+    return Watchdog(0, 2, timeout, loader_timeout, StopSignal(), note=lambda **fields: None)
+
+
+def test_fault_21_a_phase_may_take_long_the_first_time_and_data_as_long_as_the_loader_waits() -> None:
+    dog = watchdog()
+    assert dog.allowed("step") == dog.allowed("start") == START_TIMEOUT_S
+    dog.at("step")
+    dog.at("validation")
+    assert dog.allowed("step") == 3.0 and dog.allowed("validation") == START_TIMEOUT_S
+    assert dog.allowed("saving") == START_TIMEOUT_S
+    assert dog.allowed("data") == 80.0 and watchdog(loader_timeout=0).allowed("data") == math.inf
+
+
+def test_fault_21_a_rank_that_waits_for_data_is_left_to_the_loader() -> None:
+    dog = watchdog()
+    now = dog._answered
+    dog._ranks = [rank(7, "step", 4.0, now), rank(6, "data", 4.0, now)]
+    assert dog._verdict(4.0) is None
+    dog._ranks[1] = rank(6, "data", 90.0, now)
+    assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in str(dog._verdict(90.0))
+
+
+def test_fault_21_a_lost_rank_is_told_while_data_are_waited_for() -> None:
+    dog = watchdog()
+    dog._passed.add("step")
+    now = dog._answered
+    dog._ranks = [rank(7, "data", 40.0, now), rank(6, "step", 1.0, now - 2.9)]
+    assert dog._loss() is None
+    dog._ranks[1] = rank(6, "step", 1.0, now - 3.1)
+    assert "no sign of life for 3 s from rank 1 (node, pid 1, in step for 1 s)" in str(dog._loss())
+    dog._ranks[1] = rank(6, "saving", 1.0, now - 9.0)  # whose disk may hold up the whole process
+    assert dog._loss() is None
+    dog._ranks[1], dog._answered = rank(6, "step", 1.0, now - 3.1), now - 2.0  # the store may be to blame
+    assert dog._loss() is None
+
+
+def test_fault_21_a_start_that_is_still_listing_files_is_no_hang() -> None:
+    dog = watchdog()
+    now, long = dog._answered, START_TIMEOUT_S + 60
+    dog._ranks = [rank(0, "start", 5.0, now), rank(0, "start", long, now), rank(0, "start", long, now)]
+    assert dog._verdict(long) is None  # rank 0 lists for all
+    dog._ranks[0] = rank(0, "start", long, now)
+    assert "all 3 are equally far" in str(dog._verdict(long))
+
+
+BUSY = """
+import torch.distributed as dist
+from volo.cluster.preempt import STOP
+from volo.cluster.watchdog import Watchdog, leave_together
+
+dist.init_process_group("gloo")
+dog = Watchdog(dist.get_rank(), 2, 60, 0, STOP, print, dist.distributed_c10d._get_default_store())
+dog.interval = 1e-5  # always in the store
+dog.start()
+dist.barrier()  # a rank that has ended can't be joined
+"""
+
+
+@pytest.mark.parametrize("end", ["leave_together(dog)", "dist.destroy_process_group(); dog.end()"])
+def test_a_watchdog_that_is_in_the_store_does_not_abort_the_end_of_a_run(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY + end)
+    command = [sys.executable, str(ROOT / "volo/commands/launch.py"), "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([*command, str(script)], env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    if end.startswith("leave_together"):
+        assert ended.stderr == ""  # nobody was looked for who had gone
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [([1.0, 1.0, 1.0], None), ([1.0, 2.0, 1.1], 1), ([0.01, 0.02], None), ([1.0], None), ([1.4, 1.0, 1.0], None)],
+)
+def test_a_straggler_takes_much_longer_than_the_median_of_the_others(seconds: list[float], slow: int | None) -> None:
+    assert straggler(seconds, interval=4.0) == slow
+
+
+def test_slow_data_is_told_once_an_epoch() -> None:
+    events: list[str] = []
+
+    class Told:
+        def event(self, kind: str, **fields: object) -> None:
+            events.append(kind)
+
+        def warning(self, text: str) -> None:
+            events.append(text)
+
+    class Advisor:
+        def look(self) -> None:
+            events.append("looked")
+
+        def advice(self) -> str:
+            return "raise --workers"
+
+    pace = Pace(World(0, 0, 1, CPU), Advisor(), Told())
+    for epoch, wait in ((0, 0.5), (0, 3.8), (0, 3.8), (1, 3.8)):
+        pace.interval(epoch, wait, wait, 10.0)
+    told = "data wait 38 % of the step: raise --workers"
+    assert events == ["looked", "looked", "data-wait", told, "looked", "looked", "data-wait", told]
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"), [(True, "stopped by SIGUSR1"), (False, "stopped because another rank had to")]
+)
+def test_a_stop_is_between_updates_alone_and_says_whose_it_is(own: bool, reason: str) -> None:
+    stop = StopSignal()
+    guard = StopGuard(stop, watchdog())
+    seen = []
+    micro_batches = [(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]
+    with pytest.raises(BaseException, match=reason) as stopped:  # noqa: B017, PT011
+        for _, _, batch in guard.updates(micro_batches):
+            seen.append(batch)
+            if batch == "a":
+                stop.request(signal.SIGUSR1, own)  # not own: from the watchdog, which is told through the store
+    assert seen == ["a", "b"] and stopped.value.exit_code == 85  # type: ignore[attr-defined]
+
+
+def test_fault_53_the_steps_that_were_not_finite_are_named() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    precision = Precision(CPU, max_nonfinite=9)
+    for factor in (1.0, math.nan, 1.0, math.inf, 1.0):
+        precision.backward((weight * factor).sum())
+        precision.step(optimizer, [weight])
+    assert precision.take_broken() == {-4: True, -2: True}
+    assert precision.take_broken() == {}
+    # The loss is finite, its gradient is not.
+    precision.backward(torch.sqrt(weight * 0).sum())
+    precision.step(optimizer, [weight])
+    assert precision.take_broken() == {-1: False}

@@ -1,0 +1,199 @@
+"""Run the programs in this process, as a user would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import LIMIT, wait_until
+from volo import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+UPDATES = 5  # of an epoch, where a test says so
+# Small and quick; every other default is the published one.
+QUICK = (
+    "--model volo_test --img-size 32 --num-classes 4 -b 8 -j 0 --warmup-epochs 0 --cooldown-epochs 0 --log-interval 1"
+)
+
+
+@pytest.fixture(autouse=True)
+def small_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One image in the picture of the first batch: eight take half a second in every run."""
+    from volo.train import first_batch
+
+    monkeypatch.setattr(first_batch, "_IMAGES", 1)
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Return `call(program, "flags", *more)`: exit code and output of train, validate or generate_label."""
+
+    def call(program: str, flags: str, *more: str | Path) -> Ended:
+        capsys.readouterr()
+        try:
+            code = getattr(cli, program)([*flags.split(), *map(str, more)])
+        except SystemExit as end:  # argparse
+            code = end.code if isinstance(end.code, int) else 1
+        return Ended(code, *capsys.readouterr())
+
+    return call
+
+
+def launch(processes: int, flags: str, *more: str | Path, code: int = 0) -> str:
+    """Run `distributed_train.sh` and return its output."""
+    command = [str(ROOT / "distributed_train.sh"), str(processes), *map(str, more), *flags.split()]
+    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
+    assert ended.returncode == code, ended.stdout
+    return ended.stdout
+
+
+# Without pictures each start is seconds quicker.
+_STORAGE = """
+import itertools, os, sys, time
+sys.modules["matplotlib"] = None
+opens, number, first = os.open, itertools.count(), os.environ.get("LAUNCH_RESTARTS", "0") == "0"
+first &= "SLURM_RESTART_COUNT" not in os.environ
+def opening(path, *more, **named):
+    {}
+    return opens(path, *more, **named)
+os.open = opening
+"""
+
+
+def storage(folder: Path, does: str) -> dict[str, str]:
+    """The environment of Python processes that do this line whenever they open the file at `path`."""
+    (folder / "sitecustomize.py").write_text(_STORAGE.format(does))
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def held(folder: Path, at: int, where: str = "/train/") -> dict[str, str]:
+    """The environment of a run that can't be over before something happens to it.
+
+    The image of this number (from 0; each process counts its own) is not read before the process ends, but for a start
+    after a restart.
+    """
+    hangs = f"while first and {where!r} in str(path) and next(number) >= {at}: time.sleep(0.05)"
+    return storage(folder, hangs)
+
+
+class Running:
+    """A program in a process of its own, which `nothing_left_running` ends with the test."""
+
+    begun: list[Running] = []
+
+    def __init__(self, command: list[str], **env: str) -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115
+        self._read = 0  # characters, by read_until
+        # Nothing is printed late: what was seen has happened.
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **env},
+            stdout=self._printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.begun.append(self)
+
+    @property
+    def output(self) -> str:
+        """All that it has printed."""
+        descriptor = self._printed.fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+    def read_until(self, text: str) -> None:
+        """Return when a line with `text` has come, below the one that was waited for before."""
+
+        def line_end() -> int:
+            ended, output = self.process.poll() is not None, self.output
+            at = output.find(text, self._read)
+            assert at >= 0 or not ended, f"{text!r} never came:\n{output}"
+            return output.find("\n", at) + 1 if at >= 0 else 0
+
+        self._read = wait_until(line_end, lambda: f"{text!r} in\n{self.output}")
+
+    def end(self, *signals: int) -> int:
+        """Send the signals and return the exit code when it has ended."""
+        for number in signals:
+            self.process.send_signal(number)
+        wait_until(lambda: self.process.poll() is not None, lambda: f"the end of\n{self.output}{self._signals()}")
+        return self.process.returncode
+
+    def _signals(self) -> str:
+        """Which signals it blocks, ignores and catches (Linux)."""
+        return "".join(re.findall("Sig.*\n", Path(f"/proc/{self.process.pid}/status").read_text()))
+
+    def ranks(self) -> dict[int, int]:
+        """Process of each rank, by rank, of a distributed_train.sh."""
+        return {int(environment(pid)["RANK"]): pid for pid in children(self.process.pid) if "RANK" in environment(pid)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """However a test ends, what it has started is gone after it."""
+    yield
+    while Running.begun:
+        process = Running.begun.pop().process
+        if process.poll() is None:
+            for pid in [*children(process.pid), process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` has started, and that have not ended (Linux)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, also where nobody has asked for its exit code (Linux)."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment of a process (Linux)."""
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def start(flags: str, *more: str | Path, processes: int = 1, **env: str) -> Running:
+    """Start train.py, by distributed_train.sh where there are several processes."""
+    program = [sys.executable, str(ROOT / "train.py")]
+    if processes > 1:
+        program = [str(ROOT / "distributed_train.sh"), str(processes)]
+    return Running([*program, *map(str, more), *flags.split()], **env)
+
+
+def metrics(run: Path, event: str = "train") -> list[dict[str, Any]]:
+    """The records of one kind in a run's metrics.jsonl."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == event]

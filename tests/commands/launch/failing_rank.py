@@ -1,0 +1,84 @@
+"""train.py, in which one rank meets a fault in the second epoch: `python failing_rank.py FAULT RANK FLAGS`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.commands.conftest import UPDATES
+from tlt.data.loader import Batch, TrainLoader
+from tlt.errors import UserError
+from volo import cli
+from volo.commands import train as program
+from volo.train.precision import NonFiniteError
+
+
+def _exception(batch: Batch) -> None:
+    raise RuntimeError("somebody's own code")
+
+
+def _weights(batch: Batch) -> None:
+    raise NonFiniteError("NaN that this rank alone sees")
+
+
+def _nan(batch: Batch) -> None:
+    batch.images.fill_(float("nan"))
+
+
+def _signal(batch: Batch) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# What happens, in which update of the epoch.
+FAULTS: dict[str, tuple[Callable[[Batch], None], int]] = {
+    "exception": (_exception, 1),
+    "weights": (_weights, 1),
+    "nan": (_nan, 1),
+    "signal in the last update": (_signal, UPDATES - 1),
+}
+
+
+def inject(fault: str) -> None:
+    """Let `fault` happen in this process."""
+    if fault.startswith("data"):
+        _break_data(batches=UPDATES + {"data": 2, "data at the end": UPDATES}[fault])
+        return
+    happen, number = FAULTS[fault]
+    watcher = program.batch_watcher
+
+    def failing(*args: Any) -> Callable[[int, Batch], None]:
+        watch = watcher(*args)
+
+        def look(update: int, batch: Batch) -> None:
+            watch(update, batch)
+            if update >= UPDATES + number:
+                happen(batch)
+
+        return look
+
+    program.batch_watcher = failing
+
+
+def _break_data(batches: int) -> None:
+    epoch = TrainLoader.epoch
+
+    def breaking(loader: TrainLoader, *position: int) -> Iterator[Any]:
+        nonlocal batches
+        for item in epoch(loader, *position):
+            if not batches:
+                break
+            batches -= 1
+            yield item
+        if not batches:
+            raise UserError("the storage is gone")
+
+    TrainLoader.epoch = breaking  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == os.environ["RANK"]:
+        inject(sys.argv[1])
+    sys.exit(cli.train(sys.argv[3:]))

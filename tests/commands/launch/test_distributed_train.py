@@ -1,0 +1,137 @@
+"""Two processes against one: the same losses, the same images, each validation image once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
+from tests.conftest import LIMIT
+from tlt.data.loader import TrainLoader
+from volo.cluster.distributed import World
+from volo.config.args import parse_train
+from volo.train import data as data_factory
+from volo.train.data import open_folders, open_labels
+from volo.train.model import build_model, eval_settings
+from volo.train.objective import StepKey, make_objective
+from volo.train.optim import create_optimizer, set_lr
+from volo.train.precision import total_norm
+from volo.train.schedule import LrSchedule, resolve_lr
+
+CPU = torch.device("cpu")
+# 40 images, 8 an update: 20 updates. A larger rate without warm-up would amplify rounding beyond any tolerance.
+FLAGS = f"{QUICK} --epochs 4 --lr 2e-4 --token-label"
+
+
+@pytest.fixture
+def dataset(make_dataset: Callable[..., Path], make_labels: Callable[..., Path]) -> tuple[Path, Path]:
+    data = make_dataset(train=40, validation=7, size=(50, 40))
+    return data, make_labels(data)
+
+
+def test_two_ranks_equal_one_with_the_same_global_batch(
+    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, labels = dataset
+    flags = f"{FLAGS} --freeze-bn --no-mix-token --drop-path 0 --output {tmp_path} --token-label-data {labels}"
+    assert call("train", f"{data} {flags} --experiment one").code == 0
+    out = launch(2, f"{flags} -b 4 --experiment two", data)
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) == 20
+    for name in ("loss", "cls_loss", "dense_loss"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
+    # 7 images on 2 ranks in batches of 4: nothing twice, nothing left out.
+    assert "over 7 images" in out
+    evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
+    assert evaluations[0]["eval_images"] == evaluations[1]["eval_images"] == 7
+    assert evaluations[0]["eval_loss"] == pytest.approx(evaluations[1]["eval_loss"], abs=1e-5)
+
+
+def _halves(argv: list[str]) -> list[float]:
+    """Losses of one process that computes what two ranks compute apart, and steps on the mean of their gradients."""
+    args = parse_train(argv)
+    torch.manual_seed(args.seed)
+    model = build_model(args).train()
+    settings = eval_settings(args, model)
+    folders = open_folders(args, 2)
+    labels, _ = open_labels(args, folders.train, model.num_classes)
+    objective = make_objective(args, model, settings["input_size"][1:])
+    optimizer = create_optimizer(args, model, CPU)
+    loaders: list[TrainLoader] = [
+        data_factory.train_loader(args, folders.train, labels, settings, World(rank, rank, 2, CPU)) for rank in (0, 1)
+    ]
+    schedule = LrSchedule(args, resolve_lr(args, 8)[0], len(loaders[0]))
+    losses, update = [], 0
+    for epoch in range(schedule.total_epochs):
+        for halves in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
+            terms = []
+            for rank, (_, _, batch) in enumerate(halves):
+                step = StepKey(args.seed, update, 0, rank)
+                step.seed_torch()
+                terms.append(objective(model, batch, step).total)
+            (sum(terms) / 2).backward()
+            set_lr(optimizer, schedule(update))
+            assert torch.isfinite(total_norm(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(sum(float(term.detach()) for term in terms) / 2)
+            update += 1
+    return losses
+
+
+def test_with_batchnorm_and_mixtoken_two_ranks_equal_the_two_halves_computed_apart(
+    dataset: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, labels = dataset
+    flags = f"{FLAGS} -b 4 --drop-path 0.1 --output {tmp_path} --experiment two --token-label-data {labels}"
+    launch(2, flags, data)
+    expected = _halves([str(data), *flags.split()])
+    assert len(expected) == 20
+    assert [r["loss"] for r in metrics(tmp_path / "two")] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_launcher_says_how_it_is_called() -> None:
+    assert "usage" in launch(0, "", code=2)
+
+
+def test_a_mistake_ends_all_processes_with_its_line_and_exit_code(dataset: tuple[Path, Path]) -> None:
+    out = launch(2, f"{FLAGS} --model volo_d9", dataset[0], code=2)
+    assert len(re.findall(r"^\[rank [01]\] error: --model volo_d9", out, re.MULTILINE)) == 1 and "Traceback" not in out
+
+
+def test_gradients_in_bfloat16_move_the_weights_by_their_rounding(dataset: tuple[Path, Path], tmp_path: Path) -> None:
+    """With what gets in the way of DDP's hooks: accumulation, recomputed activations, a class head without a loss."""
+    data, labels = dataset
+    flags = f"{QUICK} -b 2 --grad-accum-steps 2 --grad-checkpointing --cls-weight 0 --epochs 1 --lr 1e-4 --opt sgd"
+    flags += f" --token-label --token-label-data {labels} --output {tmp_path} --experiment"
+    launch(2, f"{flags} exact", data)
+    launch(2, f"{flags} rounded --grad-compression bf16", data)
+    launch(2, f"{flags} copied --model-dtype bfloat16", data)
+    exact, rounded = (torch.load(tmp_path / run / "last.pth.tar", weights_only=True) for run in ("exact", "rounded"))
+    assert (exact["args"]["grad_compression"], rounded["args"]["grad_compression"]) == ("none", "bf16")
+    one, two, three = (metrics(tmp_path / run) for run in ("exact", "rounded", "copied"))
+    assert two[0]["loss"] == one[0]["loss"] and two[0]["grad_norm"] != one[0]["grad_norm"]
+    assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=0.01)
+    assert [r["grad_norm"] for r in three] == pytest.approx([r["grad_norm"] for r in one], rel=0.03)
+
+
+def test_gradients_of_one_process_are_not_compressed(
+    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ended = call("train", f"{dataset[0]} {QUICK} --output {tmp_path} --grad-compression bf16")
+    assert ended.code == 2 and "--grad-compression bf16 has no effect with one process: leave it out" in ended.err
+
+
+def test_a_folder_that_is_missing_is_told_once_whatever_starts_the_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = [str(ROOT / "train.py"), str(tmp_path / "missing"), *QUICK.split()]
+    env = {name: value for name, value in os.environ.items() if name != "LAUNCH_TOLD"} | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode and ended.stderr.count("error: data folder ") == 1, ended.stderr

@@ -1,0 +1,74 @@
+"""Programs called from another program that has made the process group, as Ray Train and notebooks do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.commands.conftest import QUICK, ROOT, Ended, metrics
+from tests.conftest import LIMIT
+
+# Trains twice in one group, in a thread as Ray does, then fails: the group and the process are the caller's.
+WORKER = """
+import sys, threading
+import torch.distributed as dist
+rank, meeting, output, flags = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+from volo import cli
+codes = []
+def work():
+    for name in ("one", "two"):
+        codes.append(cli.train([*flags.split(), "--output", output, "--experiment", name]))
+    codes.append(cli.train([*flags.split(), "--output", output, "--experiment", "two"]))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+dist.barrier()
+print("codes", codes, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    flags = f"{make_dataset(train=32)} {QUICK} --epochs 1 --bind none"
+    command = [sys.executable, "-c", WORKER]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meeting"), str(tmp_path), flags],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+    assert all("codes [0, 0, 2]" in output for output in outputs), outputs
+    assert outputs[0].count("global batch 16 = 8 per device x 2 x 1") == 2
+    assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images
+    assert [row["loss"] for row in metrics(tmp_path / "one")] == [row["loss"] for row in metrics(tmp_path / "two")]
+
+
+def test_a_group_for_gpus_alone_is_told(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT))
+    try:
+
+        def without_cpu(tensor: torch.Tensor) -> None:
+            raise RuntimeError("No backend type associated with device type cpu")
+
+        flags = f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
+        assert call("train", flags).code == 0 and dist.is_initialized()
+        monkeypatch.setattr(dist, "all_reduce", without_cpu)
+        ended = call("train", f"{flags} --resume auto")
+        assert ended.code == 2 and "cpu:gloo,cuda:nccl" in ended.err, ended.err
+    finally:
+        dist.destroy_process_group()

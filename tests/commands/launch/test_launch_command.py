@@ -1,0 +1,133 @@
+"""The command that the launch scripts compose, against golden files, and the mistakes that they explain."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LIMIT
+from volo.commands.launch_command import available_cpus
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = Path(__file__).with_name("launch_commands")
+# 198.51.100.0/24 is kept for examples: no machine has such an address.
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "198.51.100.7", "LOCAL_ADDR": "198.51.100.8"}
+SRUN = {"SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2"}
+CASES = {
+    "one_node": ("train", {}),
+    "one_node_logs": ("train", {"LOG_DIR": "logs", "MAX_RESTARTS": "3", "SHUTDOWN_TIMEOUT": "60", "RUN_ID": "d1"}),
+    "labels": ("generate_label", {}),
+    "first_of_two": ("train", TWO | {"NODE_RANK": "0", "LOCAL_ADDR": "198.51.100.7"}),
+    "second_of_two": ("train", TWO | {"MASTER_PORT": "21000", "RUN_ID": "77-1", "JOIN_TIMEOUT": "20", "LOG_DIR": "l"}),
+    "ipv6": ("train", TWO | {"MASTER_ADDR": "2001:db8::7", "LOCAL_ADDR": "2001:db8::8"}),
+    "srun_step": ("train", {**TWO, **SRUN, "NNODES": "3", "NODE_RANK": ""}),
+}
+
+
+def run(program: str, environment: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a launch script with 2 processes and nothing but `environment` set."""
+    command = [str(ROOT / f"distributed_{program}.sh"), "2", "/data", "--model", "volo_d1", "--output", "with space"]
+    clean = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DRY_RUN": "1", "OMP_NUM_THREADS": "4"}
+    env = {**clean, **environment, **more}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_prints_command_and_environment(name: str) -> None:
+    program, environment = CASES[name]
+    ended = run(program, environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    places = {sys.executable: "PYTHON", str(ROOT): "ROOT", socket.gethostname(): "HOST"}
+    text = ended.stdout
+    for place, word in places.items():
+        text = text.replace(place, word)
+    assert text == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_the_printed_command_is_what_would_run(tmp_path: Path) -> None:
+    # `python` that prints what it was started with instead of starting it.
+    shown = run("train", TWO).stdout
+    fake = tmp_path / "python"
+    fake.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@"; echo "$MAX_RESTARTS$OMP_NUM_THREADS"\nexec true {sys.executable}\n'
+    )
+    fake.chmod(0o755)
+    printed = subprocess.run(["sh", "-c", shown.replace(sys.executable, str(fake))], capture_output=True, text=True)
+    words = shlex.split(shown.replace("\\\n", ""))
+    assert printed.stdout.splitlines() == [*words[words.index(sys.executable) + 1 :], "04"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"NNODES": "two"}, "NNODES=two"),
+        ({"NNODES": "2"}, "NODE_RANK"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1, but NNODES is 1"),
+        (TWO | {"NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2: nodes are numbered from 0 to 1"),
+        (TWO | {"NODE_RANK": "-1"}, "NODE_RANK=-1"),
+        ({**TWO, "NODE_RANK": "", "SLURM_NODEID": "1"}, "NODE_RANK"),  # a batch script has this one, too
+        ({**TWO, **SRUN, "NODE_RANK": ""}, "SLURM_NODEID=2, but NNODES=2"),
+        (TWO | {"MASTER_ADDR": ""}, "needs MASTER_ADDR"),
+        (TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost is 127.0.0.1"),
+        (TWO | {"MASTER_ADDR": "127.0.1.1"}, "MASTER_ADDR=127.0.1.1"),
+        (TWO | {"MASTER_ADDR": "0.0.0.0"}, "MASTER_ADDR=0.0.0.0"),
+        (TWO | {"MASTER_ADDR": "::1"}, "MASTER_ADDR=::1"),
+        (TWO | {"MASTER_ADDR": "nowhere.invalid"}, "can't resolve"),
+        (TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
+        (TWO | {"RUN_ID": "a/b"}, "RUN_ID=a/b"),
+        (TWO | {"JOIN_TIMEOUT": "0"}, "JOIN_TIMEOUT=0"),
+        ({"SHUTDOWN_TIMEOUT": "5s"}, "SHUTDOWN_TIMEOUT=5s"),
+        ({"MAX_RESTARTS": "some"}, "MAX_RESTARTS=some"),
+        (
+            TWO | {"NODE_RANK": "0", "DRY_RUN": ""},
+            "MASTER_ADDR=198.51.100.7 (198.51.100.7) is not an address of this machine",
+        ),
+        (TWO | {"DRY_RUN": ""}, "LOCAL_ADDR=198.51.100.8 is not an address of this machine"),
+        ({"LOG_DIR": "/proc/none", "DRY_RUN": ""}, "LOG_DIR=/proc/none"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_variable(environment: dict[str, str], named: str) -> None:
+    ended = run("train", environment)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ") and named in line
+
+
+def test_threads_are_said_and_fit_the_processes() -> None:
+    ended = run("train", {"OMP_NUM_THREADS": ""})
+    (line,) = ended.stderr.splitlines()
+    threads = int(line.partition("=")[2].partition(":")[0])
+    assert f"OMP_NUM_THREADS={threads} " in ended.stdout
+    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    assert 1 <= threads <= max(1, cpus // 2)
+
+
+def _tree(root: Path, cgroup: str, **files: str) -> Path:
+    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_available_cpus_respect_the_quotas_of_all_cgroups_around(tmp_path: Path) -> None:
+    own = available_cpus(tmp_path)  # nothing there: by affinity
+    assert own == (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count())
+    top = "sys/fs/cgroup"
+    two = _tree(
+        tmp_path / "2",
+        "0::/job/step\n",
+        **{f"{top}/job/cpu.max": "50000 100000", f"{top}/job/step/cpu.max": "max 100000"},
+    )
+    assert available_cpus(two) == 0.5
+    container = _tree(tmp_path / "c", "0::/\n", **{f"{top}/cpu.max": "25000 100000"})
+    assert available_cpus(container) == 0.25
+    v1 = {f"{top}/cpu/slurm/cpu.cfs_quota_us": "75000", f"{top}/cpu/slurm/cpu.cfs_period_us": "100000"}
+    assert available_cpus(_tree(tmp_path / "1", "5:memory:/slurm\n3:cpu,cpuacct:/slurm\n", **v1)) == 0.75
+    unlimited = {f"{top}/cpu/slurm/cpu.cfs_quota_us": "-1", f"{top}/cpu/slurm/cpu.cfs_period_us": "100000"}
+    assert available_cpus(_tree(tmp_path / "u", "3:cpu,cpuacct:/slurm\n", **unlimited)) == own

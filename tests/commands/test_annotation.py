@@ -1,0 +1,234 @@
+"""Training on the annotator's own word: the exact tail of its labels, or the annotator itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.commands.conftest import QUICK, Ended, metrics
+from tlt.data.loader import Batch
+from tlt.label_map import FULL_AREA
+from tlt.labels.annotate import Annotation, Annotator
+from tlt.mix import Mixup
+from tlt.models.flops import flops_per_image
+from volo.train.objective import StepKey, TokenLabelObjective
+from volo.train.teacher import Teacher
+
+
+def test_the_exact_tail_is_trained_on_and_recorded(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
+    flags = "--model resnet10t --num-classes 4 --img-size 64 -j 0 --device cpu --top-k 2"
+    for form in ("archive", "tree"):
+        made = call(
+            "generate_label", f"{data} {tmp_path / form} --checkpoint {tmp_path / 'w.pth'} --format {form} {flags}"
+        )
+        assert made.code == 0, made.err
+    train = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
+    losses = []
+    for name in ("zero", "exact"):
+        ended = call("train", f"{train} {tmp_path / 'archive'} --label-tail {name} --experiment {name}")
+        assert ended.code == 0, ended.err
+        checkpoint = torch.load(tmp_path / name / "last.pth.tar", weights_only=False)
+        assert checkpoint["args"]["label_tail"] == name
+        losses.append((tmp_path / name / "metrics.jsonl").read_text().split('"loss": ')[1].split(",")[0])
+    assert losses[0] != losses[1]
+    ended = call("train", f"{train} {tmp_path / 'tree'} --label-tail exact --experiment no")
+    assert ended.code == 2 and "no archive with log-sum-exp" in ended.err and ended.err.count("\n") == 1
+    ended = call("train", f"{data} {QUICK} --token-label --label-tail exact")
+    assert ended.code == 2 and "--label-tail exact has no effect without --token-label-data" in ended.err
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A teacher for four classes that says something of its images."""
+    torch.manual_seed(1)
+    model = timm.create_model("resnet10t", num_classes=4)
+    with torch.no_grad():
+        model.fc.weight.mul_(40)
+    torch.save(model.state_dict(), tmp_path / "teacher.pth")
+    return tmp_path / "teacher.pth"
+
+
+@pytest.fixture
+def train(call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path) -> Callable[..., Ended]:
+    """Return `train("flags")`: train on 16 images, below tmp_path."""
+    data = make_dataset()
+    return lambda flags: call("train", f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} {flags}")
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in metrics(run)]
+
+
+@pytest.mark.parametrize("tail", ["zero", "exact"])
+def test_on_whole_images_a_teacher_says_what_its_label_files_say(
+    call: Callable[..., Ended], train: Callable[..., Ended], weights: Path, tmp_path: Path, tail: str
+) -> None:
+    flags = "--model resnet10t --num-classes 4 --img-size 32 -j 0 --device cpu --top-k 2 --format archive -b 8"
+    made = call("generate_label", f"{tmp_path / 'data'} {tmp_path / 'labels'} --checkpoint {weights} {flags}")
+    assert made.code == 0, made.err
+    # The student's pixels are normalised in another way than the teacher's.
+    same = f"--no-aug --train-interpolation bicubic --mean 0.2 0.4 0.6 --std 0.3 0.5 0.7 --label-tail {tail}"
+    assert train(f"{same} --token-label-data {tmp_path / 'labels'} --experiment files").code == 0
+    teacher = (
+        f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights} --token-label-teacher-top-k 2"
+    )
+    ended = train(f"{same} {teacher} --experiment online")
+    assert ended.code == 0, ended.err
+    assert losses(tmp_path / "online") == pytest.approx(losses(tmp_path / "files"), rel=2e-4)
+    # With labels of one class the same images give another loss, so the agreement says something.
+    assert (
+        train("--no-aug --train-interpolation bicubic --mean 0.2 0.4 0.6 --std 0.3 0.5 0.7 --experiment none").code == 0
+    )
+    assert losses(tmp_path / "none")[0] != pytest.approx(losses(tmp_path / "files")[0], rel=1e-2)
+
+
+def test_it_is_recorded_and_costed_and_no_part_of_the_model(
+    train: Callable[..., Ended], weights: Path, tmp_path: Path
+) -> None:
+    teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
+    ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole")
+    assert ended.code == 0, ended.err
+    assert "teacher resnet10t: 4.92 M parameters" in ended.out and "GFLOPs an image; forward and backward" in ended.out
+    assert ended.out.count("ms an image on a cpu device") == 2
+    epochs = metrics(tmp_path / "whole", "epoch")
+    assert all(epoch["teacher_ms_per_image"] > 0 and 0 < epoch["teacher_share"] < 1 for epoch in epochs)
+    checkpoint = torch.load(tmp_path / "whole" / "last.pth.tar", weights_only=False)
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert checkpoint["model_config"]["labels"].items() >= {"teacher": "resnet10t", "sha256": digest}.items()
+    assert checkpoint["args"]["token_label_teacher"] == "resnet10t"
+    names = set(timm.create_model("volo_test", num_classes=4, img_size=32).state_dict())
+    assert set(checkpoint["state_dict"]) == set(checkpoint["state_dict_ema"]) == names
+    trained = sum(len(group["params"]) for group in checkpoint["optimizer"]["param_groups"])
+    assert trained == len(list(timm.create_model("volo_test", num_classes=4, img_size=32).parameters()))
+
+    # From the first epoch on, the same bits; with other weights the log says so.
+    ended = train(f"{teacher} --model-ema --epochs 2 --resume {tmp_path}/whole/checkpoint-0.pth.tar --experiment again")
+    assert ended.code == 0 and "labels:" not in ended.out, ended.err
+    again = torch.load(tmp_path / "again" / "last.pth.tar", weights_only=False)
+    assert all(torch.equal(value, again["state_dict"][name]) for name, value in checkpoint["state_dict"].items())
+    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), weights)
+    ended = train(f"{teacher} --model-ema --epochs 2 --resume {tmp_path}/whole/checkpoint-0.pth.tar --experiment other")
+    assert f"labels: {{'teacher': 'resnet10t', 'sha256': '{digest}'}} in the checkpoint" in ended.out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mixup 0.8 --cutmix 1.0 -b 5",
+        "--cutmix 1.0 --mixup-mode elem --no-mix-token --ground-truth",
+        "--token-label-size 1",
+        "--dense-weight 0",
+        "--cls-weight 0 --amp",
+        "--channels-last --grad-accum-steps 2",
+        "--model vit_tiny_patch16_224 --token-label-teacher-top-k 1",
+    ],
+)
+def test_with_everything_else(train: Callable[..., Ended], weights: Path, tmp_path: Path, flags: str) -> None:
+    teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
+    ended = train(f"{teacher} --experiment run {flags}")
+    assert ended.code == 0, ended.err
+    assert all(math.isfinite(loss) for loss in losses(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--token-label-teacher resnet10x", "--token-label-teacher resnet10x: timm knows no such model; did you mean"),
+        ("--token-label-teacher resnet18", "--token-label-teacher resnet18 has 1000 classes, --model volo_test has 4"),
+        ("--token-label-teacher-top-k 3", "--token-label-teacher-top-k 3 has no effect without --token-label-teacher"),
+        ("--token-label-teacher resnet10t --token-label-data X", "both give labels: keep one of them"),
+        ("--token-label-teacher resnet10t --no-token-label", "has no effect without --token-label"),
+        (
+            "--token-label-teacher resnet10t --bad-label skip",
+            "--bad-label skip has no effect without --token-label-data",
+        ),
+        ("--token-label-teacher resnet10t --token-label-teacher-checkpoint no.pth", "no.pth"),
+        (
+            "--token-label-teacher resnet18 --token-label-teacher-checkpoint W",
+            "does not fit --token-label-teacher resnet18",
+        ),
+        (
+            "--token-label-teacher mobilenetv3_small_050 --token-label-teacher-checkpoint M",
+            "can't annotate: the mean of",
+        ),
+        ("--token-label-teacher vit_tiny_patch16_224 --token-label-teacher-checkpoint V", "its class token, not from"),
+    ],
+)
+def test_mistakes_are_one_line(
+    train: Callable[..., Ended],
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    message: str,
+) -> None:
+    create = timm.create_model
+    # No network: published weights are as good as any.
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
+    flags = flags.replace("checkpoint W", f"checkpoint {weights}")
+    for mark, name in (("M", "mobilenetv3_small_050"), ("V", "vit_tiny_patch16_224")):
+        if flags.endswith(f" {mark}"):
+            size = {"img_size": 32} if mark == "V" else {}
+            torch.save(create(name, num_classes=4, **size).state_dict(), tmp_path / mark)
+            flags = flags.removesuffix(mark) + str(tmp_path / mark)
+    ended = train(flags)
+    assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1, ended.err
+
+
+@pytest.mark.parametrize("name", ["volo_test", "resnet10t", "vit_tiny_patch16_224"])
+def test_counted_operations_are_those_of_a_real_pass(name: str) -> None:
+    model = timm.create_model(name, num_classes=4, **({} if name == "resnet10t" else {"img_size": 32}))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = flops_per_image(model, (3, 32, 32)), flops_per_image(model, (3, 32, 32), backward=True)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    # torch 2.9 leaves its fused attention for CPUs out of the count.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        outputs = model(torch.randn(2, 3, 32, 32))
+        assert found[0] == counter.get_total_flops() / 2
+        outputs.sum().backward()
+    # torch counts the backward pass of its fused attention apart.
+    assert found[1] == pytest.approx(counter.get_total_flops() / 2, rel=0.05)
+
+
+def test_it_sees_the_images_before_they_are_mixed() -> None:
+    seen: list[Tensor] = []
+
+    def look(images: Tensor) -> Annotation:
+        seen.append(images)
+        values = images.mean((1, 2, 3))[:, None, None, None].expand(-1, 1, 2, 2).half()
+        return Annotation(
+            values, torch.zeros_like(values).int(), values[:, 0].float(), images.new_zeros(len(images)).long()
+        )
+
+    pixels = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.1, 0.2, 0.3), (0.2, 0.2, 0.2))
+    teacher = Teacher(cast(Annotator, look), *pixels, 4, FULL_AREA, torch.device("cpu"))
+    whole = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3)
+    images = torch.rand(3, 3, 32, 32)
+    batch = Batch(
+        images * 2 - 1, torch.tensor([0, 1, 2]), torch.arange(3), torch.zeros(3, 2, 3), whole, None, [], [], 3
+    )
+    objective = TokenLabelObjective((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), teacher=teacher)
+    model = timm.create_model("volo_test", num_classes=4, img_size=32)
+    terms = objective(model, batch, StepKey(0, 0, 0, 0))
+    assert torch.isfinite(terms.total)
+    own = (images - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.2
+    torch.testing.assert_close(seen, [own], rtol=1e-4, atol=1e-5)
+    labelled = teacher.label(batch)
+    assert (
+        labelled.labels is not None and labelled.labels.area.tolist() == labelled.visible.tolist() == [[0, 0, 1, 1]] * 3
+    )
+    assert labelled.affine.tolist() == [[[1, 0, 0], [0, 1, 0]]] * 3

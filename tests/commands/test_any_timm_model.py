@@ -1,0 +1,236 @@
+"""Token labels on timm's models, as a user runs the programs, and what plain timm makes of the checkpoints."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from tests.commands.conftest import QUICK, Ended, launch, metrics
+from tlt.labels.store import read_map
+from tlt.mix import Mixup
+from tlt.models.wrap import with_dense_head
+from volo.cli import generate_label
+from volo.commands.train import objective_of_epoch
+from volo.train import loop
+from volo.train.objective import TokenLabelObjective
+
+Call = Callable[..., Ended]
+SMALL = QUICK.replace("--model volo_test --img-size 32", "--img-size 64")
+SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
+MODELS: dict[str, dict[str, Any]] = {
+    "test_vit": {},
+    "test_vit4": {},
+    "test_convnext": {},
+    "test_resnet": {},
+    "swin_tiny_patch4_window7_224": SWIN,
+}
+
+
+@pytest.fixture
+def data(make_dataset: Callable[..., Path]) -> Path:
+    return make_dataset()
+
+
+@pytest.fixture
+def labels(data: Path, make_labels: Callable[..., Path]) -> Path:
+    return make_labels(data)
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_and_is_plain_timm_afterwards(call: Call, data: Path, labels: Path, tmp_path: Path, name: str) -> None:
+    run, results = tmp_path / "run", tmp_path / "results.json"
+    more = [f"{key}={value}".replace(" ", "") for key, value in MODELS[name].items()]
+    flags = f"{data} {SMALL} --epochs 2 --lr 1e-3 --token-label --model {name} --output {tmp_path} --experiment run"
+    ended = call("train", flags, "--token-label-data", labels, "--model-ema", "--model-kwargs", *more)
+    assert ended.code == 0, ended.err
+    records = metrics(run)
+    assert all(r["loss"] == pytest.approx(r["cls_loss"] + 0.5 * r["dense_loss"], rel=1e-6) for r in records)
+    assert all(r["dense_loss"] > 0 for r in records)
+    kwargs = {"num_classes": 4, **MODELS[name], **({"img_size": 64} if "vit" in name or "swin" in name else {})}
+    for entry in ("state_dict", "state_dict_ema"):
+        model = timm.create_model(name, **kwargs)
+        model.load_state_dict(load(run / "last.pth.tar")[entry], strict=True)
+    averaged = timm.create_model(name, **kwargs, checkpoint_path=str(run / "last.pth.tar"))  # timm takes the average
+    assert all(torch.equal(v, averaged.state_dict()[n]) for n, v in model.state_dict().items())
+    trained = metrics(run, "epoch")[-1]
+    for ema in ("", "--use-ema"):
+        ended = call("validate", f"{data} -b 4 -j 0 --results-format json {ema} --results-file", results,
+                     "--checkpoint", run / "last.pth.tar")  # fmt: skip
+        assert ended.code == 0, ended.err
+        row = json.loads(results.read_text())[0]
+        assert row["loss"] == pytest.approx(trained["eval_loss_ema" if ema else "eval_loss"], rel=1e-4)
+
+
+def test_a_resumed_run_ends_in_the_same_bits(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
+    flags = f"{data} {SMALL} --lr 1e-3 --epochs 3 --model test_vit4 --drop-path 0.2 --token-label --model-ema"
+    flags += f" --output {tmp_path} --token-label-data {labels} --recovery-interval 1"
+    assert call("train", flags, "--experiment", "whole").code == 0
+    assert call("train", flags, "--experiment", "cut").code == 0
+    (tmp_path / "cut" / "last.pth.tar").unlink()
+    first = tmp_path / "cut" / "checkpoint-0.pth.tar"
+    ended = call("train", flags, "--experiment", "cut", "--resume", first)
+    assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out, ended.err
+    whole, again = (load(tmp_path / name / "last.pth.tar") for name in ("whole", "cut"))
+    for entry in ("state_dict", "state_dict_ema", "dense_head", "dense_head_ema"):
+        assert whole[entry] and all(torch.equal(v, again[entry][n]) for n, v in whole[entry].items()), entry
+    assert not torch.equal(whole["dense_head"]["aux_head.weight"], whole["dense_head_ema"]["aux_head.weight"])
+    assert set(whole["dense_head"]) == {"aux_head.weight", "aux_head.bias", "aux_norm.weight", "aux_norm.bias"}
+
+
+def test_a_checkpoint_without_its_dense_head_is_not_resumed(
+    call: Call, data: Path, labels: Path, tmp_path: Path
+) -> None:
+    flags = f"{data} {SMALL} --epochs 2 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
+    assert call("train", flags, "--experiment", "run").code == 0
+    checkpoint = load(tmp_path / "run" / "last.pth.tar")
+    del checkpoint["dense_head"]
+    torch.save(checkpoint, tmp_path / "cut.pth.tar")
+    ended = call("train", flags, "--experiment", "again", "--resume", tmp_path / "cut.pth.tar")
+    assert ended.code == 2 and "aux_head.weight is missing from it" in ended.err
+    # As a start it will do, like any weights of timm's.
+    ended = call("train", flags, "--experiment", "start", "--initial-checkpoint", tmp_path / "cut.pth.tar")
+    assert ended.code == 0 and "missing 2: aux_head.weight, aux_head.bias (left as initialised)" in ended.out
+    checkpoint["dense_head"] = {"blocks.0.weight": torch.zeros(1)}
+    torch.save(checkpoint, tmp_path / "cut.pth.tar")
+    ended = call("train", flags, "--experiment", "odd", "--initial-checkpoint", tmp_path / "cut.pth.tar")
+    assert ended.code == 2 and "dense_head is not the dense head of a model" in ended.err
+
+
+def test_finetune_takes_the_dense_head_along(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
+    flags = f"{data} {SMALL} --epochs 1 --model test_convnext --token-label --output {tmp_path} --token-label-data"
+    assert call("train", flags, labels, "--experiment", "one").code == 0
+    one = tmp_path / "one" / "last.pth.tar"
+    ended = call("train", flags, labels, "--experiment", "two", "--img-size", "96", "--lr", "1e-38", "--min-lr", "0",
+                 "--weight-decay", "0", "--finetune", one)  # fmt: skip
+    assert ended.code == 0 and "dropped 0" in ended.out and "missing 0" in ended.out, ended.err
+    before, after = (load(tmp_path / name / "last.pth.tar")["dense_head"] for name in ("one", "two"))
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
+
+
+def test_a_trained_vision_transformer_annotates_with_its_dense_head(
+    call: Call, data: Path, labels: Path, tmp_path: Path
+) -> None:
+    flags = f"{data} {SMALL} --epochs 1 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
+    assert call("train", flags, "--experiment", "run").code == 0
+    path, out = tmp_path / "run" / "last.pth.tar", tmp_path / "out"
+    assert generate_label([str(data), str(out), "--checkpoint", str(path), "-b8", "-j0", "--top-k=4"]) == 0
+    written = read_map(out / "red" / "red3.pt")
+    assert written.values.shape == (4, 4, 4)
+    # The same file without its dense head: only a class token is left.
+    checkpoint = load(path)
+    model = with_dense_head(timm.create_model("test_vit", num_classes=4, img_size=64))
+    model.load_state_dict(checkpoint["state_dict"] | checkpoint.pop("dense_head"))
+    torch.save(checkpoint, path)
+    assert generate_label([str(data), str(tmp_path / "no"), "--checkpoint", str(path), "-b8", "-j0"]) == 2
+
+
+@pytest.mark.parametrize("more", ["--token-label-size 1", "--dense-weight 0", "--dense-weight 0 --no-mix-token"])
+def test_without_a_dense_loss_the_dense_head_stays_as_it_is(
+    call: Call, data: Path, labels: Path, tmp_path: Path, more: str
+) -> None:
+    flags = f"{data} {SMALL} --epochs 2 --lr 1e-3 --model test_vit4 --token-label --token-label-data {labels} {more}"
+    assert call("train", f"{flags} --output {tmp_path} --experiment run").code == 0
+    first, last = (load(tmp_path / "run" / f"checkpoint-{n}.pth.tar") for n in (0, 1))
+    assert all(torch.equal(v, last["dense_head"][n]) for n, v in first["dense_head"].items())
+    assert not torch.equal(first["state_dict"]["head.weight"], last["state_dict"]["head.weight"])
+    assert all(r["dense_loss"] == 0 for r in metrics(tmp_path / "run"))
+
+
+def test_two_ranks_equal_one(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:
+    flags = f"{SMALL} --epochs 2 --lr 1e-3 --token-label --token-label-data {labels} --no-mix-token --model test_vit4"
+    assert call("train", f"{data} {flags} --output {tmp_path} --experiment one").code == 0
+    launch(2, f"{flags} -b 4 --output {tmp_path} --experiment two", data)
+    one, two = (metrics(tmp_path / name) for name in ("one", "two"))
+    for name in ("loss", "cls_loss", "dense_loss"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
+
+
+def test_compiled_training_gives_the_same_losses(
+    call: Call, data: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked: list[int] = []
+    monkeypatch.setattr(loop, "begin_step", lambda: marked.append(1))
+    flags = f"{data} {SMALL} -b 4 --grad-accum-steps 2 --epochs 1 --lr 1e-3 --model test_vit"
+    flags += f" --token-label --token-label-data {labels}"
+    assert call("train", f"{flags} --output {tmp_path} --experiment eager").code == 0
+    assert len(marked) == 2 + 2  # updates, not their micro-batches; batches of the validation
+    ended = call("train", f"{flags} --output {tmp_path} --experiment compiled --torchcompile aot_eager")
+    assert ended.code == 0, ended.err
+    one, two = (metrics(tmp_path / name) for name in ("eager", "compiled"))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--model levit_128s --img-size 224", "16 tokens, it doesn't say which patch each shows"),
+        ("--model densenet121", "--no-mix-token"),
+        ("--model test_vit --model-kwargs patch_drop_rate=0.5", "patch_drop_rate"),
+        ("--model test_resnet --img-size 80", None),
+    ],
+)
+def test_models_that_can_t_are_one_line_with_exit_code_2(
+    call: Call, data: Path, tmp_path: Path, flags: str, named: str | None
+) -> None:
+    ended = call("train", f"{data} {SMALL} --epochs 1 --token-label --output {tmp_path} --dry-run {flags}")
+    if named is None:
+        assert ended.code == 0, ended.err
+        return
+    assert ended.code == 2 and named in ended.err and len(ended.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("model", ["volo_test --img-size 32", "test_vit4"])
+def test_mixup_and_cutmix_beside_token_labels(
+    call: Call,
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    mode: str,
+    model: str,
+) -> None:
+    data = make_dataset(train=15)  # batches of 5
+    labels = make_labels(data)
+    flags = f"{data} {SMALL} -b 5 --epochs 2 --lr 1e-3 --token-label --token-label-data {labels} --mixup 0.8 --cutmix 1"
+    flags += f" --mixup-mode {mode} --mixup-off-epoch 1 --output {tmp_path} --model {model} --experiment"
+    ended = call("train", f"{flags} run")
+    assert ended.code == 0, ended.err
+    assert all(r["loss"] == pytest.approx(r["cls_loss"] + 0.5 * r["dense_loss"]) for r in metrics(tmp_path / "run"))
+    whole = load(tmp_path / "run" / "last.pth.tar")["state_dict"]
+    resumed = call("train", f"{flags} run --resume", tmp_path / "run" / "checkpoint-0.pth.tar")
+    assert resumed.code == 0 and "1 epochs, 3 updates done" in resumed.out, resumed.err
+    again = load(tmp_path / "run" / "last.pth.tar")["state_dict"]
+    assert all(torch.equal(v, again[n]) for n, v in whole.items())
+
+
+def test_no_labels_at_all_is_plain_cross_entropy(call: Call, data: Path, tmp_path: Path) -> None:
+    flags = f"{data} {SMALL} --epochs 1 --lr 1e-3 --output {tmp_path} --model test_vit --experiment"
+    assert call("train", f"{flags} plain").code == 0
+    assert call("train", f"{flags} labels --token-label --no-mix-token").code == 0
+    one, two = (metrics(tmp_path / name) for name in ("plain", "labels"))
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], rel=1e-5) and two[0]["dense_loss"] == 0
+
+
+def test_ranks_do_not_wait_for_a_dense_head_that_nothing_trains(data: Path, labels: Path, tmp_path: Path) -> None:
+    flags = f"{SMALL} -b 4 --epochs 1 --token-label --token-label-data {labels} --token-label-size 1 --model test_vit"
+    launch(2, f"{flags} --output {tmp_path} --experiment run", data)
+    assert len(metrics(tmp_path / "run")) == 2
+
+
+def test_mixing_stops_where_mixup_off_epoch_says() -> None:
+    objective = TokenLabelObjective((2, 2), 4, mix=Mixup(0.8, num_classes=4))
+    args = Namespace(mixup_off_epoch=3)
+    assert objective_of_epoch(objective, args, 2) is objective
+    later = objective_of_epoch(objective, args, 3)
+    assert isinstance(later, TokenLabelObjective) and later.mix is None and later.grid == (2, 2)

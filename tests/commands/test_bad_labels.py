@@ -1,0 +1,260 @@
+"""Token labels that are damaged, foreign or gone, as a user meets them: one line, exit code 2, nothing written lost.
+
+Rows that other files cover in full: a label that is missing in a tree (`test_train.py`, fault 45), every way to damage
+an archive (`tests/labels/test_pack.py`), what makes a label file unusable and whose label it is
+(`tests/labels/test_store.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.commands.conftest import QUICK, Ended, metrics
+from tlt.data.sources.folder import scan_folder
+from tlt.data.workers import WorkerDied
+from tlt.labels.archive import LabelArchive
+from tlt.labels.archive_format import MappedFile
+from tlt.labels.store import PublishedTree
+from tlt.tools.cli import main as tlt_command
+from volo.checkpoint.saver import Saver
+
+Call = Callable[..., Ended]
+Train = Callable[..., Ended]
+SHARD = "00000.safetensors"
+
+
+@pytest.fixture
+def data(make_dataset: Callable[..., Path]) -> Path:
+    return make_dataset()
+
+
+@pytest.fixture
+def tree(data: Path, make_labels: Callable[..., Path]) -> Path:
+    return make_labels(data)
+
+
+@pytest.fixture
+def archive(data: Path, tree: Path, tmp_path: Path) -> Path:
+    assert tlt_command(["pack", str(tree), str(tmp_path / "labels.tlt"), "--images", str(data)]) == 0
+    return tmp_path / "labels.tlt"
+
+
+@pytest.fixture
+def train(call: Call, tmp_path: Path) -> Train:
+    """Return `train(data, labels, flags, run="run")`: a run of one epoch in `tmp_path/run`."""
+
+    def train(data: Path, labels: Path, flags: str = "", run: str = "run") -> Ended:
+        line = f"{QUICK} --epochs 1 --token-label --output {tmp_path} --experiment {run} {flags}"
+        return call("train", line, data, "--token-label-data", labels)
+
+    return train
+
+
+def refused(ended: Ended, text: str) -> None:
+    """The program ended with one line that holds `text`, before the first step."""
+    assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+    assert ended.err.startswith("error: ") and text in ended.err
+    assert "epoch 1 [" not in ended.out
+
+
+def change(label: Path, place: tuple[int, ...], value: float) -> None:
+    entry = torch.load(label, weights_only=True).clone()
+    entry[place] = value
+    torch.save(entry, label)
+
+
+def test_truncated_archive(train: Train, data: Path, archive: Path, tmp_path: Path) -> None:
+    os.truncate(archive / SHARD, 2000)
+    refused(train(data, archive), f"{SHARD} has 2000 bytes instead of")
+    assert not (tmp_path / "run").exists()
+
+
+def test_archive_of_another_data_set(train: Train, data: Path, archive: Path) -> None:
+    for image in list(data.glob("train/*/*.jpg")):
+        image.rename(image.with_name(f"other-{image.name}"))
+    for flags in ("", "--bad-label skip"):
+        ended = train(data, archive, flags)
+        refused(ended, "16 of 16 images have no label in")
+        assert "another data set" in ended.err and "blue/other-blue0.jpg" in ended.err
+
+
+def test_archive_of_other_class_folders(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
+    annotator = _annotator(tmp_path)
+    assert call("generate_label", annotator, data, tmp_path / "made").code == 0
+    (data / "train" / "blue").rename(data / "train" / "azure")
+    (data / "validation" / "blue").rename(data / "validation" / "azure")
+    refused(train(data, tmp_path / "made"), "class 0 is blue there, azure here")
+
+
+def _annotator(folder: Path) -> str:
+    """Flags of generate_label.py for a small ConvNet of four classes."""
+    torch.manual_seed(0)
+    torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), folder / "annotator.pth")
+    return f"--model test_resnet --checkpoint {folder / 'annotator.pth'} --num-classes 4 --img-size 64 -b 8 -j 0"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
+def test_fault_47_ids_out_of_range_for_num_classes(
+    train: Train, data: Path, tree: Path, tmp_path: Path, packed: bool
+) -> None:
+    # A tree's labels are only read as they are needed, but for the first one; an archive knows its largest id.
+    change(tree / "red" / "red15.pt" if packed else tree / "blue" / "blue0.pt", (1, 2, 3, 3), 7)
+    labels = tmp_path / "ids.tlt" if packed else tree
+    if packed:
+        assert tlt_command(["pack", str(tree), str(labels)]) == 0
+    ended = train(data, labels)
+    refused(ended, "0..3 (--num-classes 4)")
+    assert ("class ids up to 7" if packed else "blue0.pt: class id 7") in ended.err
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fault_48_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: Path, workers: int) -> None:
+    change(tree / "red" / "red15.pt", (0, 0, 5, 5), float("nan"))
+    ended = train(data, tree, f"-j {workers}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "red15.pt: a label value is NaN or infinite" in ended.err
+    assert tlt_command(["pack", str(tree), str(tmp_path / "nan.tlt")]) == 2
+    assert not (tmp_path / "nan.tlt" / "manifest.json").exists()
+    assert train(data, tree, f"-j {workers} --bad-label skip").code == 0
+
+
+def _after_first_epoch(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], None]) -> None:
+    """Do `damage` once, when the first epoch's checkpoints are written."""
+    save, pending = Saver.after_epoch, [damage]
+
+    def save_then_damage(saver: Saver) -> object:
+        best = save(saver)
+        if pending:
+            saver.finish()
+            pending.pop()()
+        return best
+
+    monkeypatch.setattr(Saver, "after_epoch", save_then_damage)
+
+
+def _keeps_the_first_epoch(call: Call, data: Path, run: Path) -> None:
+    """Checkpoint and records of the first epoch can be used, and the run goes on from there."""
+    assert {path.name for path in run.iterdir()} >= {
+        "args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar",
+    }  # fmt: skip
+    assert torch.load(run / "last.pth.tar", weights_only=True)["epoch"] == 0
+    assert [record["update"] for record in metrics(run)][:2] == [1, 2] and len(metrics(run, "epoch")) == 1
+    assert call("validate", "-b 8 -j 0", data, "--checkpoint", run / "last.pth.tar").code == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_label_tree_deleted_in_mid_run(
+    train: Train, call: Call, data: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    away = tmp_path / "away"
+    _after_first_epoch(monkeypatch, lambda: shutil.move(tree, away))
+    ended = train(data, tree, f"--epochs 3 -j {workers}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and ".pt does not exist" in ended.err
+    _keeps_the_first_epoch(call, data, tmp_path / "run")
+    shutil.move(away, tree)
+    ended = train(data, tree, f"--epochs 3 -j {workers} --resume auto")
+    assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_label_archive_deleted_in_mid_run_goes_on(
+    train: Train, data: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    _after_first_epoch(monkeypatch, lambda: shutil.rmtree(archive))  # the mapping keeps the pages
+    ended = train(data, archive, f"--epochs 3 -j {workers}")
+    assert ended.code == 0, ended.err
+    assert not archive.exists() and len(metrics(tmp_path / "run", "epoch")) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_label_archive_truncated_in_mid_run(
+    train: Train, call: Call, data: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    whole = (archive / SHARD).read_bytes()
+    _after_first_epoch(monkeypatch, lambda: os.truncate(archive / SHARD, 100))
+    ended = train(data, archive, f"--epochs 3 -j {workers}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and f"{SHARD} has been cut to 100 of" in ended.err
+    _keeps_the_first_epoch(call, data, tmp_path / "run")
+    (archive / SHARD).write_bytes(whole)
+    assert train(data, archive, f"--epochs 3 -j {workers} --resume auto").code == 0
+
+
+def test_label_pages_that_are_gone_kill_a_worker_with_an_explanation(
+    train: Train, call: Call, data: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A disk that goes away between the look at the length and the read: the system sends SIGBUS.
+    monkeypatch.setattr(MappedFile, "check_length", lambda self: None)
+    _after_first_epoch(monkeypatch, lambda: os.truncate(archive / SHARD, 100))
+    ended = train(data, archive, "--epochs 3 -j 1")
+    assert ended.code == WorkerDied.exit_code and "Traceback" not in ended.err
+    last = ended.err.splitlines()[-1]  # torch's own words, "bus error", come first
+    assert "error: a data worker exited" in last and "the label archive may have been cut" in last
+    _keeps_the_first_epoch(call, data, tmp_path / "run")
+
+
+def test_four_classes_with_five_asked_for(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
+    made, packed = tmp_path / "made", tmp_path / "made.tlt"
+    ended = call("generate_label", f"{_annotator(tmp_path)} --top-k 5", data, made)
+    assert ended.code == 0, ended.err
+    names = scan_folder(str(data / "train")).paths
+    assert PublishedTree(made, names, num_classes=4).shape[0] == 4
+    assert tlt_command(["pack", str(made), str(packed)]) == 0
+    losses = []
+    for labels in (made, packed):
+        assert train(data, labels, run=f"run-{labels.name}").code == 0
+        losses.append([record["loss"] for record in metrics(tmp_path / f"run-{labels.name}")])
+    assert losses[0] == losses[1]
+
+
+def test_labels_of_five_entries_for_four_classes(train: Train, data: Path, tree: Path) -> None:
+    for label in tree.glob("*/*.pt"):  # one class twice in a cell: its entries count as they stand
+        entry = torch.load(label, weights_only=True)
+        torch.save(torch.cat([entry, entry[:, :2]], dim=1), label)
+    ended = train(data, tree)
+    assert ended.code == 0, ended.err
+
+
+ODD_FOLDERS = ("birds/001.Black_footed", "birds/ünï cødé", "a.b/c.d/deep", "日本")
+ODD_NAMES = ("img.v1.001.jpg", "img.v1.002.jpg", "img.jpg", "two words.jpg", "ñ.jpg", os.fsdecode(b"bad\xff\xfe.jpg"))
+
+
+def test_dotted_nested_and_non_ascii_names(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
+    odd, made, packed = tmp_path / "odd", tmp_path / "made", tmp_path / "made.tlt"
+    images = sorted(data.glob("train/*/*.jpg"))
+    for number, folder in enumerate(ODD_FOLDERS):
+        for place, name in enumerate(ODD_NAMES):
+            (odd / "train" / folder).mkdir(parents=True, exist_ok=True)
+            shutil.copy(images[(4 * number + place) % 16], odd / "train" / folder / name)
+        (odd / "validation" / folder).mkdir(parents=True)
+        shutil.copy(images[number], odd / "validation" / folder / "v.1.jpg")
+    assert call("generate_label", _annotator(tmp_path), odd, made).code == 0
+    assert tlt_command(["pack", str(made), str(packed), "--images", str(odd)]) == 0
+    assert tlt_command(["check", str(odd), str(packed)]) == 0
+    names = scan_folder(str(odd / "train")).paths
+    tree, archive = PublishedTree(made, names), LabelArchive(packed, names)
+    assert len({tree.label(index) for index in range(24)}) == 24
+    assert all((tree.read(index).values == archive.read(index, 40, 36).values).all() for index in range(24))
+    losses = []
+    for labels in (made, packed):
+        assert train(odd, labels, "-j 2", run=f"run-{labels.name}").code == 0
+        losses.append([record["loss"] for record in metrics(tmp_path / f"run-{labels.name}")])
+    assert losses[0] == losses[1]
+
+
+def test_images_without_labels(train: Train, data: Path, archive: Path, tmp_path: Path) -> None:
+    shutil.copy(data / "train" / "red" / "red3.jpg", data / "train" / "red" / "new.jpg")
+    ended = train(data, archive)
+    refused(ended, "1 of 17 images have no label in")
+    assert "red/new.jpg" in ended.err and "--bad-label skip" in ended.err
+    for policy in ("skip", "uniform"):
+        ended = train(data, archive, f"--bad-label {policy}", run=policy)
+        assert ended.code == 0 and f"red/new.jpg (looked for red/new.pt); --bad-label {policy}" in ended.out
+    (tmp_path / "empty").mkdir()
+    refused(train(data, tmp_path / "empty", "--bad-label skip"), "17 of 17 images have no label in")

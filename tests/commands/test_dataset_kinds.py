@@ -1,0 +1,88 @@
+"""Programs on `--dataset`: what is read otherwise is trained the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.commands.conftest import QUICK, Ended, metrics
+from tests.data.sources.test_tfrecords import Features, write
+from tlt.tools import cli
+
+Call = Callable[..., Ended]
+
+
+def as_records(data: Path, out: Path) -> Path:
+    """An image folder as TFRecords that name class and file, not in the folder's order; with their index."""
+    for split in ("train", "validation"):
+        numbers = {name: number for number, name in enumerate(sorted(path.name for path in (data / split).iterdir()))}
+        records: list[Features] = [
+            {
+                "image/encoded": file.read_bytes(),
+                "image/class/label": numbers[file.parent.name] + 1,
+                "image/class/synset": file.parent.name.encode(),
+                "image/filename": file.name.encode(),
+            }
+            for file in sorted((data / split).glob("*/*"), key=lambda file: file.name[::-1])
+        ]
+        write(out / f"{split}-00000-of-00002", records[::2])
+        write(out / f"{split}-00001-of-00002", records[1::2])
+        assert cli.main(["index", str(out), "--dataset", "tfrecord", "--split", split, "-j", "2"]) == 0
+    return out
+
+
+def test_a_run_begun_on_a_folder_ends_in_the_same_bits_on_tfrecords(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_dataset()
+    records = as_records(folder, tmp_path / "records")
+    flags = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --token-label-data {make_labels(folder)} --output {tmp_path}"
+    runs = [tmp_path / name for name in ("whole", "both")]
+    for run in runs:
+        assert call("train", f"{folder} {flags} --experiment {run.name}").code == 0
+    (runs[1] / "last.pth.tar").unlink()
+    first = runs[1] / "checkpoint-0.pth.tar"
+    ended = call("train", f"{records} --dataset tfrecord {flags} --experiment both --resume {first}")
+    assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out, ended.err
+    one, two = (torch.load(run / "last.pth.tar", weights_only=True)["state_dict"] for run in runs)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    whole, both = ([each["loss"] for each in metrics(run)][-2:] for run in runs)
+    assert whole == both and len(both) == 2
+    accuracies = []
+    for data in (f"{folder}", f"{records} --dataset tfrecord"):
+        results = tmp_path / "results.json"
+        flags = f"-b 4 -j 0 --checkpoint {runs[1] / 'last.pth.tar'} --results-format json --results-file {results}"
+        assert call("validate", f"{data} {flags}").code == 0
+        row = json.loads(results.read_text())[0]
+        accuracies.append((row["top1"], row["loss"], row["images"]))
+    assert accuracies[0] == accuracies[1] and accuracies[0][2] == 8
+
+
+def test_a_data_set_of_the_hub_is_labelled_and_trained(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder, parquet = make_dataset(), tmp_path / "parquet"
+    names = sorted(path.name for path in (folder / "train").iterdir())
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    for split in ("train", "validation"):
+        files = sorted((folder / split).glob("*/*"))
+        images = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+        rows = {"image": images, "label": [names.index(file.parent.name) for file in files]}
+        (parquet / "data").mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict(rows, features).to_parquet(parquet / "data" / f"{split}-00000-of-00001.parquet")
+    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
+    data, labels = f"{tmp_path / 'cache'} --dataset hfds/{parquet}", tmp_path / "labels"
+    model = f"--model resnet10t --num-classes 4 --img-size 64 -j 1 --checkpoint {tmp_path / 'w.pth'} --device cpu"
+    ended = call("generate_label", f"{tmp_path / 'cache'} {labels} --dataset hfds/{parquet} --format archive {model}")
+    assert ended.code == 0, ended.err
+    train = f"{data} {QUICK} -j 2 --epochs 1 --token-label --token-label-data {labels} --output {tmp_path}"
+    ended = call("train", f"{train} --experiment run")
+    assert ended.code == 0 and "over 8 images" in ended.out, ended.err
+    ended = call("train", f"--dataset hfds/{parquet} {QUICK} --epochs 1 --val-split nowhere --output {tmp_path}")
+    assert ended.code == 2 and 'Unknown split "nowhere"' in ended.err

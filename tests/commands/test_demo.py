@@ -1,0 +1,86 @@
+"""The demo's commands, without running them: what they say is what the programs understand."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.commands.conftest import ROOT
+from tlt.tools import cli as tlt_cli
+from volo.config.args import parse_generate_label, parse_train, parse_validate
+
+
+@pytest.fixture
+def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """demo/digits.py, working in another folder."""
+    spec = importlib.util.spec_from_file_location("digits_demo", ROOT / "demo" / "digits.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # its dataclass looks itself up
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    yield module
+
+
+def understood(command: str) -> object:
+    """The program's view of a command."""
+    program, *words = shlex.split(command.removeprefix("python "))
+    if program == "-m":
+        return tlt_cli.parser().parse_args(words[1:])
+    if program == "./distributed_train.sh":
+        program, words = "train.py", words[1:]
+    return {"train.py": parse_train, "generate_label.py": parse_generate_label, "validate.py": parse_validate}[program](
+        words
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "shards", "output", "images", "gpus"),
+    [
+        ("", False, "demo_output", "digits", 0),
+        ("dali-cpu", False, "demo_output/dali-cpu", "digits", 1),
+        ("", True, "demo_output/shards", "packed", 2),
+        ("pil", True, "demo_output/pil_shards", "packed", 8),
+    ],
+)
+def test_the_commands_are_understood(
+    digits: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    shards: bool,
+    output: str,
+    images: str,
+    gpus: int,
+) -> None:
+    commands: list[str] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr(digits, "run", lambda command, done=False: commands.append(command))
+    monkeypatch.setattr(digits, "write_digits", lambda folder: None)
+    for name in ("volo_d0", "volo_d0_fine"):
+        (run := tmp_path / output / name).mkdir(parents=True)
+        row = {"img_size": "32x32", "top1": 99.0, "images": 360}
+        (run / "validation.json").write_text(json.dumps([row]))
+        with (run / "summary.csv").open("w") as file:
+            csv.writer(file).writerows([["images_per_second"], ["100"]])
+    flags = (["--data-backend", backend] if backend else []) + ["--shards"] * shards
+    monkeypatch.setattr(sys, "argv", ["digits.py", *flags])
+    digits.main()
+    args = [understood(command) for command in commands]
+    trained, validated = [a for a in args if hasattr(a, "experiment")], [a for a in args if hasattr(a, "split")]
+    assert [a.data_dir for a in trained] == [f"{output}/{name}" for name in ("digits", images, images)]
+    assert [a.data for a in validated][-2:] == [f"{output}/{images}"] * 2
+    assert {a.data_backend for a in args if hasattr(a, "data_backend")} == {backend or "torchvision"}
+    assert trained[1].token_label_data == (f"{output}/packed" if shards else f"{output}/labels.tlt")
+    processes = [int(command.split()[1]) for command in commands if command.startswith("./distributed_train.sh")]
+    assert [count * a.batch_size for count, a in zip(processes, trained[1:], strict=True)] == [32, 32]
+    assert processes == [1 if gpus == 1 else 2] * 2
+    assert trained[2].finetune == f"{output}/volo_d0/model_best.pth.tar"

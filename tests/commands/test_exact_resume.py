@@ -1,0 +1,164 @@
+"""A run that is interrupted anywhere and resumed ends in the bits and records of one that was not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.commands import interrupted_train
+from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
+from tests.commands.test_train import without_times
+from tests.conftest import LIMIT
+from tlt.tools import cli as tlt_cli
+from volo.checkpoint.saver import Saver
+from volo.commands import run_start
+from volo.commands import train as program
+
+# Everything that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, average, intervals.
+FLAGS = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --drop-path 0.2 --model-ema --log-interval 2"
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [t for v in values for t in tensors(v)]
+
+
+def assert_same(whole: Path, cut: Path) -> None:
+    one, two = (torch.load(run / "last.pth.tar", weights_only=True) for run in (whole, cut))
+    for key in ("state_dict", "state_dict_ema", "optimizer"):
+        pairs = list(zip(tensors(one[key]), tensors(two[key]), strict=True))
+        assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), key
+    assert (one["best"], one["update"]) == (two["best"], two["update"])
+    for name in ("metrics.jsonl", "summary.csv"):
+        assert without_times(cut / name) == without_times(whole / name), name
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("-j 2", marks=pytest.mark.faults),
+        "-j 0 --amp --checkpoint-sync --drop-path-mode subset",
+        pytest.param("-j 0 --model-dtype bfloat16", marks=pytest.mark.faults),
+    ],
+)
+def test_fault_11_interrupted_at_several_updates(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+) -> None:
+    data = make_dataset(train=21)
+    flags = f"{data} {FLAGS} -b 3 --grad-accum-steps 2 --token-label-data {make_labels(data)} --output {tmp_path}"
+    flags += f" {more} --resume auto --experiment"
+    assert call("train", flags, "whole").code == 0
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
+    interrupted_train.stop_at(updates := {1, 4, 6})  # 4: after the first epoch's last update, before it is validated
+    while updates:
+        ended = call("train", flags, "cut")
+        assert ended.code == 130, ended.err
+    ended = call("train", flags, "cut")
+    assert ended.code == 0 and "1 epochs, 6 updates done" in ended.out, ended.err
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_run_goes_on_with_other_workers_and_from_shards(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, packed = make_dataset(train=21), tmp_path / "packed"
+    labels = make_labels(data)
+    assert tlt_cli.main(["pack-images", str(data), str(packed), "--labels", str(labels), "--workers", "1"]) == 0
+    flags = f"{FLAGS} -b 3 --grad-accum-steps 2 --output {tmp_path} --resume auto --experiment"
+    folder, shards = f"{data} --token-label-data {labels}", f"{packed} --token-label-data {packed}"
+    assert call("train", f"{flags} whole {folder}").code == 0
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
+    interrupted_train.stop_at({1, 3, 6})
+    lives = [f"{folder} -j 2", f"{shards} -j 2", f"{folder} -j 1 --worker-type thread", f"{shards} -j 0"]
+    ends = [call("train", f"{flags} cut {life}") for life in lives]
+    assert [end.code for end in ends] == [130, 130, 130, 0], ends
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("more", ["", "--grad-compression bf16", "--model-dtype bfloat16 -b 2 --grad-accum-steps 2"])
+def test_fault_11_interrupted_on_two_ranks(
+    make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path, more: str
+) -> None:
+    """Within an epoch the ranks have other running statistics, in the average too, and other sums of losses."""
+    data = make_dataset(train=24)
+    flags = (
+        f"{FLAGS} -b 4 {more} --dist-bn reduce --token-label-data {make_labels(data)} --output {tmp_path} --resume auto"
+    )
+    launch(2, f"{flags} --experiment whole", data)
+    driver = str(Path(interrupted_train.__file__))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", driver, "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    stopped = subprocess.run(
+        [*command, str(data), *flags.split(), "--experiment", "cut"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert "exitcode  : 130" in stopped.stderr, stopped.stderr
+    assert "0 epochs, 2 updates done" in launch(2, f"{flags} --experiment cut", data)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=24)
+    flags = f"{QUICK} --lr-base 0.1 --freeze-bn --output {tmp_path} --resume auto -b 4 --experiment"
+    assert call("train", f"{data} --grad-accum-steps 2 {flags} whole --epochs 2").code == 0
+    assert call("train", f"{data} --grad-accum-steps 2 {flags} run --epochs 1").code == 0
+    out = launch(2, f"--grad-accum-steps 2 {flags} run --epochs 2", data)
+    assert "1 processes before, 2 now: 1 accumulation steps, not 2, keep the global batch of 8" in out
+    assert "global batch 8 = 4 per device x 2 x 1 accumulation steps; 3 updates an epoch" in out
+    whole, run = (
+        {row["update"]: row["lr"] for row in metrics(tmp_path / name) if "lr" in row} for name in ("whole", "run")
+    )
+    assert [run[update] for update in (4, 5, 6)] == [whole[update] for update in (4, 5, 6)]
+
+
+def test_a_run_is_not_resumed_on_other_data(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=16)
+    flags = f"{data} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
+    assert call("train", f"{flags} --val-interval 2").code == 0
+    (data / "train" / "red" / "red3.jpg").rename(data / "train" / "grey" / "red3.jpg")
+    refused = call("train", f"{flags} --resume auto")
+    assert refused.code == 2 and "--allow-changed-data" in refused.err
+    allowed = call("train", f"{flags} --resume auto --allow-changed-data")
+    assert allowed.code == 0 and "warning: the training images" in allowed.out
+
+
+def test_ranks_that_read_different_checkpoints_do_not_wait_for_each_other(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"{make_dataset(train=16)} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    real = run_start.from_all
+    monkeypatch.setattr(run_start, "from_all", lambda own: [own, [0, 1]] if isinstance(own, list) else real(own))
+    ended = call("train", flags, "--resume", "auto")
+    assert ended.code == 2 and "ranks read it at updates 1 and 2: it is being written to" in ended.err

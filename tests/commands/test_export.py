@@ -1,0 +1,223 @@
+"""export.py as a user runs it: files that other programs run to the model's logits, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import volo  # noqa: F401  registers the models
+from tests.commands.conftest import Ended
+from volo.commands import export
+
+Call = Callable[..., Ended]
+SIZE = (32, 48)
+SMALL = {"volo_test": {"layers": (1, 1, 0, 0)}, "lvvit_test": {"depth": 1}}
+
+
+@pytest.fixture
+def images() -> Tensor:
+    """Five, which is neither the batch that a file is traced with nor one that it is checked with."""
+    return torch.randn(5, 3, *SIZE, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., tuple[nn.Module, Path]]:
+    """A model with BatchNorm statistics of its own, and its checkpoint; the moving average is another model's."""
+
+    def save(name: str, **config: object) -> tuple[nn.Module, Path]:
+        torch.manual_seed(0)
+        kwargs = SMALL[name]
+        models = [timm.create_model(name, num_classes=6, img_size=SIZE, **kwargs) for _ in range(2)]
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.running_mean.normal_()
+                    module.running_var.uniform_(0.5, 2)
+        described = {
+            "name": name,
+            "kwargs": kwargs,
+            "num_classes": 6,
+            "img_size": list(SIZE),
+            "in_chans": 3,
+            "crop_pct": 0.9,
+            "class_names": list("abcdef"),
+        }
+        path = tmp_path / f"{name}.pth"
+        entries = {"state_dict": models[0].state_dict(), "state_dict_ema": models[1].state_dict()}
+        torch.save(entries | {"model_config": described | config}, path)
+        return models[0].eval(), path
+
+    return save
+
+
+def close(got: Tensor | np.ndarray, expected: Tensor) -> bool:
+    return bool((torch.as_tensor(got) - expected).abs().max() < 1e-5 * expected.abs().max())
+
+
+def test_onnx_with_both_heads(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], images: Tensor, tmp_path: Path
+) -> None:
+    model, checkpoint = trained("volo_test")
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx --dense")
+    assert ended.code == 0, ended.err
+    onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
+    graph = onnx.load(tmp_path / "model.onnx")
+    assert [entry.version for entry in graph.opset_import if not entry.domain] == [18]
+    assert not {"BatchNormalization", "Col2Im"} & {node.op_type for node in graph.graph.node}
+
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == ["batch", 3, *SIZE]
+    with torch.no_grad():
+        expected = model(images, dense=True)
+    assert [output.name for output in session.get_outputs()] == ["class_logits", "token_logits"]
+    for got, wanted in zip(session.run(None, {"images": images.numpy()}), expected, strict=True):
+        assert close(got, wanted)
+    config = json.loads(session.get_modelmeta().custom_metadata_map["model_config"])
+    assert config["class_names"] == list("abcdef") and config["img_size"] == list(SIZE) and config["crop_pct"] == 0.9
+    assert config["token_grid"] == [2, 3]
+
+
+ALONE = """
+import sys, torch
+images, = torch.load(sys.argv[2])
+extra = {"model_config.json": ""}
+torch.save(torch.export.load(sys.argv[1], extra_files=extra).module()(images), sys.argv[3])
+assert not {"volo", "tlt", "timm"} & set(sys.modules)
+print(extra["model_config.json"])
+"""
+
+
+def test_a_pt2_file_runs_where_only_torch_is(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], images: Tensor, tmp_path: Path
+) -> None:
+    model, checkpoint = trained("volo_test")
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --img-size 64 --crop-pct 0.8")
+    assert ended.code == 0, ended.err
+    square = torch.nn.functional.interpolate(images, (64, 64))
+    torch.save([square], tmp_path / "images.pt")
+    files = [tmp_path / name for name in ("model.pt2", "images.pt", "logits.pt")]
+    run = subprocess.run([sys.executable, "-I", "-c", ALONE, *files], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    with torch.no_grad():
+        assert close(torch.load(tmp_path / "logits.pt")[0], model(square))
+    config = json.loads(run.stdout)
+    assert (config["img_size"], config["crop_pct"], config["num_classes"]) == ([64, 64], 0.8, 6)
+
+
+def test_bfloat16(call: Call, trained: Callable[..., tuple[nn.Module, Path]], images: Tensor, tmp_path: Path) -> None:
+    model, checkpoint = trained("lvvit_test")
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --model-dtype bfloat16")
+    assert ended.code == 0, ended.err
+    program = torch.export.load(tmp_path / "model.pt2")
+    assert {weight.dtype for weight in program.state_dict.values()} == {torch.bfloat16}
+    assert "batch_norm" not in program.graph_module.code
+    got = program.module()(images)[0]
+    with torch.no_grad():
+        expected = model(images)
+    assert got.dtype == torch.float32 and not close(got, expected)
+    torch.testing.assert_close(got, expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
+
+
+def test_float16_in_onnx(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], images: Tensor, tmp_path: Path
+) -> None:
+    model, checkpoint = trained("lvvit_test")
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx --model-dtype float16")
+    assert ended.code == 0, ended.err
+    weights = onnx.load(tmp_path / "model.onnx").graph.initializer
+    assert onnx.TensorProto.FLOAT not in {weight.data_type for weight in weights if weight.dims}
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    got = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    with torch.no_grad():
+        expected = model(images)
+    assert got.dtype == torch.float32 and not close(got, expected)
+    torch.testing.assert_close(got, expected, rtol=0.005, atol=0.005 * expected.abs().max().item())
+
+
+def test_the_moving_average_is_exported_where_asked_for(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], images: Tensor, tmp_path: Path
+) -> None:
+    _, checkpoint = trained("lvvit_test")
+    assert call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2 --use-ema").code == 0
+    average = timm.create_model("lvvit_test", num_classes=6, img_size=SIZE, depth=1).eval()
+    average.load_state_dict(torch.load(checkpoint)["state_dict_ema"])
+    with torch.no_grad():
+        assert close(torch.export.load(tmp_path / "model.pt2").module()(images)[0], average(images))
+
+
+def test_a_timm_model(call: Call, tmp_path: Path, images: Tensor) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=4).eval()
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "resnet.pth")
+    flags = f"--model resnet10t --num-classes 4 --checkpoint {tmp_path}/resnet.pth --input-size 3 32 48"
+    ended = call("export", f"{flags} -o {tmp_path}/model.pt2")
+    assert ended.code == 0, ended.err
+    with torch.no_grad():
+        assert close(torch.export.load(tmp_path / "model.pt2").module()(images)[0], model(images))
+    ended = call("export", f"{flags} -o {tmp_path}/dense.pt2 --dense")
+    assert ended.code == 2 and "--dense" in ended.err and not (tmp_path / "dense.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", "-o FILE"),
+        ("-o OUT/model.bin", "--format"),
+        ("-o OUT/model.pt2 --format onnx", "contradicts"),
+        ("-o OUT/model.pt2 --opset 20", "--opset 20"),
+        ("-o OUT/model.onnx --opset 17", "--opset"),
+        ("-o OUT/model.onnx --model-dtype bfloat16", "bfloat16"),
+        ("-o OUT/lvvit_test.pth --format onnx", "exists already"),
+        ("-o OUT/nowhere/model.pt2", "nowhere"),
+        ("-o OUT/model.pt2 --pretrained", "--pretrained"),
+        ("-o OUT/model.pt2 --dense", "--dense"),
+        ("-o OUT/model.pt2 --img-size 32 --input-size 3 48 48", "differ"),
+    ],
+)
+def test_bad_input_is_one_line_with_exit_code_2(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, flags: str, named: str
+) -> None:
+    _, checkpoint = trained("lvvit_test", dense_head=False)
+    ended = call("export", f"--checkpoint {checkpoint} {flags.replace('OUT', str(tmp_path))}")
+    assert ended.code == 2, ended.out
+    assert named in ended.err and len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err
+    assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
+
+
+def test_a_missing_package_names_the_extra(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = trained("lvvit_test")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx")
+    assert ended.code == 2 and "onnxscript" in ended.err and "volo-tlt[onnx]" in ended.err
+
+
+def test_a_file_that_differs_from_the_model_is_not_written(
+    call: Call, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = trained("lvvit_test")
+    monkeypatch.setattr(export, "fold_batchnorm", lambda model: model.head.bias.data.add_(0.01))
+    ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.pt2")
+    assert ended.code == 2 and "nothing was written" in ended.err
+    assert [file.name for file in tmp_path.iterdir()] == ["lvvit_test.pth"]
+
+
+def test_a_checkpoint_that_describes_a_model_far_larger_than_itself_is_refused(call: Call, tmp_path: Path) -> None:
+    kwargs = {"layers": [9, 9, 9, 9], "embed_dims": [4096, 8192, 8192, 8192], "num_heads": [64, 64, 64, 64]}
+    described = {"name": "volo_d1", "kwargs": kwargs, "num_classes": 4, "img_size": [224, 224]}
+    torch.save({"state_dict": {"x": torch.zeros(1)}, "model_config": described}, tmp_path / "vast.pth")
+    ended = call("export", f"--checkpoint {tmp_path}/vast.pth -o {tmp_path}/out.onnx")
+    assert ended.code == 2 and "the checkpoint describes a model of" in ended.err, ended
+    assert len(ended.err.splitlines()) == 1

@@ -1,0 +1,98 @@
+"""The picture of the first batch: in every run directory, and never the end of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.commands.conftest import QUICK, Ended
+from tlt.tools import label_page
+from tlt.tools.label_page import Example
+from volo.train import first_batch
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
+    """The examples of every page that is drawn."""
+    pages: list[list[Example]] = []
+
+    def draw(examples: list[Example], *rest: str) -> object:
+        pages.append(examples)
+        return label_page.draw_page(examples, *rest)
+
+    monkeypatch.setattr(first_batch, "draw_page", draw)
+    return pages
+
+
+@pytest.mark.parametrize("mode", ["token labels", "label size 1", "plain", "synthetic"])
+def test_every_kind_of_run_has_one(
+    mode: str,
+    call: Call,
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    drawn: list[list[Example]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_batch, "_IMAGES", 3)
+    data = make_dataset()
+    flags = {"label size 1": "--token-label-size 1", "synthetic": "--data-backend synthetic"}.get(mode, "")
+    if mode == "plain":
+        more = [str(data), "-b", "4", "--grad-accum-steps", "2"]  # two batches in the first update
+    else:
+        more = ["--token-label", "--token-label-data", str(make_labels(data))]
+        more += [str(data)] if mode != "synthetic" else ["-b", "2"]
+    monkeypatch.setattr("volo.train.data.SYNTHETIC_UPDATES", 2)
+    flags = f"{QUICK} --epochs 1 --reprob 0 {flags} --output {tmp_path} --experiment run"
+    ended = call("train", flags, *more)
+    assert ended.code == 0, ended.err
+    (examples,) = drawn  # of the first batch alone
+    assert len(examples) == (2 if mode == "synthetic" else 3) and "drew first_batch.png" in ended.out
+    for example in examples:
+        assert example.augmented.shape == (32, 32, 3)
+        assert (example.label is None) == (mode == "plain")
+        assert (example.tokens is None) == (mode in ("plain", "label size 1"))
+    with Image.open(tmp_path / "run" / "first_batch.png") as page:
+        page.verify()
+
+
+def test_a_resumed_run_keeps_it(call: Call, make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    flags = f"{make_dataset()} {QUICK} --output {tmp_path} --experiment run"
+    assert call("train", f"{flags} --epochs 1").code == 0
+    file = tmp_path / "run" / "first_batch.png"
+    file.write_bytes(b"kept")
+    assert "drew" not in call("train", f"{flags} --epochs 2 --resume auto").out
+    assert file.read_bytes() == b"kept"
+    file.unlink()
+    assert "drew" in call("train", f"{flags} --epochs 3 --resume auto").out
+
+
+def test_a_picture_that_fails_is_a_warning(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(first_batch, "draw_page", fail)
+    ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
+    assert ended.code == 0
+    assert "warning: first_batch.png could not be drawn: MemoryError: no room\n" in ended.out
+
+
+def test_without_matplotlib_one_line_says_what_is_missing(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = first_batch.importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("volo-tlt[plot]") == 1
+    assert "neither learning curves nor the first batch will be drawn" in ended.out
+    assert not list((tmp_path / "run").glob("*.png"))

@@ -1,0 +1,225 @@
+"""Whole runs on a GPU against a CPU's: mixed precision, optimizers, prefetching, resume, no wait for the device."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.commands import interrupted_train
+from tests.commands.conftest import QUICK, Ended, metrics
+from volo.checkpoint.saver import Saver
+from volo.checkpoint.snapshot import HostSnapshot
+from volo.cluster.topology import read_machine, visible_gpus
+from volo.commands import train
+from volo.train import loop
+from volo.train.precision import Precision
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("amp", "more"),
+    [
+        ("", ""),
+        ("", "--opt lamb --grad-checkpointing"),
+        ("", "--opt sgd --worker-type thread -j 2"),
+        ("--amp --amp-dtype bfloat16", ""),
+        ("--model-dtype bfloat16", "--grad-accum-steps 2 -b 4 --model-ema"),
+        ("--apex-amp", ""),
+    ],
+)
+def test_losses_are_those_of_the_cpu(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    amp: str,
+    more: str,
+) -> None:
+    data = make_dataset()
+    labels = make_labels(data)
+    # Dropout and stochastic depth draw other numbers on a GPU.
+    flags = f"{data} {QUICK} --epochs 2 --lr 1e-4 --drop-path 0 --token-label --token-label-data {labels}"
+    flags += f" --output {tmp_path} {more}"
+    assert call("train", f"{flags} --experiment cpu --device cpu").code == 0
+    ended = call("train", f"{flags} --experiment gpu --device cuda --pin-mem --channels-last {amp}")
+    assert ended.code == 0, ended.err
+    cpu, gpu = (metrics(tmp_path / name) for name in ("cpu", "gpu"))
+    tolerance = 2e-2 if amp else 1e-3
+    assert [r["loss"] for r in gpu] == pytest.approx([r["loss"] for r in cpu], rel=tolerance)
+
+
+@pytest.mark.parametrize("more", ["--drop-path-mode subset --model-ema", "--amp", "--model-dtype bfloat16"])
+def test_between_two_reports_the_host_never_waits(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: str,
+) -> None:
+    steps, take_broken, checked = itertools.count(), Precision.take_broken, []
+
+    def begin_step() -> None:  # of the second epoch on: in the first one libraries start up
+        if next(steps) >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def report(precision: Precision) -> dict[int, bool]:
+        checked.append(torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("default")
+        return take_broken(precision)
+
+    monkeypatch.setattr(loop, "begin_step", begin_step)
+    monkeypatch.setattr(Precision, "take_broken", report)
+    data = make_dataset()
+    flags = f"{data} {QUICK} -b 4 --epochs 2 --log-interval 4 --lr 1e-4 --drop-path 0.5 --device cuda {more}"
+    try:
+        ended = call("train", f"{flags} --token-label --token-label-data {make_labels(data)} --output {tmp_path}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ended.code == 0 and checked == [0, 2], ended.err
+
+
+def test_a_run_that_is_resumed_on_the_gpu_goes_on_as_before(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = f"{make_dataset()} {QUICK} -b 4 --epochs 2 --lr 1e-3 --drop-path 0.5 --drop-path-mode subset --amp"
+    flags += f" --token-label --model-ema --device cuda --output {tmp_path} --resume auto --experiment"
+    assert call("train", flags, "whole").code == 0
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(train, "validate_epoch", train.validate_epoch)
+    interrupted_train.stop_at({3})
+    assert call("train", flags, "cut").code == 130
+    assert call("train", flags, "cut").code == 0
+    whole, cut = (metrics(tmp_path / name) for name in ("whole", "cut"))
+    assert len(cut) == 8 and [r["loss"] for r in cut] == pytest.approx([r["loss"] for r in whole], rel=1e-3)
+
+
+def test_accuracy_and_labels_are_those_of_the_cpu(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data, weights = make_dataset(), tmp_path / "weights.pth"
+    torch.manual_seed(0)
+    torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights)
+    model = f"--model volo_test --checkpoint {weights} --num-classes 4 --img-size 32 -b 5 -j 0"
+    losses, labels = [], []
+    for device in ("cpu", "cuda"):
+        results = tmp_path / f"{device}.json"
+        ended = call("validate", f"{data} {model} --device {device} --results-file {results} --results-format json")
+        assert ended.code == 0, ended.err
+        losses.append(json.loads(results.read_text())[0]["loss"])
+        assert call("generate_label", f"{data} {tmp_path / device} {model} --device {device}").code == 0
+        files = sorted((tmp_path / device).rglob("*.pt"))
+        labels.append(torch.stack([torch.load(file)[0] for file in files]).float())  # logits, the largest first
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and labels[0].shape[:2] == (16, 4)
+    torch.testing.assert_close(labels[1], labels[0], rtol=2e-3, atol=2e-3)  # in half precision
+
+
+def test_the_copy_for_a_checkpoint_is_of_its_moment_and_waits_for_nothing() -> None:
+    weight, snapshot = torch.zeros(2**24, device="cuda"), HostSnapshot()
+    payload = {"weight": weight, "shared": [weight, torch.ones(3)]}
+    snapshot.reserve(payload)
+    for value in range(2):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            copied = snapshot.take(payload)
+            weight.add_(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        snapshot.wait()
+        assert copied["weight"].eq(value).all() and copied["weight"].is_pinned()
+        assert copied["shared"][0] is copied["weight"]
+
+
+def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:
+    gpus = read_machine().gpus
+    if not gpus:
+        pytest.skip("this machine's /sys shows no GPU")
+    shown, why = visible_gpus(gpus, os.environ)
+    torchs = torch.cuda.get_device_properties(0)
+    address = f"{torchs.pci_domain_id:04x}:{torchs.pci_bus_id:02x}:{torchs.pci_device_id:02x}.0"
+    assert why or shown[0].address == address
+
+
+def test_fault_53_a_broken_step_changes_nothing_on_the_gpu() -> None:
+    device = torch.device("cuda")
+    model = torch.nn.Linear(3, 2, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    precision = Precision(device)
+    for scale in (1.0, float("nan")):
+        before = model.weight.detach().clone()
+        precision.backward(model(torch.ones(1, 3, device=device)).sum() * scale)
+        precision.step(optimizer, list(model.parameters()))
+    assert precision.counts()[0] and torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("amp", ["", "--amp"])
+def test_a_teacher_on_the_gpu_says_what_it_says_on_the_cpu(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, amp: str
+) -> None:
+    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "teacher.pth")
+    flags = f"{make_dataset()} {QUICK} --epochs 1 --lr 1e-4 --drop-path 0 --token-label --output {tmp_path}"
+    flags += f" --token-label-teacher resnet10t --token-label-teacher-checkpoint {tmp_path / 'teacher.pth'}"
+    assert call("train", f"{flags} --experiment cpu --device cpu").code == 0
+    ended = call("train", f"{flags} --experiment gpu --device cuda --channels-last {amp}")
+    assert ended.code == 0 and "ms an image on a cuda device" in ended.out, ended.err
+    cpu, gpu = (metrics(tmp_path / name) for name in ("cpu", "gpu"))
+    assert [r["loss"] for r in gpu] == pytest.approx([r["loss"] for r in cpu], rel=2e-2 if amp else 1e-3)
+    assert metrics(tmp_path / "gpu", "epoch")[0]["teacher_ms_per_image"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),  # half a minute each
+    [
+        ("volo_test", ""),
+        ("volo_test", "--torchcompile-mode reduce-overhead"),
+        ("lvvit_test", "--torchcompile-scope model"),
+    ],
+)
+def test_compiled_losses_are_those_without_and_cuda_graphs_leave_nothing_out(
+    call: Callable[..., Ended],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    model: str,
+    more: str,
+) -> None:
+    """Two micro-batches an update: gradients lie where the graphs put them while the second one runs."""
+    from torch._dynamo.utils import counters
+
+    data = make_dataset()
+    flags = f"{data} {QUICK} --model {model} -b 4 --grad-accum-steps 2 --epochs 2 --lr 1e-3 --drop-path 0 --model-ema"
+    flags += f" --token-label --token-label-data {make_labels(data)} --device cuda --output {tmp_path}"
+    assert call("train", f"{flags} --experiment plain").code == 0
+    torch.compiler.reset()
+    counters.clear()
+    ended = call("train", f"{flags} --experiment compiled --torchcompile {more}")
+    assert ended.code == 0, ended.err
+    plain, compiled = (metrics(tmp_path / name) for name in ("plain", "compiled"))
+    assert [r["loss"] for r in compiled] == pytest.approx([r["loss"] for r in plain], rel=1e-3)
+    plain, compiled = (metrics(tmp_path / name, "epoch") for name in ("plain", "compiled"))
+    for name in ("eval_loss", "eval_loss_ema"):
+        assert [r[name] for r in compiled] == pytest.approx([r[name] for r in plain], rel=1e-3)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_compiled_stochastic_depth_on_the_gpu_is_a_function_of_the_seed(
+    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = f"{make_dataset()} {QUICK} --epochs 1 --lr 1e-4 --drop-path 0.5 --token-label --device cuda --torchcompile"
+    runs = {}
+    for name, more in {"blocks": "", "graphs": "--torchcompile-mode reduce-overhead"}.items():
+        for again in ("", "-again"):
+            assert call("train", f"{flags} {more} --output {tmp_path} --experiment {name}{again}").code == 0
+            runs[name + again] = [r["loss"] for r in metrics(tmp_path / (name + again))]
+        assert runs[name] == pytest.approx(runs[f"{name}-again"], rel=1e-5)
+    assert call("train", f"{flags} --seed 7 --output {tmp_path} --experiment other").code == 0
+    assert [r["loss"] for r in metrics(tmp_path / "other")] != pytest.approx(runs["blocks"], rel=1e-3)

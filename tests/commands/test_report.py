@@ -1,0 +1,188 @@
+"""The report tells what was done to a run: computed here by hand from records written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from volo import cli
+from volo.commands.report import without_times
+from volo.record.history import faults, losses, read_history
+
+BEGAN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+Capture = pytest.CaptureFixture[str]
+
+
+def _at(seconds: float) -> str:
+    return (BEGAN + timedelta(seconds=seconds)).isoformat()
+
+
+def _event(seconds: float, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"time": _at(seconds), "kind": kind, "rank": 0, "node": "n1", "pid": 7, **fields}
+
+
+def _report(at: float, update: int, **fields: Any) -> dict[str, Any]:
+    """A report of 10 updates of 8 images that took 20 s, 5 of them waiting."""
+    known = {"event": "train", "epoch": 0, "update": update, "updates": 10, "images": 80, "loss": 1.0 / update}
+    times = {"seconds": 20.0, "wait_seconds": 5.0, "images_per_second": 4.0, "time": _at(at)}
+    return known | times | fields
+
+
+def _write(file: Path, records: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Killed at 100 s with 30 updates done, resumed at 160 s on another node from update 20, finished."""
+    run = tmp_path / "run"
+    run.mkdir()
+    events = [
+        _event(0, "start", world_size=2),
+        _event(80, "checkpoint", update=20),
+        _event(81, "skipped-image", path="a.jpg", reason="empty file", update=20),
+        _event(81, "skipped-image", path="b.jpg", reason="no image", rank=1, pid=8, update=20),
+        _event(160, "start", world_size=1, node="n2", pid=9),
+        _event(161, "resume", update=20, path="last.pth.tar", skipped=["x is damaged"], node="n2", pid=9),
+        _event(225, "end", update=40, exit_code=0, reason="done", node="n2", pid=9),
+    ]
+    _write(run / "events.jsonl", events)
+    _write(run / "metrics.jsonl", [_report(*r) for r in ((50, 10), (70, 20), (190, 30), (220, 40))])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "epoch", "epoch": 0, "eval_top1": 50.0, "time": _at(222)}) + "\n")
+    _write(run / "superseded-metrics.jsonl", [_report(100, 30)])
+    return run
+
+
+def test_starts_and_what_the_restart_has_cost(run: Path) -> None:
+    history = read_history(run)
+    assert [(s.node, s.ranks, s.first, s.last, s.ended) for s in history.starts] == [
+        ("n1", 2, 0, 30, ""), ("n2", 1, 20, 40, "0: done"),
+    ]  # fmt: skip
+    assert [s.seconds for s in history.starts] == [100.0, 65.0]
+    found = losses(history)
+    assert (found.trained, found.waited, found.total) == (80.0, 20.0, 225.0)
+    assert (found.again, found.again_seconds) == (10, 20.0)
+    assert found.down == 70.0  # the report at 190 s began its work at 170 s
+    assert faults(history) == {"skipped-image": 2, "checkpoints_passed_over": 1}
+
+
+def test_a_second_job_that_was_kept_out_is_told_and_changes_nothing(run: Path) -> None:
+    before = losses(read_history(run))
+    with (run / "events.jsonl").open("a") as file:
+        for event in (_event(180, "start", node="n3"), _event(181, "end", node="n3", exit_code=2, reason="locked")):
+            file.write(json.dumps(event) + "\n")
+    history = read_history(run)
+    assert [(s.node, s.first, s.last, s.ended) for s in history.starts][1:] == [
+        ("n2", 20, 40, "0: done"), ("n3", 0, 0, "2: locked"),
+    ]  # fmt: skip
+    assert losses(history) == before
+
+
+def test_the_printed_report(run: Path, capsys: Capture) -> None:
+    whole = {"epoch": 0, "update": 40, "state_dict": {"w": torch.ones(300)}}
+    torch.save(whole, run / "last.pth.tar")
+    os.link(run / "last.pth.tar", run / "checkpoint-0.pth.tar")
+    content = bytearray((run / "last.pth.tar").read_bytes())
+    content[content.index(torch.ones(3).numpy().tobytes())] ^= 1
+    (run / "model_best.pth.tar").write_bytes(content)
+    assert cli.report([str(run)]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "40 updates reported, 1 epochs finished",
+        "0 -> 30 01:40 no end noted, last sign of life 2026-01-02 03:05:45",
+        "20 -> 40 01:05 0: done",
+        "waiting for data 00:20 (25 %)",
+        "done twice after restarts 10 (about 00:20)",
+        "between starts 01:10 (31 % of 03:45 in all)",
+        "the same file as checkpoint-0.pth.tar",
+        "BAD: is damaged: record",
+        "2 x skipped-image",
+        "a.jpg: empty file",
+    ):
+        assert expected in " ".join(out.split()), expected
+    assert [line.split()[1:3] for line in out.splitlines() if line.endswith("  verified")] == [["0", "40"]]
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: plot)")
+    assert (run / "report.png").read_bytes()[:4] == b"\x89PNG"
+    assert cli.report([str(run), "--quick", "--no-picture"]) == 0
+    assert "not verified" in capsys.readouterr().out
+
+
+def test_damaged_lines_are_left_out_and_said(run: Path, capsys: Capture) -> None:
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind": "en\n\xff\xfe\n[1]\n' + b"[" * 100_000 + b"\n")
+    assert cli.report([str(run), "--no-picture"]) == 0
+    out = capsys.readouterr().out
+    assert "4 damaged lines of events.jsonl are left out" in out and "0: done" in out
+
+
+def test_a_running_run_is_told_from_a_killed_one(run: Path, capsys: Capture) -> None:
+    here = {"node": socket.gethostname(), "pid": os.getpid()}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(_event(300, "start", **here)) + "\n")
+    assert cli.report([str(run), "--no-picture"]) == 0
+    assert "it is running now" in capsys.readouterr().out
+    text = (run / "events.jsonl").read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}')
+    (run / "events.jsonl").write_text(text)
+    assert cli.report([str(run), "--no-picture"]) == 0
+    assert "it is running now" not in capsys.readouterr().out
+
+
+def test_a_run_of_an_older_version(run: Path, capsys: Capture) -> None:
+    (run / "events.jsonl").unlink()
+    (run / "superseded-metrics.jsonl").unlink()
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        del record["time"]
+    _write(run / "metrics.jsonl", records)
+    start = {"time": "2026-01-02T03:04:05+01:00", "host": "n1", "world_size": 4}
+    (run / "run.json").write_text(json.dumps([start]))
+    assert cli.report([str(run), "--picture", str(run / "x.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "no events.jsonl" in out and "2026-01-02 02:04:05  n1    4      0 -> 40" in out
+    assert "training 01:20 for 40 updates" in out
+
+
+@pytest.mark.parametrize("flags", ["", "--picture x.bogus", "--picture x.png --no-picture", "--picture missing/x.png"])
+def test_mistakes_are_one_line(flags: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert cli.report([str(run if flags else tmp_path), *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_without_times(tmp_path: Path) -> None:
+    _write(tmp_path / "a.jsonl", [_report(1, 10)])
+    _write(tmp_path / "b.jsonl", [_report(2, 10, seconds=3.0, wait_seconds=0.0, images_per_second=9.9)])
+    _write(tmp_path / "c.jsonl", [_report(1, 10, loss=0.25)])
+    a, b, c = (without_times(tmp_path / f"{name}.jsonl") for name in "abc")
+    assert a == b != c
+
+
+def test_two_runs_are_the_same_but_for_times_or_the_first_difference_is_named(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for directory, seconds in ((run, 1.0), (other, 2.0)):
+        (directory / "summary.csv").write_text(f"epoch,loss,seconds\n0,0.1,{seconds}\n")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    _write(other / "metrics.jsonl", [record | {"time": _at(999)} for record in records])
+    assert cli.report([str(run), "--same-as", str(other)]) == 0
+    assert "metrics.jsonl: 5 lines, the same" in capsys.readouterr().out
+    _write(other / "metrics.jsonl", [record | {"loss": 0.2} for record in records])
+    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert "error: metrics.jsonl differs in line 1: " in capsys.readouterr().err
+    _write(other / "metrics.jsonl", records[:-1])
+    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert "differs in line 5" in capsys.readouterr().err
+    (other / "summary.csv").unlink()
+    _write(other / "metrics.jsonl", records)
+    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert "summary.csv is missing" in capsys.readouterr().err
+    assert cli.report([str(run), "--same-as", str(other), "--quick"]) == 2

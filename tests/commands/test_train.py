@@ -1,0 +1,454 @@
+"""train.py as a user runs it: what it writes, what it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import timm
+import torch
+import yaml
+
+from tests.commands.conftest import QUICK, ROOT, Ended, metrics
+from tests.conftest import LIMIT
+from tlt.io.progress import SearchProgress
+from tlt.io.weights import read_checkpoint
+from tlt.tools.cli import main as tlt_command
+from volo import cli
+from volo.commands.report import without_times
+from volo.commands.train import scores_of
+from volo.record.json_lines import read_json_lines
+from volo.record.run_directory import read_summary
+
+Call = Callable[..., Ended]
+
+
+def _weights(path: Path, key: str = "state_dict") -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)[key]
+
+
+def test_a_run_leaves_all_its_records(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    labels = make_labels(data)
+    flags = f"{data} {QUICK} --epochs 2 --token-label --model-ema --checkpoint-hist 1 --output {tmp_path}"
+    ended = call("train", flags, "--token-label-data", labels, "--experiment", "run")
+    assert ended.code == 0, ended.err
+    run = tmp_path / "run"
+    assert {p.name for p in run.iterdir()} >= {
+        "args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar",
+    }  # fmt: skip
+    assert len(list(run.glob("checkpoint-*.pth.tar"))) == 1
+    assert yaml.safe_load((run / "args.yaml").read_text())["token_label"] is True
+    start = json.loads((run / "run.json").read_text())[0]
+    assert start["versions"]["torch"] == torch.__version__
+    assert [record["update"] for record in metrics(run)] == [1, 2, 3, 4]
+    record = metrics(run)[0]
+    assert record["loss"] == pytest.approx(record["cls_loss"] + 0.5 * record["dense_loss"], rel=1e-6)
+    assert "over 8 images" in ended.out and "class" in ended.out and "dense" in ended.out
+    assert "learning rate 1.25e-05 = --lr-base 0.0016 x global batch 8 / 1024" in ended.out
+
+
+def test_fault_10_a_resumed_run_ends_in_the_same_bits(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=21)
+    flags = f"{data} {QUICK} --lr 1e-3 --drop-path 0.2 --token-label --model-ema --output {tmp_path} --token-label-data"
+    labels = make_labels(data)
+    assert call("train", flags, labels, "--epochs", "3", "--experiment", "whole").code == 0
+    # The schedule is a function of --epochs, so the interrupted run is stopped from outside: after its second epoch.
+    cut = tmp_path / "cut"
+    assert call("train", flags, labels, "--epochs", "3", "--experiment", "cut", "--recovery-interval", "4").code == 0
+    (cut / "last.pth.tar").unlink()
+    resumed = call(
+        "train", flags, labels, "--epochs", "3", "--experiment", "cut", "--resume", cut / "checkpoint-0.pth.tar"
+    )
+    assert resumed.code == 0, resumed.err
+    assert "1 epochs, 3 updates done" in resumed.out
+    for key in ("state_dict", "state_dict_ema"):
+        whole, again = (_weights(tmp_path / name / "last.pth.tar", key) for name in ("whole", "cut"))
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+    one, two = (metrics(tmp_path / name)[-6:] for name in ("whole", "cut"))
+    assert [r["loss"] for r in one] == [r["loss"] for r in two]
+
+
+def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_dataset(train=63)  # 8 updates an epoch: reports after the third, the sixth and the last
+    empty = min(data.glob("train/*/*.jpg"))
+    empty.write_bytes(b"")  # counted in `unreadable_images`
+    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --output {tmp_path} --log-interval 3 --workers 0"
+    assert call("train", flags, "--experiment", "whole").code == 0
+    from volo.checkpoint.saver import Saver
+
+    save = Saver.after_update
+
+    def save_and_stop(saver: Saver) -> None:
+        save(saver)
+        if saver.state.update == 14:  # two more than are saved: the report of update 14 is made twice
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Saver, "after_update", save_and_stop)
+    assert call("train", flags, "--experiment", "cut", "--recovery-interval", "12").code == 130
+    monkeypatch.undo()
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert [r["update"] for r in metrics(cut)] == [3, 6, 8, 11, 14]
+    resumed = call("train", flags, "--experiment", "cut", "--resume", "auto")
+    assert resumed.code == 0, resumed.err
+    assert "1 epochs, 12 updates done" in resumed.out
+    assert [r["update"] for r in metrics(cut)] == [3, 6, 8, 11, 14, 16]
+    assert without_times(cut / "metrics.jsonl") == without_times(whole / "metrics.jsonl")
+    assert without_times(cut / "summary.csv") == without_times(whole / "summary.csv")
+    one, two = (_weights(run / "last.pth.tar") for run in (whole, cut))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    events = read_json_lines(cut / "events.jsonl")[0]
+    assert {e["path"] for e in events if e["kind"] == "skipped-image"} == {str(empty)}
+    assert [(e["kind"], e.get("update")) for e in events if e["kind"] not in ("skipped-image", "data-wait")] == [
+        ("start", None), ("checkpoint", 8), ("checkpoint", 12), ("end", 14),
+        ("start", None), ("resume", 12), ("checkpoint", 16), ("end", 16),
+    ]  # fmt: skip
+
+
+def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=21)  # updates of 8, 8 and 5 images, the last one in micro-batches of 2, 2 and 1
+    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --token-label --freeze-bn --no-mix-token --drop-path 0"
+    flags += f" --output {tmp_path}"
+    labels = make_labels(data)
+    large = call("train", flags, "--token-label-data", labels, "--experiment", "large")
+    small = call(
+        "train", flags, "--token-label-data", labels, "-b", "2", "--grad-accum-steps", "4", "--experiment", "small"
+    )
+    assert (large.code, small.code) == (0, 0), large.err + small.err
+    one, two = (metrics(tmp_path / name) for name in ("large", "small"))
+    assert [r["images"] for r in one] == [r["images"] for r in two] == [8, 8, 5] * 2
+    for name in ("loss", "cls_loss", "dense_loss", "grad_norm"):
+        assert [r[name] for r in two] == pytest.approx([r[name] for r in one], rel=1e-4, abs=1e-6), name
+
+
+def test_a_requeued_run_does_not_begin_at_its_start_epoch_again(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --start-epoch 1"
+    assert call("train", f"{flags} --epochs 2 --resume auto").code == 0
+    again = call("train", f"{flags} --epochs 3 --resume auto")
+    assert again.code == 0 and "--start-epoch 1: the run has begun there and goes on from epoch 2" in again.out
+    assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+    back = call("train", f"{flags} --epochs 3 --resume {tmp_path / 'run' / 'last.pth.tar'}")
+    assert back.code == 0 and "has begun there" not in back.out
+    assert [record["epoch"] for record in metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_name_does_not_command_the_terminal(
+    make_dataset: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(train=8, validation=8).rename(tmp_path / "d\x1b]0;owned\x07\x9b2J\x1b[31m")
+    assert cli.train([str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
+    told = capsys.readouterr()
+    (log,) = (data / "runs").glob("*/log.txt")
+    for text in (told.out, told.err, log.read_text()):
+        assert not set(text) & {"\x07", "\x9b"} and "\x1b" not in text.replace("\x1b[A", "")
+    assert r"\x1b]0;owned\x07" in told.out
+
+
+def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --epochs 2 --output {tmp_path} --experiment run"
+    environment = {**os.environ, "MPLBACKEND": "nonsense"}
+    command = [sys.executable, str(ROOT / "train.py"), *flags.split()]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("warning: output is left out that can't be written: No space left on device\n") == 1
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "done: 2 updates" in log
+    assert log.count("warning: curve.png could not be drawn: ") == log.count("warning: first_batch.png could not") == 1
+    assert len(read_summary(tmp_path / "run" / "summary.csv")) == 2
+
+
+def test_each_folder_that_is_listed_at_the_start_is_progress(
+    call: Call,
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = make_dataset(train=8)
+    flags = f"{data} {QUICK} --token-label --token-label-data {make_labels(data)} --output {tmp_path} --dry-run"
+    monkeypatch.setattr(SearchProgress, "__call__", told := MagicMock())
+    assert call("train", flags).code == 0
+    seen = [call.args[0] for call in told.call_args_list]
+    folders = len(list(data.rglob("train/*"))) + 1
+    assert seen.count(f"listing {data}/train") == folders
+    assert sum("looking for labels" in what for what in seen) >= folders - 1
+
+
+def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, epochs = tmp_path / "out" / "run", []
+
+    def remove_after_the_second(evaluations: Any) -> dict[str, float]:
+        epochs.append(1)
+        if len(epochs) == 2:
+            shutil.rmtree(run)
+        return scores_of(evaluations)
+
+    monkeypatch.setattr("volo.commands.train.scores_of", remove_after_the_second)
+    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path}/out --experiment run"
+    ended = call("train", f"{flags} --epochs 3")
+    assert ended.code == 0, ended.err
+    assert f"warning: {run} was removed while this run goes on: made anew" in ended.out
+    assert {path.name for path in run.iterdir()} >= {
+        "args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar"
+    }  # fmt: skip
+    again = call("train", f"{flags} --epochs 4 --resume auto")
+    assert again.code == 0 and "last.pth.tar: 3 epochs" in again.out, again.out
+
+
+def test_a_run_that_is_ranked_by_something_else_keeps_its_best(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --lr 1e-2"
+    assert call("train", f"{flags} --epochs 3 --eval-metric loss --model-ema").code == 0
+    losses = [float(row["eval_loss_ema"]) for row in read_summary(tmp_path / "run" / "summary.csv")]
+    lowest = losses.index(min(losses))
+    assert lowest > 0 or losses[0] < losses[-1]  # the worst would be another one
+    assert read_checkpoint(tmp_path / "run" / "model_best.pth.tar")["epoch"] == lowest
+    ended = call("train", f"{flags} --epochs 4 --resume auto")
+    assert ended.code == 0 and "are now ranked by top1" in ended.out, ended.out
+    rows = read_summary(tmp_path / "run" / "summary.csv")
+    accuracies = [float(row["eval_top1"]) for row in rows]
+    best = accuracies.index(max(accuracies))
+    assert f"best top1 {max(accuracies):.4f} (epoch {best + 1}, checkpoint-{best}.pth.tar)" in ended.out
+    assert read_checkpoint(tmp_path / "run" / "model_best.pth.tar")["epoch"] == best
+    assert float(rows[-1]["best"]) == max(accuracies)
+
+
+def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=32)
+    flags = f"{data} {QUICK} --output {tmp_path} --experiment run --max-nonfinite 2"
+    assert call("train", f"{flags} --epochs 1 --lr 1e-3").code == 0
+    good = (tmp_path / "run" / "last.pth.tar").read_bytes()
+    ended = call("train", f"{flags} --epochs 9 --lr 1e38 --resume auto")
+    assert ended.code == 3, ended.out
+    assert "--lr" in ended.err and "Traceback" not in ended.err
+    assert (tmp_path / "run" / "last.pth.tar").read_bytes() == good
+    records = sorted((tmp_path / "run" / "nonfinite").glob("*-rank0.json"))
+    replayed = subprocess.run(
+        [sys.executable, "-m", "volo.commands.replay", str(records[0])], cwd=ROOT, capture_output=True, text=True
+    )
+    assert replayed.returncode == 3, replayed.stderr
+    assert "forward: output of" in replayed.stdout
+    best = _weights(tmp_path / "run" / "model_best.pth.tar")
+    assert all(torch.isfinite(value).all() for value in best.values())
+
+
+@pytest.mark.parametrize(
+    ("more", "same", "rounding"),
+    [("", "", 1e-5), ("--model-dtype bfloat16", "--amp --amp-dtype bfloat16", 5e-3)],  # BatchNorm is folded in bfloat16
+)
+def test_fault_60_validate_gives_the_number_that_training_printed(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, more: str, same: str, rounding: float
+) -> None:
+    data = make_dataset(validation=9, size=(70, 40))
+    flags = f"{data} {QUICK} {more} --epochs 1 --lr 1e-3"
+    flags += " --crop-pct 0.8 --interpolation bilinear --mean 0.4 0.4 0.4 --output"
+    assert call("train", flags, tmp_path, "--experiment", "run").code == 0
+    trained = metrics(tmp_path / "run", "epoch")[-1]
+    results = tmp_path / "results.json"
+    ended = call("validate", f"{data} {same} -b 4 -j 0 --results-format json --results-file", results, "--checkpoint",
+                 tmp_path / "run" / "last.pth.tar")  # fmt: skip
+    assert ended.code == 0, ended.err
+    row = json.loads(results.read_text())[0]
+    assert (row["top1"], row["images"]) == (round(trained["eval_top1"], 4), trained["eval_images"])
+    assert row["loss"] == pytest.approx(trained["eval_loss"], rel=rounding)
+    assert row["crop_pct"] == 0.8 and row["interpolation"] == "bilinear"
+
+
+def test_the_moving_average_follows_its_definition(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=8)  # one update an epoch, so that every epoch's checkpoint shows one update
+    flags = (
+        f"{data} {QUICK} --lr 1e-2 --epochs 3 --model-ema --model-ema-decay 0.5 --output {tmp_path} --experiment run"
+    )
+    assert call("train", flags).code == 0
+    files = [tmp_path / "run" / f"checkpoint-{epoch}.pth.tar" for epoch in range(3)]
+    name = "head.weight"
+    for before, after in zip(files, files[1:], strict=False):
+        expected = 0.5 * _weights(before, "state_dict_ema")[name] + 0.5 * _weights(after)[name]
+        torch.testing.assert_close(_weights(after, "state_dict_ema")[name], expected)
+
+
+def test_finetune_validates_first_and_reports_what_it_resized(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    assert call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment small").code == 0
+    start = tmp_path / "small" / "last.pth.tar"
+    flags = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment large --img-size 64 --finetune"
+    ended = call("train", flags, start)
+    assert ended.code == 0, ended.err
+    assert "pos_embed" in ended.out
+    assert ended.out.index("before fine-tuning: top-1") < ended.out.index("epoch 1 [")
+
+
+def test_another_timm_model_trains_without_token_labels(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=15)
+    flags = f"{data} {QUICK} --model test_resnet --epochs 1 --mixup 0.2 --cutmix 1.0 --amp --opt sgd --clip-grad 1"
+    ended = call("train", flags, "--output", tmp_path)
+    assert ended.code == 0, ended.err
+    assert "bfloat16 autocast" in ended.out
+
+
+def test_fault_24_broken_images_are_named_counted_and_limited(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    broken = [sorted((data / split / "red").iterdir())[0] for split in ("train", "validation")]
+    for image in broken:
+        image.write_bytes(image.read_bytes()[:300])
+    flags = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment"
+    ended = call("train", f"{flags} some")
+    assert ended.code == 0, ended.err
+    assert all(image.name in ended.out for image in broken)
+    epoch = metrics(tmp_path / "some", "epoch")[0]
+    assert (epoch["unreadable_images"], epoch["eval_images"]) == (1, 7)
+    assert "1 unreadable images left out" in ended.out
+    stopped = call("train", f"{flags} none --max-bad-images 0")
+    assert stopped.code == 2 and "--max-bad-images 0" in stopped.err
+
+
+def test_fault_45_a_missing_label_stops_before_the_first_step_or_is_left_out(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    labels = make_labels(data)
+    missing = sorted((labels / "green").iterdir())[0]
+    missing.unlink()
+    flags = f"{data} {QUICK} --epochs 1 --token-label --token-label-data {labels} --output {tmp_path} --experiment"
+    stopped = call("train", f"{flags} stop")
+    assert stopped.code == 2 and missing.stem in stopped.err and "epoch 1 [" not in stopped.out
+    assert call("train", f"{flags} skip --bad-label skip").code == 0
+
+
+def test_synthetic_data_needs_no_disk(call: Call, tmp_path: Path) -> None:
+    ended = call("train", f"{QUICK} --data-backend synthetic --dry-run --token-label --output {tmp_path}")
+    assert ended.code == 0, ended.err
+    assert "nothing was trained" in ended.out and not list(tmp_path.iterdir())
+
+
+BAD = [
+    ("--model volo_d9", "volo_d"),
+    ("--token-label --token-label-size 14", "--token-label-size 14"),
+    ("--token-label --model levit_128s --img-size 224", "dense head"),
+    ("--token-label --mixup 0.8", None),
+    ("--num-classes 3", "4 class folders"),
+    ("-b 64", "64"),
+    ("--sync-bn", None),  # alone, nothing to synchronise: honoured
+    ("--amp --amp-dtype float16", "bfloat16"),
+    ("--device cuda:99", "--device"),
+    ("--resume nowhere.pth", "nowhere.pth"),
+    ("--finetune nowhere.pth", "nowhere.pth"),
+    ("--initial-checkpoint nowhere.pth", "nowhere.pth"),
+    ("--token-label --token-label-data nowhere", "nowhere"),
+    ("--val-split nowhere", "nowhere"),
+    ("--bn-momentum 0.2 --model lvvit_test", None),
+    ("--torchscript", "--torchcompile"),
+    ("--torchcompile bogus", "--torchcompile bogus"),
+    ("--start-epoch 9", "--start-epoch 9"),
+    ("--model cs3darknet_s --pretrained", "published weights can't be fetched"),  # there are none
+    ("--opt fusedlamb", "apex"),
+    ("--opt adamww", "adamw"),
+    ("--experimemt x", "--experiment"),
+    ("--model-kwargs bogus=1", "bogus"),
+    ("--model-kwargs num_heads=7", "num_heads"),
+    ("--model-kwargs num_heads=(3,4,4,4)", "32 channels can't be divided among 3 heads"),
+    ("--num-classes 4 --model-kwargs num_classes=7", "--model-kwargs num_classes=7"),
+    ("--num-classes 100000000000", "--num-classes"),
+    ("--clip-grad 0", "--clip-grad"),
+    ("--local-rank 3", "--local-rank 3"),
+    ("--output /dev/null/run", "--output /dev/null/run"),
+    ("--train-split nowhere", "(--train-split)"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=[flags for flags, _ in BAD])
+def test_bad_input_is_one_line_with_exit_code_2(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, flags: str, named: str | None
+) -> None:
+    ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
+    if named is None:
+        assert ended.code == 0, ended.err
+        assert ("--sync-bn changes nothing" in ended.out) == (flags == "--sync-bn")
+        return
+    assert ended.code == 2, ended.out
+    assert named in ended.err
+    assert len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err
+
+
+def test_debug_shows_where(call: Call, make_dataset: Callable[..., Path]) -> None:
+    from tlt.errors import UserError
+
+    with pytest.raises(UserError):
+        call("train", f"{make_dataset()} {QUICK} --val-split nowhere --debug")
+
+
+def test_an_archive_trains_as_its_tree_does(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    tree, archive = make_labels(data), tmp_path / "labels.tlt"
+    assert tlt_command(["pack", str(tree), str(archive), "--images", str(data)]) == 0
+    flags = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
+    losses = []
+    for labels, workers in ((tree, "0"), (archive, "2")):
+        ended = call("train", flags, labels, "--experiment", f"run{workers}", "-j", workers)
+        assert ended.code == 0, ended.err
+        losses.append([record["loss"] for record in metrics(tmp_path / f"run{workers}")])
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    (archive / "00000.safetensors").write_bytes(b"")
+    ended = call("train", flags, archive, "--experiment", "cut")
+    assert ended.code == 2 and "00000.safetensors has 0 bytes instead of" in ended.err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    flags = f"{QUICK} --data-backend synthetic --epochs 1 --output {tmp_path}"
+    command = f"{sys.executable} {ROOT / 'train.py'} {flags} | head -n 1"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=LIMIT)
+    assert len(ended.stdout.splitlines()) == 1 and "Traceback" not in ended.stderr
+
+
+def test_the_published_command_of_d5_at_512(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its label size is not that of the tokens, and its weights are a folder."""
+    data, weights = make_dataset(), tmp_path / "weights"
+    weights.mkdir()
+    labels = f"--token-label --token-label-data {make_labels(data)} --token-label-size 3"
+    flags = f"{data} {QUICK} --img-size 64 --output {tmp_path} --dry-run {labels} --finetune {weights}/"
+    empty = call("train", flags)
+    assert empty.code == 2 and f"--finetune {weights}: no file in it ends in" in empty.err
+    torch.save(timm.create_model("volo_test", img_size=32, num_classes=4).state_dict(), weights / "d5.pth.tar")
+    ended = call("train", flags)
+    assert ended.code == 0, ended.err
+    assert "warning: --token-label-size 3 is not used: at 64 x 64 px each of the 4 x 4 tokens gets" in ended.out
+    assert f"{weights / 'd5.pth.tar'}" in ended.out
+    torch.save({}, weights / "other.pth")
+    several = call("train", flags)
+    assert several.code == 2 and "holds 2 checkpoints: name one of them" in several.err

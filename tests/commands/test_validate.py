@@ -1,0 +1,183 @@
+"""validate.py on checkpoints of every kind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.commands.conftest import QUICK, Ended
+from volo import cli
+from volo.commands import validate
+from volo.commands.validate import RealLabels
+from volo.record.metrics import Sums
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def trained(make_dataset: Callable[..., Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A dataset and the directory of a short run on it, with EMA."""
+    data = make_dataset()
+    flags = f"{data} {QUICK} --epochs 2 --lr 2e-3 --model-ema --output {tmp_path} --experiment run"
+    assert cli.train(flags.split()) == 0
+    return data, tmp_path / "run"
+
+
+def _rows(call: Call, data: Path, checkpoint: Path, out: Path, flags: str = "") -> list[dict[str, object]]:
+    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {checkpoint} --results-file {out} "
+                 f"--results-format json {flags}")  # fmt: skip
+    assert ended.code == 0, ended.err
+    return json.loads(out.read_text())
+
+
+def test_a_directory_of_checkpoints(call: Call, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = trained
+    table = tmp_path / "results.csv"
+    ended = call("validate", f"{data} -b 4 -j 0 --checkpoint {run} --results-file {table}")
+    assert ended.code == 0, ended.err
+    rows = list(csv.DictReader(table.open()))
+    assert [Path(row["checkpoint"]).name for row in rows] == [
+        "checkpoint-0.pth.tar", "checkpoint-1.pth.tar", "last.pth.tar", "model_best.pth.tar",
+    ]  # fmt: skip
+    assert rows[1]["top1"] == rows[2]["top1"] and all(row["images"] == "8" for row in rows)
+    # Two epochs, two different files: each was evaluated once.
+    assert ended.out.count("over 8 images") == 2
+
+
+def test_ema_weights_are_other_weights(call: Call, trained: tuple[Path, Path]) -> None:
+    data, run = trained
+    flags = f"{data} -b 4 -j 0 --checkpoint {run / 'last.pth.tar'}"
+    plain, average = call("validate", flags), call("validate", f"{flags} --use-ema")
+    losses = [re.findall(r"loss ([\d.]+) over 8 images", ended.out) for ended in (plain, average)]
+    assert len(losses[0]) == len(losses[1]) == 1 and losses[0] != losses[1]
+    # The average is what chose model_best: whoever gets the plain weights is told.
+    said = "holds a moving average of the weights too (--use-ema takes it)"
+    assert plain.out.count(said) == 1 and said not in average.out
+
+
+def test_another_image_size(call: Call, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = trained
+    rows = _rows(call, data, run / "last.pth.tar", tmp_path / "a.json", "--img-size 64")
+    assert rows[0]["img_size"] == "64x64" and rows[0]["images"] == 8
+
+
+def test_a_class_without_validation_folder_keeps_its_number(
+    call: Call, trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, run = trained
+    whole = _rows(call, data, run / "last.pth.tar", tmp_path / "a.json")[0]
+    for image in (data / "validation" / "blue").iterdir():
+        image.unlink()
+    (data / "validation" / "blue").rmdir()
+    part = _rows(call, data, run / "last.pth.tar", tmp_path / "b.json")[0]
+    for name in ("top1", "loss"):
+        assert isinstance(part[name], float) and isinstance(whole[name], float)
+    assert part["images"] == 6
+    model_right = part["top1"] / 100 * 6  # type: ignore[operator]
+    assert model_right == pytest.approx(round(model_right), abs=1e-3)
+
+
+def test_real_labels_and_valid_labels(call: Call, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    data, run = trained
+    folder = tmp_path / "imagenet" / "validation" / "green"
+    folder.mkdir(parents=True)
+    for number in (1, 2, 3):
+        Image.new("RGB", (40, 40), (50, 180, 60)).save(folder / f"ILSVRC2012_val_{number:08d}.JPEG")
+    labels, chosen = tmp_path / "real.json", tmp_path / "classes.txt"
+    labels.write_text(json.dumps([[0, 1, 2, 3], [], [1]]))
+    row = _rows(call, tmp_path / "imagenet", run / "last.pth.tar", tmp_path / "a.json", f"--real-labels {labels}")[0]
+    assert row["real_images"] == 2  # the second has no label and doesn't count
+    assert row["real_top1"] in (50.0, 100.0) and row["real_top5"] == 100.0
+    # Folder 0 is class 1 of the model: with that as the only choice everything is right.
+    chosen.write_text("1\n")
+    (tmp_path / "names.txt").write_text("green\n")
+    flags = f"--valid-labels {chosen} --class-map {tmp_path / 'names.txt'}"
+    row = _rows(call, tmp_path / "imagenet", run / "last.pth.tar", tmp_path / "b.json", flags)[0]
+    assert (row["top1"], row["images"]) == (100.0, 3)
+
+
+def test_real_labels_count_any_of_the_first_five() -> None:
+    class Images:
+        def path(self, index: int) -> str:
+            return f"ILSVRC2012_val_{index + 1:08d}.JPEG"
+
+    real = RealLabels.__new__(RealLabels)
+    real.labels = {f"ILSVRC2012_val_{i + 1:08d}": {i} for i in range(7)}
+    real.dataset, real.sums = Images(), Sums(("images", "top1", "top5"), torch.device("cpu"))
+    real.add(torch.arange(7.0, 0.0, -1.0).expand(7, 7), torch.arange(7))  # class 0 first, then 1, 2, ...
+    assert real.accuracy() == {"real_top1": round(100 / 7, 4), "real_top5": round(500 / 7, 4), "real_images": 7}
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--checkpoint nowhere.pth", "nowhere.pth"),
+        ("--split nowhere", "(--split)"),
+        ("--results-file /dev/null/a.csv", "--results-file /dev/null"),
+        ("--model volo_d1", "volo_d1"),
+        ("--class-map nowhere.txt", "nowhere.txt"),
+        ("--real-labels nowhere.json", "nowhere.json"),
+        ("--real-labels", "--real-labels"),
+        ("--torchscript", "--torchcompile"),
+    ],
+)
+def test_bad_input_is_one_line_with_exit_code_2(call: Call, trained: tuple[Path, Path], flags: str, named: str) -> None:
+    data, run = trained
+    ended = call("validate", f"{data} -j 0 --checkpoint {run / 'last.pth.tar'} {flags}")
+    assert ended.code == 2, ended.out
+    assert named in ended.err and len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err
+
+
+def test_flags_win_over_how_the_checkpoints_model_was_built(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    flags = f"{data} {QUICK} --epochs 1 --lr 2e-3 --gp avg --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    path, out = tmp_path / "run" / "last.pth.tar", tmp_path / "a.json"
+    recorded, same, other = (_rows(call, data, path, out, gp)[0]["loss"] for gp in ("", "--gp avg", "--gp token"))
+    assert recorded == same != other
+
+
+def test_an_empty_directory_is_named(call: Call, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    ended = call("validate", f"{trained[0]} -j 0 --checkpoint {tmp_path / 'empty'}")
+    assert ended.code == 2 and "empty" in ended.err
+
+
+def test_a_dense_head_that_was_not_trained_takes_no_part(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    flags = f"{data} {QUICK} --epochs 1 --token-label --dense-weight 0 --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    path = tmp_path / "run" / "last.pth.tar"
+    before = _rows(call, data, path, tmp_path / "a.json")[0]["loss"]
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["aux_head.bias"] += 100.0 * torch.arange(4)
+    torch.save(checkpoint, tmp_path / "run" / "changed.pth.tar")
+    assert _rows(call, data, tmp_path / "run" / "changed.pth.tar", tmp_path / "b.json")[0]["loss"] == before
+
+
+def test_the_stems_batchnorm_is_folded_after_the_weights_are_there(
+    call: Call, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, run = trained
+    chosen = tmp_path / "classes.txt"
+    chosen.write_text("0\n1\n2\n3\n")
+    flags = f"--use-ema --valid-labels {chosen} --torchcompile eager"
+    folded = _rows(call, data, run / "last.pth.tar", tmp_path / "a.json", flags)[0]
+    done: list[int] = []
+    monkeypatch.setattr(validate, "fold_batchnorm", lambda model: done.append(1))
+    plain = _rows(call, data, run / "last.pth.tar", tmp_path / "b.json", flags)[0]
+    assert done and folded.pop("loss") == pytest.approx(plain.pop("loss"), rel=1e-5)
+    for row in (folded, plain):
+        del row["images_per_second"]
+    assert folded == plain  # the number of parameters is that of the file

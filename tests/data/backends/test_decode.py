@@ -1,0 +1,202 @@
+"""Decoding against Pillow: at most one grey level apart, and damaged files named as such by both backends."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, create_backend, resized_crop
+from tlt.data.sources.image_file import BadImage, image_extensions, read_file, read_size
+from tlt.errors import UserError
+
+CROPS = [(0, 0, 96, 72), (30, 20, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1)]
+
+
+def picture(width: int = 96, height: int = 72) -> Image.Image:
+    """Smooth shapes with noise: every frequency is there."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (8, 10, 3), dtype=np.uint8)).resize((width, height), 3)
+    noisy = np.asarray(coarse) + rng.normal(0, 15, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+def saved(image: Image.Image, path: Path, **options: Any) -> str:
+    image.save(path, **options)
+    return str(path)
+
+
+def expected(path: str, crop: tuple[int, int, int, int], size: tuple[int, int], filter_name: str) -> np.ndarray:
+    with Image.open(path) as image:
+        x, y, w, h = crop
+        cut = image.convert("RGB").crop((x, y, x + w, y + h))
+        return np.asarray(cut.resize(size[::-1], Image.Resampling[filter_name.upper()])).astype(int)
+
+
+def decoded(name: str, path: str, crop: tuple[int, int, int, int] | None, size: tuple[int, int], f: str) -> np.ndarray:
+    backend = create_backend(name)
+    pixels = backend.decode(backend.open(path), crop, size, f)
+    assert pixels.dtype == torch.uint8 and pixels.shape == (3, *size)
+    return pixels.permute(1, 2, 0).numpy().astype(int)
+
+
+@pytest.mark.parametrize("filter_name", INTERPOLATIONS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_crop_and_resize_within_a_grey_level_of_pillow(tmp_path: Path, name: str, filter_name: str) -> None:
+    path = saved(picture(), tmp_path / "x.jpg", quality=90)
+    differences = [
+        abs(decoded(name, path, crop, size, filter_name) - expected(path, crop, size, filter_name)).ravel()
+        for crop in CROPS
+        for size in ((32, 32), (50, 41), (17, 90))
+    ]
+    if name == "pil":
+        assert all(difference.max() == 0 for difference in differences)
+    elif filter_name != "bicubic":
+        assert all(difference.max() <= 1 for difference in differences)
+    else:
+        # Both round and clip between the two axes, and Pillow 13 picks the order of the axes by cost.
+        together = np.concatenate(differences)
+        assert (together > 1).mean() < 1e-3 and together.max() <= 5
+
+
+def test_whole_image_is_the_crop_of_everything(tmp_path: Path) -> None:
+    path = saved(picture(), tmp_path / "x.jpg")
+    for name in BACKENDS:
+        whole = decoded(name, path, None, (30, 40), "bicubic")
+        assert (whole == decoded(name, path, (0, 0, 96, 72), (30, 40), "bicubic")).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", ["L", "CMYK", "progressive", "png", "webp", "bmp", "tiff"])
+def test_formats_as_pillow_converts_them(tmp_path: Path, name: str, kind: str) -> None:
+    image = picture()
+    path = {
+        "L": lambda: saved(image.convert("L"), tmp_path / "x.jpg"),
+        "CMYK": lambda: saved(image.convert("CMYK"), tmp_path / "x.jpg", quality=95),
+        "progressive": lambda: saved(image, tmp_path / "x.jpg", progressive=True, subsampling=2),
+    }.get(kind, lambda: saved(image, tmp_path / f"x.{kind}"))()
+    crop, size = (10, 5, 60, 50), (40, 40)
+    assert abs(decoded(name, path, crop, size, "bicubic") - expected(path, crop, size, "bicubic")).max() <= 1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_exif_orientation_is_ignored(tmp_path: Path, name: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    turned = saved(picture(), tmp_path / "turned.jpg", exif=exif)
+    plain = saved(picture(), tmp_path / "plain.jpg")
+    backend = create_backend(name)
+    assert (backend.open(turned).width, backend.open(turned).height) == (96, 72)
+    args = ((10, 5, 60, 50), (40, 40), "bilinear")
+    assert (decoded(name, turned, *args) == decoded(name, plain, *args)).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fault_39_odd_modes_and_sizes(tmp_path: Path, name: str) -> None:
+    paths = [saved(picture().convert(mode), tmp_path / f"{mode}.png") for mode in ("L", "LA", "RGBA", "P", "1")]
+    paths.append(saved(picture().convert("P"), tmp_path / "P.gif", transparency=3))
+    for path in paths:
+        crop, size = (10, 5, 60, 50), (24, 24)
+        assert abs(decoded(name, path, crop, size, "bilinear") - expected(path, crop, size, "bilinear")).max() <= 1
+    for width, height in ((1, 1), (1, 400), (400, 1)):
+        path = saved(picture(width, height), tmp_path / "small.jpg")
+        crop = (0, 0, width, height)
+        assert (
+            abs(decoded(name, path, crop, (16, 16), "bicubic") - expected(path, crop, (16, 16), "bicubic")).max() <= 1
+        )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name: str) -> None:
+    data = Path(saved(picture(), tmp_path / "whole.jpg", quality=90)).read_bytes()
+    cuts = [*range(1, len(data), len(data) // 25), len(data) - 3]
+    backend = create_backend(name)
+    for cut in cuts:
+        path = tmp_path / "cut.jpg"
+        path.write_bytes(data[:cut])
+        with pytest.raises(BadImage) as caught:
+            backend.decode(backend.open(str(path)), None, (16, 16), "bilinear")
+        assert "\n" not in str(caught.value) and "0x" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fault_25_empty_and_garbage_files_are_bad(tmp_path: Path, name: str) -> None:
+    cases = {
+        "empty file": b"",
+        "no image format": b"hello, world" * 50,
+        "can't|could not|broken|no image": b"\xff\xd8\xff",
+    }
+    for reason, data in cases.items():
+        (tmp_path / "x.jpg").write_bytes(data)
+        with pytest.raises(BadImage, match=reason):
+            create_backend(name).open(str(tmp_path / "x.jpg"))
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    with pytest.raises(BadImage):
+        create_backend(name).open(str(tmp_path / "x.png"))
+    with pytest.raises(BadImage, match="No such file"):
+        create_backend(name).open(str(tmp_path / "none.jpg"))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fault_26_damaged_scan_is_decoded_as_pillow_does(tmp_path: Path, name: str) -> None:
+    data = bytearray(Path(saved(picture(), tmp_path / "x.jpg", quality=90)).read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 4] = b"\x12\x34\x56\x78"
+    (tmp_path / "x.jpg").write_bytes(data)
+    crop = (0, 0, 96, 72)
+    theirs = expected(str(tmp_path / "x.jpg"), crop, (72, 96), "bilinear")
+    assert abs(decoded(name, str(tmp_path / "x.jpg"), crop, (72, 96), "bilinear") - theirs).max() <= 1
+    assert abs(theirs - np.asarray(picture()).astype(int)).max() > 50  # the damage shows
+
+
+def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path) -> None:
+    # Pillow alone: an error, a warning, nothing.
+    sizes = {15000: 225_000_000, 12000: 144_000_000, 8000: 64_000_000}
+    for side, pixels in sizes.items():
+        path = saved(Image.new("1", (side, side)), tmp_path / "bomb.png")
+        assert os.path.getsize(path) < 40_000
+        for name in BACKENDS:
+            with pytest.raises(BadImage, match="--max-pixels 50000000.*tlt shrink") as caught:
+                create_backend(name).open(path)
+            assert "100000000" not in str(caught.value)  # twice the limit, which Pillow speaks of
+            assert create_backend(name, max_pixels=pixels).open(path).width == side
+    assert Image.MAX_IMAGE_PIXELS == 89478485  # Pillow's own limit is as it was
+
+
+def test_fault_23_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.jpg")
+    with pytest.raises(BadImage, match="not a regular file"):
+        read_file(str(tmp_path / "x.jpg"))
+
+
+def test_size_that_differs_from_the_header_is_bad(tmp_path: Path) -> None:
+    for suffix in ("jpg", "png"):
+        path = saved(picture(), tmp_path / f"x.{suffix}")
+        for name in BACKENDS:
+            backend = create_backend(name)
+            honest = backend.open(path)
+            with pytest.raises(BadImage, match="differs from the header"):
+                backend.decode(Encoded(path, honest.data, 95, 72), None, (8, 8), "bilinear")
+
+
+def test_postscript_is_never_run(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    picture().save(buffer, "EPS")
+    with pytest.raises(BadImage, match="no image format"):
+        read_size(buffer.getvalue())
+    assert ".eps" not in image_extensions() and {".jpg", ".webp", ".png", ".mpo", ".tif"} <= image_extensions()
+
+
+def test_unknown_backend_is_named() -> None:
+    with pytest.raises(UserError, match="--data-backend dali.*torchvision, pil"):
+        create_backend("dali")
+
+
+def test_resized_crop_of_the_wanted_size_is_a_view() -> None:
+    pixels = torch.arange(3 * 6 * 8, dtype=torch.uint8).reshape(3, 6, 8)
+    assert (resized_crop(pixels, (2, 1, 4, 3), (3, 4), "bilinear") == pixels[:, 1:4, 2:6]).all()

@@ -1,0 +1,213 @@
+"""`--dataset`: every kind gives the images and classes that torchvision, timm and others find in the same files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from torchvision import datasets as torch_datasets
+
+from tlt.data.backends.decode import PilBackend, TorchvisionBackend
+from tlt.data.sources.dataset_kinds import KINDS, parse_kind
+from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.source import ImageSource
+from tlt.errors import UserError
+
+
+def pixels(source: ImageSource, index: int, backend: type[PilBackend] = PilBackend) -> np.ndarray:
+    """(H, W, 3) of an image, as the loader decodes it."""
+    opened = backend().open(source.path(index), source.read(index), source.known_size(index))
+    return backend().decode(opened, None, (opened.height, opened.width), "bilinear").permute(1, 2, 0).numpy()
+
+
+def png(mark: int, size: tuple[int, int] = (30, 20)) -> bytes:
+    noise = np.random.default_rng(mark).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    Image.fromarray(noise).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("hfids/timm/imagenet-1k", "hfds/timm/imagenet-1k reads the same data set"),
+        ("torch/imagenet", "there are cifar10, cifar100.* class folders needs no --dataset"),
+        ("torch/cifar", "did you mean cifar10?"),
+        ("tfrecords", "did you mean tfrecord?"),
+        ("wds", "there are tfrecord, wds/NAME|did you mean wds/NAME"),
+        ("tfds/", "tfds/NAME"),
+    ],
+)
+def test_unknown_kinds_are_one_line_that_names_what_there_is(dataset: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_kind(dataset)
+
+
+def test_prefix_has_any_case_and_the_name_keeps_its_own() -> None:
+    assert parse_kind("HFDS/Owner/Name") == ("hfds", "Owner/Name")
+    assert parse_kind("torch/CIFAR10") == ("torch", "cifar10")
+    assert parse_kind("ImageFolder") == parse_kind("") == ("", "")
+    assert {parse_kind(kind)[0] for kind in KINDS} == {"wds", "tfds", "hfds", "torch", "tfrecord"}
+
+
+# --- torch/
+
+
+def cifar(root: Path, monkeypatch: pytest.MonkeyPatch, reader: Any) -> Path:
+    """Made-up files in the layout of a class of torchvision, which takes their md5 for the published one."""
+    folder = root / reader.base_folder
+    folder.mkdir(parents=True)
+    fine = reader is torch_datasets.CIFAR100
+    names = [f"class {number}/x" for number in range(100 if fine else 10)]
+
+    def write(file: str, content: dict[str, Any]) -> str:
+        data = pickle.dumps(content)
+        (folder / file).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    def batch(mark: int) -> dict[str, Any]:
+        generator = np.random.default_rng(mark)
+        numbers = generator.integers(0, len(names), 6).tolist()
+        return {
+            "data": generator.integers(0, 256, (6, 3072), np.uint8),
+            "fine_labels" if fine else "labels": numbers,
+        }
+
+    for attribute in ("train_list", "test_list"):
+        files = [file for file, _ in getattr(reader, attribute)]
+        monkeypatch.setattr(
+            reader, attribute, [[file, write(file, batch(len(file) + i))] for i, file in enumerate(files)]
+        )
+    meta = dict(reader.meta)
+    meta["md5"] = write(meta["filename"], {meta["key"]: names})
+    monkeypatch.setattr(reader, "meta", meta)
+    return root
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("backend", [PilBackend, TorchvisionBackend])
+def test_cifar_is_torchvisions(
+    name: str, split: str, backend: type[PilBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = getattr(torch_datasets, name.upper())
+    root = cifar(tmp_path, monkeypatch, reader)
+    theirs = reader(root, train=split == "train")
+    ours = open_images(str(root), split, f"torch/{name}")
+    assert len(ours) == len(theirs) > 0 and ours.class_names == theirs.classes
+    for index, (image, number) in enumerate(theirs):
+        assert (pixels(ours, index, backend) == np.array(image)).all() and ours.classes[index] == number
+    assert ours.paths[3] == f"class {ours.classes[3]}_x/00000003.ppm"
+    taken = pickle.loads(pickle.dumps(ours.select([4, 1])))
+    assert (pixels(taken, 0) == pixels(ours, 4)).all() and taken.paths == [ours.paths[4], ours.paths[1]]
+
+
+def test_damaged_or_missing_cifar_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = cifar(tmp_path, monkeypatch, torch_datasets.CIFAR10)
+    file = root / "cifar-10-batches-py" / "data_batch_3"
+    file.write_bytes(b"cbuiltins\nexit\n(tR.")  # which would end this process
+    with pytest.raises(UserError, match="cifar-10-batches-py is missing or damaged: unpack https.*cifar-10-python"):
+        open_images(str(root), "train", "torch/cifar10")
+    with pytest.raises(UserError, match="no split 'trian'; it has train and validation"):
+        open_images(str(root), "trian", "torch/cifar10")
+
+
+def test_gray_data_sets_are_torchvisions(tmp_path: Path) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    images = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
+    for part in ("train", "t10k"):
+        head = b"\x00\x00\x08\x03" + b"".join(side.to_bytes(4, "big") for side in images.shape)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(b"\x00\x00\x08\x01\x00\x00\x00\x05" + bytes([0, 9, 4, 4, 2]))
+        for kind in ("images-idx3", "labels-idx1"):
+            file = raw / f"{part}-{kind}-ubyte"
+            (raw / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    theirs = torch_datasets.FashionMNIST(tmp_path)
+    ours = open_images(str(tmp_path), "train", "torch/fashion_mnist")
+    assert ours.class_names == theirs.classes and ours.classes.tolist() == [0, 9, 4, 4, 2]
+    for index in range(5):
+        assert (pixels(ours, index) == np.array(theirs[index][0].convert("RGB"))).all()
+    assert ours.paths[0] == "T-shirt_top/00000000.ppm"
+
+
+# --- hfds/
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A folder of parquet files, as data sets of the hub are."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    features = datasets.Features(
+        {
+            "label": datasets.ClassLabel(names=["cat", "b/dog", "eel"]),
+            "img": datasets.Image(),
+            "text": datasets.Value("string"),
+        }
+    )
+    loose = tmp_path / "loose.png"
+    loose.write_bytes(png(99))
+    for split, count in (("train", 7), ("test", 4)):
+        images = [{"bytes": png(number), "path": f"{number}.png"} for number in range(count)]
+        images[1] = {"bytes": None, "path": str(loose)}
+        images[2] = {"bytes": b"no image", "path": None}
+        rows = {"img": images, "label": [number % 3 for number in range(count)], "text": ["x"] * count}
+        datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}-00000.parquet")
+    return folder
+
+
+def test_hub_data_sets_are_timms(hub: Path, tmp_path: Path) -> None:
+    create_reader = pytest.importorskip("timm.data.readers.reader_factory").create_reader
+    cache = str(tmp_path / "cache")
+    theirs = create_reader(f"hfds/{hub}", cache, "train", input_key="img")
+    ours = open_images(cache, "train", f"hfds/{hub}")
+    assert len(ours) == len(theirs) == 7
+    assert {name: number for number, name in enumerate(ours.class_names)} == theirs.class_to_idx
+    for index in range(7):
+        file, number = theirs[index]
+        assert bytes(ours.read(index)) == file.read() and ours.classes[index] == number
+    assert ours.paths[4] == "b_dog/00000004"
+    taken = pickle.loads(pickle.dumps(ours.select([6, 4]).select([1])))
+    assert bytes(taken.read(0)) == png(4) and taken.classes.tolist() == [1]
+
+
+def test_hub_data_sets_validate_by_the_names_of_the_training_set(hub: Path, tmp_path: Path) -> None:
+    cache, imposed = str(tmp_path / "cache"), ["eel", "fox", "cat", "b/dog"]
+    ours = open_images(cache, "test", f"hfds/{hub}", imposed)
+    assert ours.class_names == imposed and ours.classes.tolist() == [2, 3, 0, 2]
+    with pytest.raises(UserError, match="1 classes that are not in the class list .* such as eel"):
+        open_images(cache, "test", f"hfds/{hub}", ["cat", "b/dog"])
+
+
+def test_hub_faults_are_one_line(hub: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    cache = str(tmp_path / "cache")
+    with pytest.raises(UserError, match=r'split validation, can.t be loaded: Unknown split "validation".*--split'):
+        open_images(cache, "validation", f"hfds/{hub}")
+    with pytest.raises(UserError, match="hfds//nowhere.* can't be loaded: .*--split"):
+        open_images(cache, "train", "hfds//nowhere")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    datasets.Dataset.from_dict({"a": [1], "label": [0]}).to_parquet(plain / "train.parquet")
+    with pytest.raises(UserError, match="no Image column among a, label"):
+        open_images(cache, "train", f"hfds/{plain}")
+    with pytest.raises(BadImage, match="no image format"):
+        pixels(open_images(cache, "train", f"hfds/{hub}"), 2)
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'volo-tlt\[hf\]'"):
+        open_images(None, "train", "hfds/x")
+    with pytest.raises(UserError, match="DATA is missing"):
+        open_images(None, "train", "tfrecord")

@@ -1,0 +1,359 @@
+"""TFRecord files: the bytes and classes that DALI finds in them, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tlt.data.sources.example_proto import parse_example
+from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.open_images import find_files, open_images
+from tlt.errors import UserError
+
+google_crc32c = pytest.importorskip("google_crc32c")
+
+Features = dict[str, bytes | int | list[float] | list[int]]
+IMAGE_RECORDS = ("image/encoded", "image/class/label", "image/class/synset", "image/filename")
+
+
+def jpeg(mark: int) -> bytes:
+    noise = np.random.default_rng(mark).integers(0, 256, (20, 30 + mark, 3), np.uint8)
+    Image.fromarray(noise).save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
+
+
+def varint(value: int) -> bytes:
+    value %= 2**64
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def message(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def encoded(value: bytes | int | list[float] | list[int]) -> bytes:
+    if isinstance(value, bytes):
+        return message(1, message(1, value))
+    if isinstance(value, int):
+        return message(3, varint(1 << 3) + varint(value))  # not packed
+    if all(isinstance(each, int) for each in value):
+        return message(3, message(1, b"".join(varint(int(each)) for each in value)))
+    return message(2, message(1, np.array(value, "<f4").tobytes()))
+
+
+def example(features: Features) -> bytes:
+    entries = [message(1, message(1, name.encode()) + message(2, encoded(value))) for name, value in features.items()]
+    return message(1, b"".join(entries))
+
+
+def framed(data: bytes) -> bytes:
+    def masked(part: bytes) -> bytes:
+        crc = google_crc32c.value(part)
+        return (((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32).to_bytes(4, "little")
+
+    length = len(data).to_bytes(8, "little")
+    return length + masked(length) + data + masked(data)
+
+
+def write(path: Path, examples: Sequence[Features]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(framed(example(each)) for each in examples))
+    return path
+
+
+def image_record(mark: int) -> Features:
+    """As TensorFlow's scripts write ImageNet: classes from 1, names of class and file."""
+    synset = ["n10", "n2", "n300"][mark % 3]
+    return {
+        "image/height": 20,
+        "image/colorspace": b"RGB",
+        "image/object/bbox/xmin": [0.25, 0.5],
+        "image/class/label": mark % 3 + 1,
+        "image/class/synset": synset.encode(),
+        "image/filename": f"{synset}_{mark}.JPEG".encode(),
+        "image/encoded": jpeg(mark),
+    }
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two files of ImageNet's kind, indexed."""
+    root = tmp_path / "data"
+    write(root / "train" / "train-00000-of-00002", [image_record(mark) for mark in range(5)])
+    write(root / "train" / "train-00001-of-00002", [image_record(mark) for mark in range(5, 9)])
+    make_index(root)
+    return root
+
+
+def make_index(root: Path, split: str = "train", dataset: str = "tfrecord", workers: int = 1) -> list[str]:
+    return find_files(str(root), split, dataset).make_index(workers)
+
+
+def dali_reads(files: list[Path], label: str) -> list[tuple[bytes, int]]:
+    """All records in order as DALI reads them, with the index of its own tool."""
+    dali = pytest.importorskip("nvidia.dali")
+    from nvidia.dali import fn, tfrecord
+
+    indexes = [file.with_suffix(".idx") for file in files]
+    tool = Path(sys.executable).with_name("tfrecord2idx")
+    for file, index in zip(files, indexes, strict=True):
+        subprocess.run([sys.executable, tool, file, index], check=True, capture_output=True)
+
+    @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
+    def pipeline() -> object:
+        features = {
+            "image/encoded": tfrecord.FixedLenFeature((), tfrecord.string, ""),
+            label: tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
+        }
+        read = fn.readers.tfrecord(path=[*map(str, files)], index_path=[*map(str, indexes)], features=features)
+        return read["image/encoded"], read[label]
+
+    running = pipeline()
+    running.build()
+    count = sum(len(index.read_text().splitlines()) for index in indexes)
+    batches = [running.run() for _ in range(count)]
+    return [(images.at(0).tobytes(), int(labels.at(0)[0])) for images, labels in batches]
+
+
+def test_images_are_those_that_dali_reads(data: Path) -> None:
+    files = sorted(path for path in (data / "train").iterdir() if path.suffix != ".safetensors")
+    expected = dali_reads(files, "image/class/label")
+    ours = open_images(str(data), "train", "tfrecord")
+    # Classes of ours are numbered in the natural order of their names: n2, n10, n300.
+    number = {1: 1, 2: 0, 3: 2}
+    found = {bytes(ours.read(i)): int(ours.classes[i]) for i in range(len(ours))}
+    assert found == {image: number[label] for image, label in expected} and len(found) == len(expected) == 9
+
+
+def test_named_records_are_the_image_folder(data: Path, tmp_path: Path) -> None:
+    """Names, order and classes, and with them fingerprint, labels and every batch."""
+    for mark in range(9):
+        record = image_record(mark)
+        folder = tmp_path / "folder" / "train" / bytes(record["image/class/synset"]).decode()  # type: ignore[arg-type]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{folder.name}_{mark}.JPEG").write_bytes(jpeg(mark))
+    folder_images = open_images(str(tmp_path / "folder"), "train")
+    ours = open_images(str(data), "train", "tfrecord")
+    assert list(ours.paths) == list(folder_images.paths) and ours.class_names == folder_images.class_names
+    assert (ours.classes == folder_images.classes).all()
+    for index in range(9):
+        assert ours.read(index) == folder_images.read(index) and ours.size(index) == folder_images.size(index)
+    assert bytes(pickle.loads(pickle.dumps(ours)).read(3)) == bytes(ours.read(3))
+
+
+def test_split_may_be_in_the_files_names_and_classes_without_names_keep_their_numbers(tmp_path: Path) -> None:
+    records: list[Features] = [{"image": jpeg(mark), "label": [mark % 2 * 2], "other": -5} for mark in range(4)]
+    write(tmp_path / "training.tfrecord", records)
+    write(tmp_path / "val.tfrecord-00000-of-00001", records[:3])
+    lines = make_index(tmp_path)
+    assert "numbered" in lines[0] and "4 images of 2 classes in 1 shards" in lines[-1]
+    ours = open_images(str(tmp_path), "train", "tfrecord")
+    assert ours.class_names == ["0", "1", "2"] and ours.classes.tolist() == [0, 2, 0, 2]
+    assert ours.paths[1] == "2/00000001" and bytes(ours.read(1)) == jpeg(1)
+    make_index(tmp_path, "validation", workers=2)
+    assert len(open_images(str(tmp_path), "validation", "tfrecord", ours.class_names)) == 3
+
+
+def test_broken_image_keeps_its_place(tmp_path: Path) -> None:
+    write(tmp_path / "train.tfrecord", [{"image": b"no image", "label": 0}, {"image": jpeg(1), "label": 0}])
+    assert "0/00000000: no image format that Pillow can decode" in make_index(tmp_path)
+    ours = open_images(str(tmp_path), "train", "tfrecord")
+    assert ours.known_size(0) == (0, 0) and ours.known_size(1) == (31, 20)
+    with pytest.raises(BadImage):
+        ours.size(0)
+
+
+def test_byte_that_changed_since_is_a_bad_image(data: Path) -> None:
+    ours = open_images(str(data), "train", "tfrecord")
+    row = next(i for i in range(9) if bytes(ours.read(i)) == jpeg(8))
+    file = data / "train" / "train-00001-of-00002"
+    content = file.read_bytes()
+    at = content.index(jpeg(8)) + 300
+    file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(BadImage, match="crc32 is wrong"):
+        open_images(str(data), "train", "tfrecord").read(row)
+
+
+def second(data: Path) -> Path:
+    return data / "train" / "train-00001-of-00002"
+
+
+def change(byte: int, last: bool = False) -> Callable[[Path], object]:
+    def damage(data: Path) -> None:
+        content = bytearray(second(data).read_bytes())
+        content[-byte if last else byte] ^= 1
+        second(data).write_bytes(content)
+
+    return damage
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut in the data": (lambda d: second(d).write_bytes(second(d).read_bytes()[:-9]), "is cut: its last record begins"),
+    "cut in a length": (lambda d: second(d).write_bytes(second(d).read_bytes() + b"12345"), "is cut: its last record"),
+    "empty": (lambda d: second(d).write_bytes(b""), "is empty"),
+    "a length that is wrong": (change(1), "damaged at byte 0, or no TFRecord"),
+    "checksum of a length": (change(9), "damaged at byte 0"),
+    "data": (change(100), r"damaged in the record at byte 0 \(crc32c is wrong\)"),
+    "checksum of the data": (change(2, last=True), "damaged in the record at byte"),
+    "compressed": (lambda d: second(d).write_bytes(b"\x1f\x8b" + bytes(20)), "is compressed"),
+    "another file": (lambda d: second(d).write_bytes(b"hello, world, how are you?"), "or no TFRecord file"),
+    "no Example": (lambda d: second(d).write_bytes(framed(b"hello")), "record 0 of .*train-00001.* is no Example"),
+    "no image": (
+        lambda d: write(second(d), [{"label": 1}]),
+        "no single image named image/encoded or image: it has label",
+    ),
+    "no class": (
+        lambda d: write(second(d), [{"image": b"x"}]),
+        "no single class number named .* or label: it has image",
+    ),
+    "two classes": (lambda d: write(second(d), [{"image": b"x", "label": [1, 2]}]), "no single class number"),
+    "negative class": (lambda d: write(second(d), [{"image": b"x", "label": -1}]), "no single class number"),
+    "image that is a number": (lambda d: write(second(d), [{"image": 3, "label": 1}]), "no single image"),
+    "missing file": (lambda d: second(d).unlink(), "1 of 2 files train-.*-of-00002 are missing, the first is number 1"),
+    "no file": (lambda d: shutil.rmtree(d / "train"), "no TFRecord files of the split train in .*searched.*training"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_one_line(case: str, data: Path) -> None:
+    damage, text = BAD_FILES[case]
+    damage(data)
+    with pytest.raises(UserError, match=text) as raised:
+        make_index(data)
+    assert "\n" not in str(raised.value)
+
+
+BAD_INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda d: (d / "train" / "records.safetensors").unlink(), "index of 2 files .*is missing: .*tlt index"),
+    "more files than indexed": (
+        lambda d: [
+            shutil.copy(second(d), d / "train" / "extra.tfrecord"),
+        ],
+        "is of 2 files, not of the 3 that are there",
+    ),
+    "file changed": (lambda d: write(second(d), [image_record(1)]), "train-00001-of-00002 has .* bytes instead of"),
+    "cut": (
+        lambda d: (i := d / "train" / "records.safetensors").write_bytes(i.read_bytes()[:-5]),
+        "records.safetensors is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INDEXES)
+def test_bad_index_is_one_line(case: str, data: Path) -> None:
+    damage, text = BAD_INDEXES[case]
+    damage(data)
+    with pytest.raises(UserError, match=text) as raised:
+        open_images(str(data), "train", "tfrecord")
+    assert "\n" not in str(raised.value)
+
+
+def test_damaged_examples_raise_value_errors_only() -> None:
+    whole = example(image_record(0))
+    assert parse_example(whole)["image/class/label"].integers == [1]
+    assert parse_example(example({"a": -5, "b": [-1, 2**40]}))["b"].integers == [-1, 2**40]
+    generator = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole[:120])
+        damaged[generator.integers(len(damaged))] = generator.integers(256)
+        try:
+            parse_example(bytes(damaged))
+        except ValueError:
+            refused += 1
+    assert refused == 300  # every one of them is cut
+
+
+def test_missing_package_is_named_with_its_extra(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    assert len(open_images(str(data), "train", "tfrecord")) == 9  # reading needs none
+    with pytest.raises(UserError, match=r"pip install 'volo-tlt\[tfrecord\]'"):
+        make_index(data)
+
+
+# --- tfds/
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A data_dir of tensorflow_datasets."""
+    for version in ("1.9.0", "1.10.0"):
+        folder = tmp_path / "flowers" / version
+        for number, count in enumerate((3, 2)):
+            marks = range(number * 3, number * 3 + count)
+            records: list[Features] = [
+                {"image": jpeg(mark), "label": mark % 2, "file_name": f"{mark}.jpg".encode()} for mark in marks
+            ]
+            write(folder / f"flowers-train.tfrecord-{number:05d}-of-00002", records)
+        (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
+        splits = [{"name": "train", "shardLengths": ["3", "2"]}, {"name": "test", "shardLengths": ["9"]}]
+        info = {"name": "flowers", "version": version, "fileFormat": "tfrecord", "splits": splits}
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+    return tmp_path
+
+
+def test_prepared_data_set_has_its_own_class_list(prepared: Path) -> None:
+    make_index(prepared, dataset="tfds/flowers")
+    ours = open_images(str(prepared), "train", "tfds/flowers")
+    assert "1.10.0" in ours.path(0) and ours.class_names == ["rose", "tulip", "lily"]
+    rows = {ours.paths[i]: (int(ours.classes[i]), bytes(ours.read(i))) for i in range(len(ours))}
+    expected = {f"{['rose', 'tulip'][mark % 2]}/{mark}.jpg": (mark % 2, jpeg(mark)) for mark in range(5)}
+    assert rows == expected
+    with pytest.raises(UserError, match="1.9.0/train.records.safetensors, the index .*is missing"):
+        open_images(str(prepared), "train", "tfds/flowers:1.9.0")
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "flowers" / "1.10.0" / "dataset_info.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+BAD_PREPARED: dict[str, tuple[str, str, Callable[[Path], object], str]] = {
+    "name": ("tfds/roses", "train", lambda _: None, "there is no folder .*/roses; prepare it"),
+    "outside": ("tfds/../x", "train", lambda _: None, "there is no folder"),
+    "version": ("tfds/flowers:2.0.0", "train", lambda _: None, "no version 2.0.0 in .*which holds 1.9.0, 1.10.0"),
+    "split": ("tfds/flowers", "validation", lambda _: None, "no split validation .*which has train, test"),
+    "missing file": (
+        "tfds/flowers",
+        "test",
+        lambda _: None,
+        "1 of 1 files are missing, such as .*flowers-test.tfrecord",
+    ),
+    "format": ("tfds/flowers", "train", lambda d: edit(d, fileFormat="array_record"), "format array_record: prepare"),
+    "no splits": ("tfds/flowers", "train", lambda d: edit(d, splits=3), "is no description of a data set"),
+    "another place": ("tfds/flowers", "train", lambda d: edit(d, name="../x"), "names of files elsewhere"),
+    "count": (
+        "tfds/flowers",
+        "train",
+        lambda d: edit(d, splits=[{"name": "train", "shardLengths": ["3", "4"]}]),
+        "holds 2 records instead of 4",
+    ),
+    "class list": (
+        "tfds/flowers",
+        "train",
+        lambda d: (d / "flowers" / "1.10.0" / "label.labels.txt").write_text("rose\n"),
+        "an image is of class 1, but there are 1 classes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PREPARED)
+def test_bad_prepared_data_set_is_one_line(case: str, prepared: Path) -> None:
+    dataset, split, damage, text = BAD_PREPARED[case]
+    damage(prepared)
+    with pytest.raises(UserError, match=text):
+        make_index(prepared, split, dataset)

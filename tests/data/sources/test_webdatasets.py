@@ -1,0 +1,118 @@
+"""`--dataset wds/NAME`: shards that timm's `_info.json` or a pattern names."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tlt.data.backends.decode import PilBackend
+from tlt.data.sources.open_images import find_files, open_images
+from tlt.data.sources.webdatasets import expand_braces
+from tlt.errors import UserError
+
+wds = pytest.importorskip("webdataset")
+
+
+def jpeg(mark: int) -> bytes:
+    noise = np.random.default_rng(mark).integers(0, 256, (20, 30 + mark, 3), np.uint8)
+    Image.fromarray(noise).save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Three shards, the last one for validation; `cls` and `json` disagree."""
+    for shard in range(3):
+        with wds.TarWriter(str(tmp_path / f"set-{shard:02d}.tar")) as writer:
+            for mark in range(shard * 4, shard * 4 + 4):
+                writer.write({"__key__": f"k{mark}", "jpg": jpeg(mark), "cls": mark % 3, "json": {"label_12k": mark}})
+    info = {
+        "name": "set",
+        "splits": {
+            "train": split("train", [0, 1], 8),
+            "validation": split("validation", [2], 4),
+            "alternative": split("alternative", [0, 1], 8) | {"alt_label": "label_12k"},
+        },
+    }
+    (tmp_path / "_info.json").write_text(json.dumps(info))
+    return tmp_path
+
+
+def split(name: str, shards: list[int], count: int) -> dict[str, object]:
+    files = [f"set-{shard:02d}.tar" for shard in shards]
+    return {"name": name, "filenames": files, "shard_lengths": [4] * len(files), "num_samples": count}
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "alternative", "set-{00..01}.tar|8", "set-0{0,2}.tar|8"])
+def test_images_and_classes_are_timms(name: str, data: Path) -> None:
+    create_reader = pytest.importorskip("timm.data.readers.reader_factory").create_reader
+    theirs = [(np.array(image), number) for image, number in create_reader("wds/set", str(data), name)]
+    find_files(str(data), name, "wds/set").make_index()
+    ours = open_images(str(data), name, "wds/set")
+    assert len(ours) == len(theirs) == (4 if name == "validation" else 8)
+    backend = PilBackend()
+    for index in range(len(ours)):
+        width, height = ours.size(index)
+        opened = backend.open(ours.path(index), ours.read(index))
+        image = backend.decode(opened, None, (height, width), "bilinear").permute(1, 2, 0).numpy()
+        (number,) = (number for pixels, number in theirs if np.array_equal(pixels, image))
+        assert ours.classes[index] == number
+
+
+@pytest.mark.parametrize("pattern", ["a-{000..011}.tar", "{b,c}-{8..11}.tar", "x.tar", "{00..02}/{9..9}.tar"])
+def test_patterns_are_webdatasets(pattern: str) -> None:
+    assert expand_braces(pattern) == wds.shardlists.expand_urls(pattern)
+
+
+def edit(data: Path, **changes: object) -> None:
+    info = json.loads((data / "_info.json").read_text())
+    info["splits"]["train"] |= changes
+    (data / "_info.json").write_text(json.dumps(info))
+
+
+BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no such split": ("test", lambda _: None, "has no split test; it has train, validation, alternative"),
+    "no list": ("train", lambda d: (d / "_info.json").unlink(), "no _info.json or info.json in .*give a pattern"),
+    "not a list": ("train", lambda d: (d / "_info.json").write_text("[]"), "lists no shards as timm does"),
+    "names that are none": ("train", lambda d: edit(d, filenames=[3]), "does not name shards"),
+    "no names": ("train", lambda d: edit(d, filenames=[]), "no shards of the split train"),
+    "a command": ("train", lambda d: edit(d, filenames=["pipe:cat x.tar"]), "pipe:cat x.tar: tar files below"),
+    "a server": ("train", lambda d: edit(d, filenames=["https://x/y.tar"]), "https://x/y.tar: tar files below"),
+    "a path outside": ("train", lambda d: edit(d, filenames=["../../x.tar"]), "tar files below"),
+    "an absolute path": ("train", lambda d: edit(d, filenames=["/etc/x.tar"]), "tar files below"),
+    "compressed": ("train", lambda d: edit(d, filenames=["a.tar.gz"]), "a.tar.gz: tar files below .*uncompressed"),
+    "missing shard": ("train", lambda d: (d / "set-01.tar").unlink(), "1 of 2 shards are missing, .*set-01.tar"),
+    "pattern without files": ("no-{0..3}.tar", lambda _: None, "4 of 4 shards are missing"),
+    "pattern outside": ("../{0..3}.tar", lambda _: None, "tar files below"),
+    "pattern downwards": ("set-{3..1}.tar", lambda _: None, r"\{3..1\} must count up"),
+    "pattern of too many": ("set-{0..99999999}.tar", lambda _: None, "a million"),
+    "pattern of far too many": ("{0..99999}{0..99999}.tar", lambda _: None, "a million"),
+    "braces in braces": ("{a,{0..3}}.tar", lambda _: None, "give patterns like"),
+    "no braces' content": ("set-{1}.tar", lambda _: None, "neither"),
+    "no number": ("set-{00..01}.tar|many", lambda _: None, "number of images must follow"),
+    "another number": ("set-{00..01}.tar|9", lambda _: None, "knows 8 images instead of 9"),
+    "another number in the list": ("train", lambda d: edit(d, num_samples=7), "knows 8 images instead of 7"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_list_is_one_line(case: str, data: Path) -> None:
+    name, damage, text = BAD[case]
+    damage(data)
+    with pytest.raises(UserError, match=text) as raised:
+        find_files(str(data), name, "wds/x").make_index()
+        open_images(str(data), name, "wds/x")
+    assert "\n" not in str(raised.value)
+
+
+def test_list_that_grew_is_stale(data: Path) -> None:
+    find_files(str(data), "train", "wds/x").make_index()
+    edit(data, filenames=["set-00.tar", "set-01.tar", "set-02.tar"], num_samples=12)
+    with pytest.raises(UserError, match="is of 2 files, not of the 3 that are there: make it anew"):
+        open_images(str(data), "train", "wds/x")

@@ -1,0 +1,79 @@
+"""The house: which room may import which, and how large rooms and functions get. Read from the syntax trees.
+
+What breaks a rule today stands in layout_exceptions.txt, a list that may only shrink: a line there that nothing breaks
+any more fails, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# The lowest first; a module belongs to the longest name that it begins with, and imports its own room and lower ones.
+ROOMS = (
+    *("tlt.errors", "tlt.geometry", "tlt.label_map", "tlt.mixtoken"),
+    *("tlt.io", "tlt.models", "tlt.data.augment", "tlt.data.sources", "tlt.data.backends", "tlt.data", "tlt.labels"),
+    *("tlt.mix", "tlt.targets", "tlt.sparse_targets", "tlt.loss", "tlt.mixed_loss", "tlt.upstream", "tlt.utils"),
+    *("tlt.tools", "tlt"),
+    *("volo.config", "volo.kernels", "volo.models", "volo.cluster", "volo.record", "volo.checkpoint", "volo.train"),
+    *("volo.memory", "volo.commands", "volo", "benchmarks"),
+)
+FILES, LINES = 20, 60  # at most, in a folder and in a function
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in ("tlt", "volo", "benchmarks")
+    for path in (ROOT / package).rglob("*.py")
+}
+
+
+def room_of(module: str) -> int:
+    """Its place in ROOMS."""
+    names = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
+    return ROOMS.index(max(names, key=len))
+
+
+def imported_by(module: str) -> set[str]:
+    """The modules of this project that a module imports, wherever in its file."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in MODULES else node.module for name in full}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & MODULES.keys()) - {module}
+
+
+def circles(imports: dict[str, set[str]]) -> Iterator[str]:
+    """Modules from which imports lead back to themselves, with all others on the way."""
+    reached = {module: set(others) for module, others in imports.items()}
+    for via in reached:
+        for others in reached.values():
+            if via in others:
+                others |= reached[via]
+    yield from {" ".join(sorted(o for o in others if m in reached[o])) for m, others in reached.items() if m in others}
+
+
+def broken() -> Iterator[str]:
+    """What breaks a rule, a line each."""
+    imports = {module: imported_by(module) for module in MODULES}
+    for module, others in imports.items():
+        yield from (f"upwards: {module} -> {other}" for other in others if room_of(other) > room_of(module))
+    yield from (f"circle: {names}" for names in circles(imports))
+    for folder in {path.parent for path in MODULES.values()}:
+        if len(files := list(folder.glob("[!_]*.py"))) > FILES:
+            yield f"folder: {folder.relative_to(ROOT)} has {len(files)} files"
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > LINES:
+                    yield f"function: {module}.{node.name} has {lines} lines"
+
+
+def test_the_rules_hold_but_for_a_list_that_may_only_shrink() -> None:
+    listed = set(Path(__file__).with_name("layout_exceptions.txt").read_text().splitlines())
+    found = set(broken())
+    assert found == listed, f"new: {sorted(found - listed)}, gone: {sorted(listed - found)}"

@@ -1,0 +1,131 @@
+"""A run of a few milliseconds: model, data, directory."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+import volo  # noqa: F401  (registers the models)
+from tlt.io.weights import read_checkpoint
+from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, TrainState, best_of
+from volo.checkpoint.resume import find_resume
+
+METADATA = {
+    "arch": "tiny",
+    "args": {"lr": 0.1, "data": Path("/data"), "scale": (0.08, 1.0)},
+    "model_config": {"img_size": (64, 48), "crop_pct": 0.96},
+}
+
+
+def build(seed: int = 0, optimizer: str = "adamw", ema: bool = True, scaler: bool = True, **kwargs: Any) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    weights, biases = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+    optimizers = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    options = {"lr": 0.01, "momentum": 0.9} if optimizer == "sgd" else {"lr": 0.01, "weight_decay": 0.05}
+    return TrainState(
+        model,
+        optimizers[optimizer](groups, **options),
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) if scaler else None,
+        ema=ModelEmaV3(model, decay=0.9) if ema else None,
+        metadata=dict(METADATA),
+        **{"updates_per_epoch": 4, **kwargs},
+    )
+
+
+def train(state: TrainState, epochs: int = 1) -> None:
+    """Train on data that are a function of the update number."""
+    for _ in range(epochs):
+        for _ in range(state.updates_per_epoch):
+            images = torch.randn(5, 6, generator=torch.Generator().manual_seed(state.update))
+            loss = state.model(images).square().mean()
+            state.optimizer.zero_grad()
+            if state.scaler is None:
+                loss.backward()
+                state.optimizer.step()
+            else:
+                state.scaler.scale(loss).backward()  # type: ignore[attr-defined]
+                state.scaler.step(state.optimizer)  # type: ignore[attr-defined]
+                state.scaler.update()  # type: ignore[attr-defined]
+            state.update += 1
+            if state.ema is not None:
+                state.ema.update(state.model, step=state.update)
+        state.epoch += 1
+
+
+def save(
+    files: CheckpointDir, state: TrainState, metric: float | None = None, ranked: bool = True
+) -> RankedCheckpoint | None:
+    """Save here and now, after an epoch or (not `ranked`) within one; return the best checkpoint so far."""
+    if ranked and metric is not None:
+        state.scores[state.epoch - 1] = {files.ranked_by: metric}
+    decided = files.decide(state, ranked)
+    try:
+        files.write(decided)
+    except BaseException:
+        decided.undo(state)
+        raise
+    return best_of(state.best)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.clone()]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [t for v in values for t in tensors(v)]
+
+
+def same(first: TrainState, second: TrainState) -> bool:
+    one, two = first.state_dict(), second.state_dict()
+    position = (first.epoch, first.update, first.best) == (second.epoch, second.update, second.best)
+    scale = one.get("amp_scaler") == two.get("amp_scaler")
+    pairs = zip(tensors(one), tensors(two), strict=True)
+    return position and scale and all(torch.equal(a, b) for a, b in pairs)
+
+
+def resumed(directory: Path, spec: str = "auto", **kwargs: Any) -> tuple[TrainState, CheckpointDir, list[str]]:
+    """What a program does on --resume."""
+    state = build(seed=99, **kwargs)
+    files = CheckpointDir(directory, keep=2)
+    found = find_resume(spec, directory)
+    messages = list(found.messages)
+    if found.path is not None and found.checkpoint is not None:
+        messages += state.load(found.checkpoint, found.path)
+        messages += files.restore(state, found.path)
+    return state, files, messages
+
+
+def names(directory: Path) -> set[str]:
+    return {p.name for p in directory.iterdir()}
+
+
+def epoch_of(path: Path) -> int:
+    return read_checkpoint(path)["epoch"]
+
+
+def payload_of(state: TrainState) -> dict[str, Any]:
+    """What a file would hold; it shares nothing with the state."""
+    buffer = io.BytesIO()
+    torch.save(state.state_dict(), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def three_epochs(directory: Path) -> TrainState:
+    state, files = build(), CheckpointDir(directory, keep=5)
+    for metric in (1.0, 3.0, 2.0):
+        train(state)
+        save(files, state, metric)
+    return state
+
+
+def separate(path: Path, content: bytes) -> None:
+    """Write `content` under this name alone, not into the file it shares with others."""
+    path.unlink()
+    path.write_bytes(content)

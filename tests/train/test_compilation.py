@@ -1,0 +1,288 @@
+"""--torchcompile by blocks: as many graphs as there are kinds of blocks, which compute what eager mode does."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import volo  # noqa: F401  registers the models
+from tests.conftest import imagined_gpu
+from tlt.errors import UserError
+from tlt.models.drop_path import drop_path_layer
+from tlt.models.layers import ResidualBlock
+from volo.cluster.ddp import DdpSettings, distribute
+from volo.cluster.distributed import World
+from volo.config.args import parse_train
+from volo.train import compilation
+from volo.train.compilation import CompileWatch, compile_errors_told, compile_model, feature_compiler
+from volo.train.model import wrap_model
+
+# Three transformer blocks, with stochastic depth of another rate each.
+SMALL: dict[str, dict[str, Any]] = {
+    "volo_test": {"layers": (1, 2, 1, 0)},
+    "lvvit_test": {"depth": 3},
+}
+# LV-ViT's first block has no stochastic depth, so it is a kind of its own in training.
+KINDS = {"volo_test": (3, 3), "lvvit_test": (2, 1)}  # in training, in evaluation
+
+
+@pytest.fixture(autouse=True)
+def from_the_beginning() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def flags(model: str = "volo_test", backend: str = "eager", **more: Any) -> Namespace:
+    asked = {"torchcompile_mode": None, "torchcompile_scope": None, "grad_compression": "none"}
+    asked |= {"token_label": True, "cls_weight": 1.0}
+    return Namespace(model=model, torchcompile=backend, **asked | more)
+
+
+def small(name: str, mode: str = "mask") -> Any:
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=32, num_classes=5, drop_path_rate=0.5, **SMALL[name]).train()
+    model.set_drop_path_mode(mode)
+    return model
+
+
+def outputs(model: nn.Module, batch: int, step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(step)
+    return model(torch.randn(batch, 3, 32, 32), dense=True, mix_box=torch.tensor([0, 0, 1, 1]))
+
+
+def gradients(model: nn.Module, batch: int, step: int) -> list[Tensor]:
+    model.zero_grad()
+    cls, tokens = outputs(model, batch, step)
+    (cls.square().mean() + tokens.square().mean()).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "drop_path_mode", "checkpointing"),
+    [("volo_test", "mask", False), ("lvvit_test", "subset", True)],
+)
+def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
+    name: str, drop_path_mode: str, checkpointing: bool
+) -> None:
+    eager, model = small(name, drop_path_mode), small(name, drop_path_mode)
+    for each in (eager, model):
+        each.set_grad_checkpointing(checkpointing)
+    names = list(model.state_dict())
+    assert compile_model(model, flags(name)) is model and list(model.state_dict()) == names
+    training, evaluation = KINDS[name]
+    for step, batch in enumerate((8, 5, 7)):  # and, with the subset, as many numbers of samples as blocks
+        torch.testing.assert_close(gradients(model, batch, step), gradients(eager, batch, step))
+        assert graphs() == training
+    for each in (eager, model):
+        each.eval()
+    with torch.inference_mode():
+        for batch in (8, 5):
+            x = torch.randn(batch, 3, 32, 32)
+            torch.testing.assert_close(model(x), eager(x))
+    gradients(model.train(), 8, 0)
+    assert graphs() == training + evaluation
+
+
+def test_autocast_has_graphs_of_its_own_and_agrees() -> None:
+    eager, model = small("lvvit_test"), small("lvvit_test")
+    compile_model(model, flags())
+    for autocast in (torch.autocast("cpu", torch.bfloat16), nullcontext(), torch.autocast("cpu", torch.bfloat16)):
+        with autocast:
+            torch.testing.assert_close(outputs(model, 4, 1), outputs(eager, 4, 1))
+    assert graphs() == 2 * KINDS["lvvit_test"][0]
+
+
+def test_a_copy_is_not_compiled_and_shares_the_graphs_once_it_is() -> None:
+    model = small("lvvit_test").eval()
+    compile_model(model, flags())
+    average = copy.deepcopy(model)
+    with torch.inference_mode():
+        x = torch.randn(2, 3, 32, 32)
+        expected = average(x)
+        assert not graphs()
+        torch.testing.assert_close(model(x), expected)
+        before = graphs()
+        nn.init.zeros_(average.blocks[0].attn.proj.weight)  # not the original's
+        changed = average(x)
+        torch.testing.assert_close(compile_model(average, flags())(x), changed)
+        assert before and graphs() == before and not torch.equal(changed, expected)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope: str) -> None:
+    cpu = torch.device("cpu")
+    eager, model = (distribute(small("lvvit_test"), cpu, DdpSettings()) for _ in range(2))
+    called = compile_model(model, flags(torchcompile_scope=scope))
+    for step in range(2):
+        with called.no_sync() if step else nullcontext():
+            found = gradients(called, 4, step)
+        assert len(found) == len(list(eager.parameters()))
+        torch.testing.assert_close(found, gradients(eager, 4, step))
+
+
+def test_the_whole_model_where_asked_for_or_where_cuda_graphs_or_no_blocks_need_it() -> None:
+    alone = World(0, 0, 1, torch.device("cpu"))
+    cases = [("volo_test", {"torchcompile_scope": "model"}), ("test_vit", {})]
+    cases += [("volo_test", {"backend": "inductor", "torchcompile_mode": "reduce-overhead"})]
+    for name, more in cases:
+        model = timm.create_model(name)
+        assert wrap_model(model, flags(name, **more), alone)._orig_mod is model
+    assert compile_model(model, flags(backend="")) is model
+
+
+def test_what_cannot_be_done_is_told() -> None:
+    vit = timm.create_model("test_vit")
+    with pytest.raises(UserError, match="test_vit is compiled as a whole: --torchcompile-scope model"):
+        compile_model(vit, flags("test_vit", torchcompile_scope="blocks"))
+    with pytest.raises(UserError, match="--torchcompile bogus: no such backend"):
+        compile_model(small("volo_test"), flags(backend="bogus"))
+    with pytest.raises(UserError, match="--torchcompile-scope blocks has no effect without --torchcompile"):
+        parse_train(["/d", "--torchcompile-scope", "blocks"])
+    with pytest.raises(UserError, match="blocks of other weights share a graph"):
+        line = "/d --torchcompile --torchcompile-scope blocks --torchcompile-mode reduce-overhead"
+        parse_train(line.split())
+
+
+def test_an_annotator_s_features_are_compiled_in_either_scope() -> None:
+    for scope in ("blocks", "model"):
+        model = small("lvvit_test").eval()
+        with torch.no_grad():
+            x = torch.randn(2, 3, 32, 32)
+            expected = model.forward_features(x)
+            compiled = feature_compiler(model, flags(torchcompile_scope=scope))
+            before = graphs()
+            torch.testing.assert_close(compiled(lambda m, y: m.forward_features(y))(model, x), expected)
+            assert graphs() > before
+
+
+def test_errors_of_the_compiler_are_one_line() -> None:
+    def broken(*_: Any) -> Callable[..., Any]:
+        raise ValueError("two\nlines")
+
+    args = flags(backend="inductor")
+    told = pytest.raises(UserError, match=r"can't compile this \(ValueError: two lines\): try another")
+    with told as caught, compile_errors_told(args):
+        torch.compile(nn.ReLU(), backend=broken)(torch.ones(2))
+    assert "\n" not in str(caught.value)
+    from torch._inductor import config
+
+    missing = config.patch({"cpp.cxx": (None, "/nonexistent"), "force_disable_caches": True})
+    told = pytest.raises(UserError, match="No working C.. compiler.*: install a C.. compiler")
+    with told, missing, compile_errors_told(args):
+        torch.compile(nn.Softplus())(torch.ones(2))
+    from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
+
+    kinds = [NoTritonConfigsError]
+    if importlib.util.find_spec("triton"):
+        kinds += [importlib.import_module("triton.runtime.errors").PTXASError]
+    for kind in kinds:  # from a program that is compiled when it runs: none of torch's errors around it
+        with pytest.raises(UserError, match=f"can't compile this .{kind.__name__}: "), compile_errors_told(args):
+            raise kind("registers")
+    with pytest.raises(ZeroDivisionError), compile_errors_told(args):
+        _ = 1 / 0
+
+
+class Dropped(ResidualBlock):
+    """Dropout, and stochastic depth, and nothing else: one kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = self.norm2 = self.mlp = nn.Identity()
+        self.attn, self.drop_path1, self.drop_path2 = nn.Dropout(0.5), drop_path_layer(0.5), drop_path_layer(0.2)
+
+
+def test_compiled_draws_are_a_function_of_the_seed() -> None:
+    block = Dropped().train()
+    block.compile()  # by Inductor, whose own generator draws dropout
+
+    def drawn(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return block(torch.ones(64, 8))
+
+    first, other = drawn(1), drawn(2)
+    assert torch.equal(drawn(1), first) and not torch.equal(first, other)
+    assert len(first.unique()) > 2 and len({tuple(row.tolist()) for row in first}) > 8  # dropout's, not only a sample's
+
+
+def test_compiling_in_the_middle_of_training_is_told() -> None:
+    told: list[str] = []
+    watch = CompileWatch(told.append)
+    compiled = torch.compile(nn.Linear(3, 2), backend="eager", dynamic=False)
+    compiled(torch.ones(4, 3))
+    watch.interval(0, 10)
+    watch.interval(10, 20)
+    assert len(told) == 1 and told[0].startswith("torch.compile: 1 graphs in ")
+    compiled(torch.ones(5, 3))  # a validation
+    watch.skip()
+    watch.interval(20, 30)
+    assert len(told) == 1
+    compiled(torch.ones(6, 3))
+    watch.interval(30, 40)
+    assert len(told) == 2 and told[1].startswith("warning: torch compiled 1 graphs anew in updates 30 to 40, ")
+
+
+def test_steps_are_marked_for_cuda_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(1))
+    # Modules of another process, say: loading torch's a second time in this one breaks it (2.11).
+    modules: dict[str, object] = {}
+    monkeypatch.setattr(compilation, "sys", Namespace(modules=modules))
+    monkeypatch.setattr(compilation, "importlib", Namespace(import_module=lambda name: modules.update({name: None})))
+    compilation.begin_step()
+    assert not marked
+    compile_model(small("volo_test"), flags(backend="inductor", torchcompile_mode="reduce-overhead"))
+    compilation.begin_step()
+    assert len(marked) == 1
+
+
+@imagined_gpu
+def test_nothing_in_the_model_keeps_it_from_a_cuda_graph() -> None:
+    """In training, traced on tensors that say they are on a GPU: nothing comes from the host, no value goes there."""
+    for name in SMALL:
+        model = small(name)
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            values = [*model.named_parameters(), *model.named_buffers()]
+            state = {n: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cuda:0") for n, v in values}
+            images = torch.empty(4, 3, 32, 32, device="cuda:0")
+            box = torch.empty(4, dtype=torch.int32, device="cuda:0")
+
+            def forward(state: dict[str, Tensor], *given: Tensor, model: nn.Module = model) -> Any:
+                options = {"dense": True, "mix_box": given[1]}
+                return torch.func.functional_call(model, state, (given[0],), options)
+
+            nodes = list(make_fx(forward)(state, images, box).graph.nodes)
+        found = [t for n in nodes if isinstance(t := n.meta.get("val"), Tensor)]
+        assert len(found) > 100 and {t.device.type for t in found} == {"cuda"}
+        targets = {str(n.target) for n in nodes}
+        assert not [t for t in targets if any(bad in t for bad in ("local_scalar", "nonzero", "item."))]
+        # What a step changes in place of its inputs: BatchNorm's counters. Their place stays the same, as the weights'.
+        inputs = {n for n in nodes if n.op == "placeholder"}
+        changed = [n.args[0] for n in nodes if str(n.target).startswith("aten.add_.") and n.args[0] in inputs]
+        assert len(changed) == sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())

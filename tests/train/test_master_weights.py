@@ -1,0 +1,159 @@
+"""Computing in bfloat16 beside float32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import timm
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from volo.train.convolutions import check_convolutions
+from volo.train.loop import set_train_mode
+from volo.train.master_weights import WorkingCopy
+from volo.train.precision import Precision
+
+CPU = torch.device("cpu")
+Build = Callable[[], nn.Module]
+
+
+def volo_model() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("volo_test", img_size=32, num_classes=4)
+
+
+def timm_model() -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("test_resnet", num_classes=4)
+
+
+def images(number: int, count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+
+
+def backward(precision: Precision, called: nn.Module, x: Tensor, share: float = 1.0) -> None:
+    with precision.autocast():
+        loss = called(x).float().logsumexp(-1).mean()
+    precision.backward(loss * share)
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, (nn.LayerNorm, _BatchNorm))]
+
+
+@pytest.mark.parametrize("build", [volo_model, timm_model])
+def test_norms_are_shared_and_the_rest_is_bfloat16(build: Build) -> None:
+    master = build()
+    copy = WorkingCopy(master).module
+    shared = {id(t) for norm in norms(master) for t in norm.state_dict(keep_vars=True).values()}
+    assert {id(t) for norm in norms(copy) for t in norm.state_dict(keep_vars=True).values()} == shared
+    for (name, own), (same, cast) in zip(master.named_parameters(), copy.named_parameters(), strict=True):
+        assert own.dtype is torch.float32 and name == same
+        assert id(cast) in shared or torch.equal(cast, own.bfloat16()), name
+    assert any(id(cast) not in shared for cast in copy.parameters())
+
+
+@pytest.mark.parametrize("build", [volo_model, timm_model])
+def test_gradients_are_those_of_float32_up_to_rounding(build: Build) -> None:
+    master, reference = build(), build().double()
+    check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU)
+    copy = WorkingCopy(master)
+    backward(Precision(CPU, torch.bfloat16), copy.module.eval(), images(0))
+    backward(Precision(CPU), reference.eval(), images(0).double())
+    copy.give_gradients()
+    assert all(cast.grad is None for own, cast in copy._pairs)
+    mine, theirs = (nn.utils.parameters_to_vector([p.grad for p in m.parameters()]) for m in (master, reference))
+    assert mine.dtype is torch.float32
+    assert torch.nn.functional.cosine_similarity(mine.double(), theirs, dim=0) > 0.99
+
+
+def test_steps_too_small_for_bfloat16_add_up() -> None:
+    master = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(master.weight)
+    copy = WorkingCopy(master)
+    precision = Precision(CPU, torch.bfloat16, working_copy=copy)
+    optimizer = torch.optim.SGD(master.parameters(), lr=2**-12)
+    for _ in range(64):
+        with precision.autocast():
+            precision.backward(copy.module(torch.ones(1, 1)).sum())
+        precision.step(optimizer, list(master.parameters()))
+    assert master.weight.item() == 1 - 2**-6 == copy.module.weight.item()
+
+
+def test_sixteen_micro_batches_add_up_in_float32() -> None:
+    master = volo_model()
+    copy = WorkingCopy(master)
+    copy.module.eval()
+    exact, precision = torch.zeros(()), Precision(CPU, torch.bfloat16, working_copy=copy)
+    for part in images(0, 32).chunk(16):
+        with precision.autocast():
+            loss = copy.module(part).float().logsumexp(-1).mean()
+        loss.backward()
+        exact = exact + nn.utils.parameters_to_vector([p.grad.double() for p in copy.module.parameters()])
+        copy.module.zero_grad()
+    for part in images(0, 32).chunk(16):
+        backward(precision, copy.module, part)
+    found = nn.utils.parameters_to_vector([p.grad for p in master.parameters()])
+    assert (found - exact).norm() < 1e-6 * exact.norm()  # added in bfloat16: 4e-3
+
+
+def test_micro_batches_add_up_and_an_average_follows_the_master() -> None:
+    master, whole = volo_model(), volo_model()
+    for model, parts in ((master, 2), (whole, 1)):
+        copy = WorkingCopy(model)
+        set_train_mode(copy.module, freeze_bn=True)
+        precision = Precision(CPU, torch.bfloat16, working_copy=copy)
+        average = ModelEmaV3(model, decay=0.0)
+        for part in images(1).chunk(parts):
+            backward(precision, copy.module, part, 1 / parts)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        precision.step(optimizer, list(model.parameters()))
+        average.update(model)
+        assert all(torch.equal(a, b) for a, b in zip(average.module.parameters(), model.parameters(), strict=True))
+    start = nn.utils.parameters_to_vector(volo_model().parameters())
+    moves = [nn.utils.parameters_to_vector(m.parameters()) - start for m in (master, whole)]
+    assert (moves[0] - moves[1]).norm() < 0.02 * moves[1].norm()
+
+
+def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> None:
+    master = volo_model()
+    copy = WorkingCopy(master)
+    precision = Precision(CPU, torch.bfloat16, working_copy=copy)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=0.1, fused=True)
+    before = [p.clone() for p in (*master.parameters(), *copy.module.parameters())]
+    backward(precision, copy.module.train(), images(0) * float("inf"))
+    precision.step(optimizer, list(master.parameters()))
+    after = [*master.parameters(), *copy.module.parameters()]
+    assert precision.counts() == [1, 1]
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
+
+
+def test_frozen_statistics_and_a_dense_head_that_is_off() -> None:
+    master = volo_model()
+    master.set_dense_head(False)
+    copy = WorkingCopy(master)
+    precision = Precision(CPU, torch.bfloat16, working_copy=copy)
+    set_train_mode(copy.module, freeze_bn=True)
+    statistics = [b.clone() for b in master.buffers()]
+    backward(precision, copy.module, images(0))
+    optimizer = torch.optim.SGD([p for p in master.parameters() if p.requires_grad], lr=0.1)
+    head = master.aux_head.weight.clone()
+    precision.step(optimizer, list(master.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(statistics, master.buffers(), strict=True))
+    assert torch.equal(head, master.aux_head.weight)
+    set_train_mode(copy.module, freeze_bn=False)
+    backward(precision, copy.module, images(0))
+    assert not any(torch.equal(a, b) for a, b in zip(statistics, master.buffers(), strict=True))
+
+
+def test_what_was_loaded_computes_after_begin() -> None:
+    master, loaded = volo_model(), volo_model()
+    nn.init.normal_(loaded.head.weight)
+    copy = WorkingCopy(master)
+    master.load_state_dict(loaded.state_dict())
+    assert not torch.equal(copy.module.head.weight, loaded.head.weight.bfloat16())
+    Precision(CPU, torch.bfloat16, working_copy=copy).begin()
+    assert torch.equal(copy.module.head.weight, loaded.head.weight.bfloat16())

@@ -1,0 +1,215 @@
+"""Optimizers by name, parameter groups, layer decay."""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+
+import pytest
+import timm
+import torch
+from timm.optim import list_optimizers, param_groups_layer_decay
+from torch import nn
+
+from tlt.errors import UserError
+from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
+from volo.config.args import parse_train
+from volo.train.optim import create_optimizer, set_lr
+
+
+def arguments(line: str = "") -> Namespace:
+    return parse_train(["/data", *line.split()])
+
+
+class Small(nn.Module):
+    """A weight, its bias, a norm, a position embedding and a part that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pos_embed = nn.Parameter(torch.randn(1, 2, 3))
+        self.body = nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(3)
+        self.unused = nn.Linear(3, 3).requires_grad_(False)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"pos_embed"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x + self.pos_embed))
+
+
+def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
+    model = Small()
+    optimizer = create_optimizer(arguments(), model)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    names = {name: decay.get(id(p)) for name, p in model.named_parameters()}
+    assert names == {
+        "pos_embed": 0.0,
+        "body.weight": 0.05,
+        "body.bias": 0.0,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "unused.weight": None,
+        "unused.bias": None,
+    }
+
+
+def test_a_step_is_adamw_worked_out_by_hand() -> None:
+    model = Small().double()
+    x = torch.randn(4, 2, 3, dtype=torch.float64)
+    optimizer = create_optimizer(arguments("--opt-eps 1e-6 --opt-betas 0.8 0.9"), model)
+    set_lr(optimizer, 0.01)
+    model(x).square().sum().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        if name not in grads:
+            continue
+        # First step: both moments, corrected for their start, are the gradient and its square.
+        decayed = before[name] * (1 - 0.01 * (0.05 if name == "body.weight" else 0.0))
+        expected = decayed - 0.01 * grads[name] / (grads[name].abs() + 1e-6)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_layer_decay_is_timms_and_survives_set_lr() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, num_classes=2)
+    optimizer = create_optimizer(arguments("--layer-decay 0.5"), model)
+    expected = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
+    scales = {id(p): group["lr_scale"] for group in expected for p in group["params"]}
+    set_lr(optimizer, 0.02)
+    for group in optimizer.param_groups:
+        assert group["lr"] == pytest.approx(0.02 * scales[id(group["params"][0])])
+    assert len({group["lr"] for group in optimizer.param_groups}) == 5
+    set_lr(optimizer, 0.04)
+    assert max(group["lr"] for group in optimizer.param_groups) == pytest.approx(0.04)
+
+
+def test_set_lr_without_layer_decay() -> None:
+    optimizer = create_optimizer(arguments("--lr 0.3"), Small())
+    assert {group["lr"] for group in optimizer.param_groups} == {0.3}
+    set_lr(optimizer, 0.125)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "option", "value"),
+    [
+        ("--opt sgd --momentum 0.5", "SGD", "momentum", 0.5),
+        ("--opt lamb", "Lamb", "eps", 1e-6),
+        ("--opt lookahead_adamw", "Lookahead", "eps", 1e-8),
+        ("--opt adam --opt-betas 0.7 0.8", "Adam", "betas", (0.7, 0.8)),
+    ],
+)
+def test_other_optimizers(line: str, kind: str, option: str, value: object) -> None:
+    optimizer = create_optimizer(arguments(line), Small())
+    assert type(optimizer).__name__ == kind and optimizer.param_groups[0][option] == value
+
+
+def test_fused_where_torch_has_it() -> None:
+    for device in ("cuda", "cpu"):
+        assert create_optimizer(arguments(), Small(), torch.device(device)).defaults["fused"] is True
+    assert not create_optimizer(arguments(), Small(), torch.device("mps")).defaults["fused"]
+    assert "fused" not in create_optimizer(arguments("--opt lamb"), Small()).defaults
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fused_steps_equal_plain_ones(name: str, device: str) -> None:
+    models = Small().to(device), Small().to(device)
+    for model, kind in zip(models, ("mps", device), strict=True):  # torch has no fused kernels for the first
+        optimizer = create_optimizer(arguments(f"--opt {name} --weight-decay 0.2"), model, torch.device(kind))
+        set_lr(optimizer, 0.01)
+        for seed in range(3):
+            x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(seed)).to(device)
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    for plain, fused in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(plain, fused, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "device", "message"),
+    [
+        ("--opt adamx", "cpu", "--opt adamx: timm has no such optimizer, did you mean adam"),
+        ("--opt foo_adamw", "cpu", "timm has no such optimizer"),
+        ("--opt adahessian", "cpu", "second derivatives"),
+        ("--opt fusedlamb", "cuda", "needs apex, which is not installed (NVIDIA's PyTorch container ships it)"),
+        ("--opt bnbadamw8bit", "cuda", "needs bitsandbytes, which is not installed (pip install bitsandbytes)"),
+        ("--momentum 0.5", "cpu", "--momentum 0.5 has no effect: --opt adamw has no momentum"),
+        ("--opt sgd --opt-eps 1e-6", "cpu", "--opt-eps 1e-06 has no effect"),
+        ("--opt-betas 0.9", "cpu", "--opt adamw takes 2 betas, 1 are given"),
+        ("--opt sgd --opt-betas 0.9 0.9", "cpu", "takes 0 betas"),
+        ("--opt-betas 0.9 1.5", "cpu", "--opt adamw: Invalid beta"),
+    ],
+)
+def test_refused_in_one_line(line: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError) as caught:
+        create_optimizer(arguments(line), Small(), torch.device(device))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_apex_optimizers_are_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(UserError, match="runs on GPUs alone, this run is on the cpu"):
+        create_optimizer(arguments("--opt fusedlamb"), Small())
+
+
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])
+def test_moments_of_another_memory_format(opt: str) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 3, 5, 5), [torch.randn(4, 3, 5, 5) for _ in range(2)]
+    ends = []
+    for layouts in (("contiguous_format",) * 2, ("contiguous_format", "channels_last"), ("channels_last",) * 2):
+        saved = None
+        weight = start
+        for gradient, layout in zip(gradients, layouts, strict=True):
+            model = nn.Conv2d(3, 4, 5, bias=False).to(memory_format=getattr(torch, layout))
+            model.weight.data.copy_(weight)
+            optimizer = create_optimizer(arguments(f"--opt {opt} --lr 0.1"), model)
+            if saved is not None:
+                load_optimizer_state(optimizer, saved)
+            model.weight.grad = torch.empty_like(model.weight).copy_(gradient)
+            optimizer.step()
+            weight, saved = model.weight.detach(), optimizer.state_dict()
+        ends.append(weight)
+    torch.testing.assert_close(ends[1], ends[0])
+    torch.testing.assert_close(ends[2], ends[0])
+
+
+def _optimizers() -> list[str]:
+    """All that timm has and can build here."""
+    return [name for name in list_optimizers(exclude_filters=["fused*", "bnb*", "adahessian"])]
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+@pytest.mark.parametrize("opt", [name for each in _optimizers() for name in (each, f"lookahead_{each}")])
+def test_every_optimizer_goes_on_where_it_was(opt: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))
+        return model, create_optimizer(arguments(f"--opt {opt} --lr 1e-2"), model)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            images = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(step))
+            model(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, optimizer = build()
+    train(whole, optimizer, range(9))
+    (first, first_optimizer), (second, second_optimizer) = build(), build()
+    train(first, first_optimizer, range(4))
+    file = io.BytesIO()
+    torch.save(first_optimizer.state_dict(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    check_optimizer_state(second_optimizer, saved, "file.pth", type(first_optimizer).__name__)
+    assert load_optimizer_state(second_optimizer, saved) == []
+    second.load_state_dict(first.state_dict())
+    train(second, second_optimizer, range(4, 9))
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], weight), name

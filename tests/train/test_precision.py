@@ -1,0 +1,125 @@
+"""The guarded step: what it clips, what it skips, when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from timm.utils.agc import adaptive_clip_grad
+from torch import nn
+
+from tlt.errors import UserError
+from volo.train.model import heads_of
+from volo.train.precision import NonFiniteError, Precision, resolve_amp_dtype
+
+CPU = torch.device("cpu")
+
+
+def _linear(fused: bool = False) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fault_53_non_finite_gradients_change_no_weight(fused: bool) -> None:
+    model, optimizer = _linear(fused)
+    precision = Precision(CPU)
+    precision.backward(model(torch.ones(1, 3)).sum())
+    precision.step(optimizer, list(model.parameters()))
+    before = [p.clone() for p in model.parameters()]
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+    precision.backward((model(torch.ones(1, 3)) * float("inf")).sum())
+    precision.step(optimizer, list(model.parameters()))
+    assert precision.counts()[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a, optimizer.state[p]["exp_avg"]) for a, p in zip(moments, model.parameters(), strict=True))
+    precision.backward(model(torch.ones(1, 3)).sum())
+    precision.step(optimizer, list(model.parameters()))
+    assert not precision.counts()[0]
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_gives_up_after_too_many_skipped_steps_in_a_row() -> None:
+    model, optimizer = _linear()
+    precision = Precision(CPU, max_nonfinite=2)
+    for step, scale in enumerate([float("nan"), 1.0, float("nan"), float("nan"), float("nan")]):
+        precision.backward(model(torch.ones(1, 3)).sum() * scale)
+        precision.step(optimizer, list(model.parameters()))
+        if step < 4:
+            precision.check()
+    with pytest.raises(NonFiniteError, match="3 steps in a row") as caught:
+        precision.check()
+    assert caught.value.exit_code == 3
+
+
+def test_clip_by_norm_equals_torch() -> None:
+    model, optimizer = _linear()
+    reference, _ = _linear()
+    (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
+    expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    seen: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
+    precision = Precision(CPU, clip_grad=0.5)
+    precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
+    norm = precision.step(optimizer, list(model.parameters()))
+    torch.testing.assert_close(norm, expected_norm)
+    for mine, theirs in zip(seen, reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.grad)
+
+
+def test_other_clip_modes_equal_torchs_and_timms() -> None:
+    for mode, clip in (("value", nn.utils.clip_grad_value_), ("agc", adaptive_clip_grad)):
+        model, optimizer = _linear()
+        reference, _ = _linear()
+        seen: list[torch.Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_, p=model, s=seen: s.extend(q.grad.clone() for q in p.parameters()))
+        precision = Precision(CPU, clip_grad=0.01, clip_mode=mode)
+        precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
+        precision.step(optimizer, list(model.parameters()))
+        (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
+        clip(reference.parameters(), 0.01)
+        for mine, theirs in zip(seen, reference.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.grad)
+
+
+def test_adaptive_clipping_leaves_the_heads_alone() -> None:
+    model = timm.create_model("lvvit_test", img_size=32, num_classes=4)
+    parameters = list(model.parameters())
+    precision = Precision(CPU, clip_grad=1e-6, clip_mode="agc", heads=heads_of(model))
+    cls, tokens = model(torch.ones(2, 3, 32, 32), dense=True)
+    precision.backward(cls.square().sum() + tokens.square().sum())
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    changed: set[str] = set()
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    optimizer.register_step_pre_hook(
+        lambda *_: changed.update(n for n, p in model.named_parameters() if not torch.equal(p.grad, before[n]))
+    )
+    precision.step(optimizer, parameters)
+    assert "blocks.0.mlp.fc1.weight" in changed
+    assert not [name for name in changed if "head" in name]
+
+
+def test_fault_59_amp_on_a_cpu_is_bfloat16() -> None:
+    assert resolve_amp_dtype(False, None, CPU) is None
+    assert resolve_amp_dtype(True, None, CPU) is torch.bfloat16
+    assert resolve_amp_dtype(True, None, torch.device("cuda")) is torch.float16
+    assert resolve_amp_dtype(True, "bfloat16", torch.device("cuda")) is torch.bfloat16
+    with pytest.raises(UserError, match="--amp-dtype float16"):
+        resolve_amp_dtype(True, "float16", CPU)
+    with Precision(CPU, torch.bfloat16).autocast():
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+
+
+def test_skipped_steps_are_counted_on_from_before_a_resume() -> None:
+    precision = Precision(torch.device("cpu"), max_nonfinite=2)
+    precision.restore_counts(1, 5)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    precision.step(optimizer, [parameter])
+    assert precision.counts() == [2, 6] and precision.check() == 6
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    precision.step(optimizer, [parameter])
+    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+        precision.check()

@@ -1,0 +1,1 @@
+"""What is done to an image, planned from (seed, epoch, index), and the stage on the device that does it."""

@@ -1,0 +1,188 @@
+"""Colour operations on batches of uint8 images, on any device, as PIL does them on one image.
+
+Every function takes images (B, 3, H, W) uint8 and an argument per sample (B,) float32 and returns new images; rows
+don't touch each other. The results are within one grey level of Pillow's (ImageOps, ImageEnhance, ImageFilter) as timm
+calls them. Nothing here synchronises with the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.data.augment.on_device import precise_dtype
+from tlt.data.augment.rand_augment import Kernel
+
+
+def _per_sample(argument: Tensor) -> Tensor:
+    """(B,) -> (B, 1, 1, 1)."""
+    return argument.view(-1, 1, 1, 1)
+
+
+def _truncated(values: Tensor) -> Tensor:
+    """Floats to grey levels, clipped and truncated as PIL's blend does."""
+    return values.clamp(0, 255).short().to(torch.uint8)  # CPUs convert in two quick steps or in one slow one
+
+
+def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
+    """`PIL.Image.blend(degenerate, image, factor)`: 0 gives the degenerate image, 1 the image, more exaggerates."""
+    return _truncated(degenerate + _per_sample(factor) * (images - degenerate))
+
+
+def _luma(images: Tensor) -> Tensor:
+    """PIL's conversion to "L" in its fixed-point arithmetic -> (B, 1, H, W) int32."""
+    red, green, blue = images.int().split(1, dim=1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+
+
+def _histograms(images: Tensor) -> Tensor:
+    """Counts per channel (B, 3, 256) int32."""
+    values = images.flatten(2).long()
+    ones = torch.ones((), dtype=torch.int32, device=images.device).expand_as(values)
+    return torch.zeros(*values.shape[:2], 256, dtype=torch.int32, device=images.device).scatter_add_(2, values, ones)
+
+
+def _look_up(images: Tensor, tables: Tensor) -> Tensor:
+    """Replace each value by its entry in its channel's table (B, 3, 256) int."""
+    table = tables.clamp(0, 255).to(torch.uint8)
+    return table.gather(2, images.flatten(2).long()).view_as(images)
+
+
+def _levels(images: Tensor) -> Tensor:
+    return torch.arange(256, dtype=torch.int32, device=images.device)
+
+
+def _last_level(counts: Tensor) -> Tensor:
+    """The largest value that occurs (B, 3, 1)."""
+    return 255 - (counts.flip(2) > 0).int().argmax(2, keepdim=True).int()
+
+
+def auto_contrast(images: Tensor, _: Tensor) -> Tensor:
+    """`ImageOps.autocontrast`: each channel's range is stretched to 0..255."""
+    low, high = (levels[..., None].int() for levels in (images.amin((2, 3)), images.amax((2, 3))))
+    span = (high - low).clamp(min=1).to(precise_dtype(images.device))
+    scale = torch.full_like(span, 255.0) / span  # 255.0 / span would multiply by a rounded reciprocal
+    # Whole numbers can come out one lower, as in PIL, which rounds the two products apart.
+    stretched = (_levels(images) * scale - low * scale).int()
+    return _look_up(images, torch.where(high > low, stretched, _levels(images)))
+
+
+def equalize(images: Tensor, _: Tensor) -> Tensor:
+    """`ImageOps.equalize`: each channel's histogram is flattened; channels too uniform for it stay."""
+    counts = _histograms(images)
+    step = (counts.sum(2, keepdim=True) - counts.gather(2, _last_level(counts).long())) // 255
+    below = counts.cumsum(2) - counts
+    flat = (step // 2 + below) // step.clamp(min=1)
+    return _look_up(images, torch.where(step > 0, flat, _levels(images)))
+
+
+def invert(images: Tensor, _: Tensor) -> Tensor:
+    """`ImageOps.invert`."""
+    return 255 - images
+
+
+def posterize(images: Tensor, bits: Tensor) -> Tensor:
+    """`ImageOps.posterize`: keep the upper `bits` bits. 8 and more keep the image, 0 and less give black."""
+    mask = 256 - (1 << (8 - bits.int()).clamp(0, 8))
+    return images & _per_sample(mask).to(torch.uint8)
+
+
+def _below(images: Tensor, levels: Tensor) -> Tensor:
+    """255 where the images are below the level of their sample (B,), else 0: uint8. A comparison takes ten times as
+    long on a CPU as the sign of a difference."""
+    return ((images.short() - _per_sample(levels.short())) >> 15).to(torch.uint8)
+
+
+def solarize(images: Tensor, threshold: Tensor) -> Tensor:
+    """`ImageOps.solarize`: invert the values from `threshold` on (256: none)."""
+    return ~(images ^ _below(images, threshold.ceil()))
+
+
+def solarize_add(images: Tensor, add: Tensor) -> Tensor:
+    """timm's SolarizeAdd: add `add`, 0 to 128, to the values below 128."""
+    return images + (_below(images, torch.full_like(add, 128)) & _per_sample(add.to(torch.uint8)))
+
+
+def color(images: Tensor, factor: Tensor) -> Tensor:
+    """`ImageEnhance.Color`: blend with the grey image."""
+    return _blend(_luma(images).float(), images.float(), factor)
+
+
+def contrast(images: Tensor, factor: Tensor) -> Tensor:
+    """`ImageEnhance.Contrast`: blend with the mean of the grey image, rounded."""
+    grey = _luma(images)
+    pixels = grey[0].numel()
+    mean = (2 * grey.sum((1, 2, 3), dtype=torch.int64) + pixels) // (2 * pixels)
+    return _blend(_per_sample(mean).float(), images.float(), factor)
+
+
+def brightness(images: Tensor, factor: Tensor) -> Tensor:
+    """`ImageEnhance.Brightness`: blend with black."""
+    return _truncated(images.float() * _per_sample(factor))
+
+
+def sharpness(images: Tensor, factor: Tensor) -> Tensor:
+    """`ImageEnhance.Sharpness`: blend with `ImageFilter.SMOOTH`, which leaves the border pixels as they are."""
+    values, levels = images.float(), images.short()
+    smooth = values.clone()
+    if min(images.shape[2:]) > 2:
+        rows = levels[:, :, :-2] + levels[:, :, 1:-1] + levels[:, :, 2:]
+        box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+        weighted = box + 4 * levels[:, :, 1:-1, 1:-1]  # 1 1 1 / 1 5 1 / 1 1 1
+        smooth[:, :, 1:-1, 1:-1] = (weighted.float() / 13 + 0.5).floor()
+    return _blend(smooth, values, factor)
+
+
+def _box_radius(sigma: Tensor, passes: int = 3) -> Tensor:
+    """The box whose `passes`-fold application has the Gaussian's variance (Gwosdek et al. 2011, as PIL) -> radius."""
+    variance = sigma * sigma / passes
+    whole = ((torch.sqrt(12 * variance + 1) - 1) / 2).floor()
+    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
+    return whole + part
+
+
+def _box_blur(values: Tensor, radius: Tensor) -> Tensor:
+    """PIL's box blur along the last dimension, once, in its 24-bit fixed point: rounding breaks ties the other way.
+
+    `values` (B, 3, H, W) int32, grey levels less 128 so that no sum leaves 32 bits; `radius` (B, 1, 1, 1) in [0, 2).
+    """
+    padded = F.pad(values.float(), (2, 2, 0, 0), mode="replicate").int()
+    width = values.shape[3]
+    wide = radius >= 1
+    inner = ((1 << 24) / (2 * radius + 1)).int()
+    outer = ((1 << 24) - torch.where(wide, 3, 1) * inner) // 2
+    lost = (1 << 24) - torch.where(wide, 3, 1) * inner - 2 * outer  # the weights' sum is so much short of 1
+    total = inner * values
+    total += (padded[..., 1 : 1 + width] + padded[..., 3 : 3 + width]).mul_(torch.where(wide, inner, outer))
+    total += (padded[..., :width] + padded[..., 4:]).mul_(torch.where(wide, outer, 0))
+    total += (1 << 23) - 128 * lost
+    return total.bitwise_right_shift_(24)
+
+
+def gaussian_blur(images: Tensor, sigma: Tensor) -> Tensor:
+    """`ImageFilter.GaussianBlur(sigma)`, PIL's three box blurs per axis; `sigma` in (0, 2] pixels."""
+    radius = _per_sample(_box_radius(sigma))
+    values = images.int() - 128
+    for _ in range(2):
+        for _ in range(3):
+            values = _box_blur(values, radius)
+        values = values.transpose(2, 3).contiguous()
+    return (values + 128).to(torch.uint8)
+
+
+OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+    int(Kernel.AUTO_CONTRAST): auto_contrast,
+    int(Kernel.EQUALIZE): equalize,
+    int(Kernel.INVERT): invert,
+    int(Kernel.POSTERIZE): posterize,
+    int(Kernel.SOLARIZE): solarize,
+    int(Kernel.SOLARIZE_ADD): solarize_add,
+    int(Kernel.COLOR): color,
+    int(Kernel.CONTRAST): contrast,
+    int(Kernel.BRIGHTNESS): brightness,
+    int(Kernel.SHARPNESS): sharpness,
+    int(Kernel.GAUSSIAN_BLUR): gaussian_blur,
+}

@@ -1,0 +1,342 @@
+"""The augmentation plan: everything random about a batch of training images, drawn before a pixel is read.
+
+`make_plan` is a pure function of (config, seed, epoch, index, image size), row by row: a sample's plan does not depend
+on the batch it is in. The backend executes `crop` and `interpolation` (decode, cut, resize to uint8), the device stage
+`warp`, the colour layers and `erase`; labels follow `affine`. Numbers mean what they mean in timm 1.0
+(`create_transform(is_training=True)`, `RandomErasing`).
+
+Two orders. timm's: crop, flip, RandAugment on the resized crop; its operations are the warp. The published one: flip,
+RandAugment on the full image, crop. Then flip, operations and crop are composed first, the backend cuts the window of
+the image that the result shows, and what is left from the resized window to the output is the warp.
+
+Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of affines: see `tlt.geometry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from tlt import geometry
+from tlt.data.augment import boxes, rand_augment
+from tlt.data.augment.counter import keys, uniform
+from tlt.data.augment.rand_augment import Kernel, RandAugmentPolicy
+from tlt.errors import UserError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
+INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
+ERASE_MODES = ("const", "rand", "pixel")
+AUG_ORDERS = ("timm", "published")
+TRANSLATE_SHARE = 0.45  # of the output's shorter side: timm's translate_const
+
+
+class Stream(IntEnum):
+    """What the numbers of `counter.uniform` are used for."""
+
+    CROP = 0
+    FLIP = 1
+    RAND_AUGMENT = 2
+    COLOR_JITTER = 3
+    ERASE = 4
+    ERASE_NOISE = 5
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """Training augmentation, in the words of timm's flags.
+
+    Raises:
+        UserError: A value that this loader can't honour, naming its flag.
+    """
+
+    size: tuple[int, int]  # (H, W) of the output in pixels
+    scale: tuple[float, float] = (0.08, 1.0)  # share of the image's area that a crop keeps
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height of a crop
+    hflip: float = 0.5
+    vflip: float = 0.0
+    auto_augment: str | None = "rand-m9-mstd0.5-inc1"
+    color_jitter: float | tuple[float, ...] | None = 0.4  # brightness, contrast, saturation; off with auto_augment
+    interpolation: str = "random"
+    reprob: float = 0.25
+    remode: str = "pixel"
+    recount: int = 1
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # in [0, 1]; what a warp shows outside the image
+    no_aug: bool = False  # squash the whole image to `size` and do nothing else, as timm's --no-aug
+    aug_order: str = "timm"  # crop, flip, RandAugment; "published": flip, RandAugment on the full image, crop
+
+    def __post_init__(self) -> None:
+        checks = {
+            f"--img-size {self.size}: sizes are positive": min(self.size) > 0,
+            f"--scale {self.scale}: give 0 < smallest <= largest": 0 < self.scale[0] <= self.scale[1],
+            f"--ratio {self.ratio}: give 0 < smallest <= largest": 0 < self.ratio[0] <= self.ratio[1],
+            f"--hflip {self.hflip}: a probability lies in [0, 1]": 0 <= self.hflip <= 1,
+            f"--vflip {self.vflip}: a probability lies in [0, 1]": 0 <= self.vflip <= 1,
+            f"--reprob {self.reprob}: a probability lies in [0, 1]": 0 <= self.reprob <= 1,
+            f"--recount {self.recount}: erase at least one box, or set --reprob 0": self.recount >= 1,
+            f"--aug-order {self.aug_order}: choose from {', '.join(AUG_ORDERS)}": self.aug_order in AUG_ORDERS,
+            f"--remode {self.remode}: choose from {', '.join(ERASE_MODES)}": self.remode in ERASE_MODES,
+            f"--train-interpolation {self.interpolation}: choose from {', '.join(INTERPOLATIONS)}": self.interpolation
+            in INTERPOLATIONS,
+            f"--color-jitter {self.color_jitter}: give one factor or three, none negative": self._jitter_fits(),
+            f"--mean {self.mean}: give three values in [0, 1]": len(self.mean) == 3
+            and all(0 <= value <= 1 for value in self.mean),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise UserError(message)
+        if self.auto_augment:
+            rand_augment.parse(self.auto_augment)
+
+    def _jitter_fits(self) -> bool:
+        jitter = self.color_jitter
+        values = jitter if isinstance(jitter, tuple) else (jitter or 0.0,) * 3
+        return len(values) == 3 and min(values) >= 0
+
+    @property
+    def policy(self) -> RandAugmentPolicy | None:
+        """The parsed RandAugment policy, None where none applies."""
+        return rand_augment.parse(self.auto_augment) if self.auto_augment and not self.no_aug else None
+
+    @property
+    def jitter(self) -> tuple[float, ...] | None:
+        """Strengths of (brightness, contrast, saturation) where colour jitter applies: timm switches it off with
+        RandAugment, but not with the 3a operation sets."""
+        applies = not self.auto_augment or "3a" in self.auto_augment
+        if self.no_aug or not applies or not self.color_jitter:
+            return None
+        return self.color_jitter if isinstance(self.color_jitter, tuple) else (float(self.color_jitter),) * 3
+
+    @property
+    def fill(self) -> tuple[int, ...]:
+        """The colour (0..255) outside the image: the mean, rounded as in timm."""
+        return tuple(min(255, round(255 * value)) for value in self.mean)
+
+
+@dataclass
+class Plan:
+    """What happens to each of B images. Host arrays; made where the image sizes are known, sent to the device stage."""
+
+    size: tuple[int, int]  # (H, W) of the output
+    source: Ints  # (B, 2) width, height of the images in pixels
+    crop: Ints  # (B, 4) x, y, w, h in image pixels: what is cut out
+    interpolation: Ints  # (B,) BILINEAR or BICUBIC: the antialiased resize of the crop to `size`
+    warp: Floats  # (B, 2, 3) output px -> resized crop px
+    affine: Floats  # (B, 2, 3) output px -> image px: `warp`, then the crop
+    warp_interpolation: Ints  # (B,) BILINEAR or BICUBIC
+    op: Ints  # (B, L) rand_augment.Kernel of each colour layer, NONE after the last
+    argument: Floats  # (B, L)
+    warp_at: Ints  # (B,) how many colour layers run before the warp
+    erase: Ints  # (B, R, 4) top, left, h, w in output pixels; h = 0: no box
+    erase_key: npt.NDArray[np.uint64]  # (B,) key of the noise in the boxes
+
+    def __len__(self) -> int:
+        return len(self.crop)
+
+    def select(self, rows: Sequence[int] | Ints | Bools | slice) -> Plan:
+        """The plan of some rows, in that order."""
+        picked = rows if isinstance(rows, slice) else np.asarray(rows)
+        if isinstance(picked, np.ndarray) and picked.size == 0:
+            picked = picked.astype(np.int64)
+        return Plan(self.size, *(getattr(self, name)[picked] for name in _ARRAYS))
+
+    @staticmethod
+    def concatenate(plans: Sequence[Plan]) -> Plan:
+        """One plan of the rows of several, which must come from one config."""
+        return Plan(plans[0].size, *(np.concatenate([getattr(plan, name) for plan in plans]) for name in _ARRAYS))
+
+    def normalised_affine(self) -> Floats:
+        """(B, 2, 3): `affine` from the unit square of the output to the unit square of the image."""
+        return geometry.normalise(self.affine, (self.source[:, 1], self.source[:, 0]), self.size)
+
+    def visible(self) -> Floats:
+        """(B, 4) x0, y0, x1, y1: the crop as shares of the image. Output points mapped outside of it show the fill."""
+        x, y, w, h = self.crop.T
+        width, height = self.source.T
+        return np.stack([x / width, y / height, (x + w) / width, (y + h) / height], axis=1)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What is done to each of B images, one after the other: what the plan is composed of."""
+
+    crop: Ints  # (B, 4) x, y, w, h in pixels of the image, or, in the published order, of the flipped and moved image
+    mirrored: Bools  # (B, 2) left and right, top and bottom
+    kernels: Ints  # (B, layers) rand_augment.Kernel of every operation in its order, NONE for those left out
+    values: Floats  # (B, layers) their arguments
+
+
+_ARRAYS = tuple(field.name for field in fields(Plan) if field.name != "size")
+
+
+def make_plan(
+    config: AugmentConfig, seed: int, epoch: int, indices: npt.ArrayLike, widths: npt.ArrayLike, heights: npt.ArrayLike
+) -> Plan:
+    """Draw the plan of the images `indices` (B,); `widths` and `heights` are their sizes in pixels, numbers or (B,)."""
+    indices = np.atleast_1d(np.asarray(indices, np.int64))
+    count = len(indices)
+    source = np.stack([np.broadcast_to(np.asarray(side, np.int64), count) for side in (widths, heights)], axis=1)
+    draw = _Draws(seed, epoch, indices)
+    flip_draws = draw(Stream.FLIP, 4)
+    steps = draw_steps(config, seed, epoch, indices, source)
+    window, warp = _windows_and_warps(config, steps, source)
+    op, argument, warp_at = _colour_layers(steps.kernels, steps.values)
+    return Plan(
+        size=config.size,
+        source=source,
+        crop=window,
+        interpolation=_interpolations(config, flip_draws[:, 2]),
+        warp=warp,
+        affine=geometry.compose(warp, _crop_map(window, config.size)),
+        warp_interpolation=_interpolations(config, flip_draws[:, 3]),
+        op=op,
+        argument=argument,
+        warp_at=warp_at,
+        erase=_erased_boxes(config, draw, count),
+        erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
+    )
+
+
+def draw_steps(config: AugmentConfig, seed: int, epoch: int, indices: Ints, source: Ints) -> Steps:
+    """Draw the steps of the images `indices` (B,), whose widths and heights are `source` (B, 2)."""
+    draw, count = _Draws(seed, epoch, indices), len(indices)
+    kernels, values = _layers(config, draw, count)
+    if config.no_aug:
+        return Steps(boxes.whole(source), np.zeros((count, 2), bool), kernels, values)
+    crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
+    return Steps(crop, draw(Stream.FLIP, 2) < np.array([config.hflip, config.vflip]), kernels, values)
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Uniform numbers (B, k) of a stream."""
+
+    seed: int
+    epoch: int
+    indices: Ints
+
+    def __call__(self, stream: Stream, k: int) -> Floats:
+        return uniform(self.seed, self.epoch, self.indices, int(stream), k)
+
+
+def _interpolations(config: AugmentConfig, draws: Floats) -> Ints:
+    """(B,) of BILINEAR or BICUBIC; --no-aug knows no random choice and takes bilinear, as timm."""
+    choices = INTERPOLATIONS["bilinear" if config.no_aug and config.interpolation == "random" else config.interpolation]
+    return np.array(choices, np.int64)[(draws * len(choices)).astype(np.int64)]
+
+
+def _crop_map(windows: Ints, size: tuple[int, int]) -> geometry.Affine:
+    x, y, w, h = (windows[:, k] for k in range(4))
+    return geometry.crop(x, y, w, h, size[1], size[0])
+
+
+def _layers(config: AugmentConfig, draw: _Draws, count: int) -> tuple[Ints, Floats]:
+    """All operations in timm's order, colours and geometry: kernels and arguments (B, layers)."""
+    kernels, values = np.zeros((count, 0), np.int64), np.zeros((count, 0))
+    policy = config.policy
+    if policy is not None:
+        kernels, values = rand_augment.sample_layers(policy, draw(Stream.RAND_AUGMENT, policy.uniforms))
+    if config.jitter is not None:
+        more_kernels, more_values = _jitter_layers(config.jitter, draw(Stream.COLOR_JITTER, 6))
+        kernels = np.concatenate([kernels, more_kernels], axis=1)
+        values = np.concatenate([values, more_values], axis=1)
+    return kernels, values
+
+
+def _jitter_layers(strengths: tuple[float, ...], draws: Floats) -> tuple[Ints, Floats]:
+    """torchvision's ColorJitter without hue: three factors from U[max(0, 1 - v), 1 + v], in random order."""
+    strength = np.array(strengths)
+    low, high = np.maximum(0.0, 1.0 - strength), 1.0 + strength
+    factors = low + (high - low) * draws[:, :3]
+    kernels = np.where(strength > 0, [Kernel.BRIGHTNESS, Kernel.CONTRAST, Kernel.COLOR], Kernel.NONE)
+    order = np.argsort(draws[:, 3:], axis=1)
+    return kernels[order], np.take_along_axis(factors, order, axis=1)
+
+
+# (arguments, width, height, translate_const) -> maps, per geometric kernel
+_MAPS: dict[int, Callable[[Floats, Floats, Floats, int], geometry.Affine]] = {
+    int(Kernel.ROTATE): lambda degrees, width, height, const: geometry.rotate(degrees, width, height),
+    int(Kernel.SHEAR_X): lambda factor, width, height, const: geometry.shear_x(factor),
+    int(Kernel.SHEAR_Y): lambda factor, width, height, const: geometry.shear_y(factor),
+    int(Kernel.TRANSLATE_X): lambda share, width, height, const: geometry.translate(share * width, 0.0),
+    int(Kernel.TRANSLATE_Y): lambda share, width, height, const: geometry.translate(0.0, share * height),
+    int(Kernel.TRANSLATE_X_CONST): lambda share, width, height, const: geometry.translate(share * const, 0.0),
+    int(Kernel.TRANSLATE_Y_CONST): lambda share, width, height, const: geometry.translate(0.0, share * const),
+}
+
+
+def _windows_and_warps(config: AugmentConfig, steps: Steps, source: Ints) -> tuple[Ints, Floats]:
+    """Windows (B, 4) to cut out of the images, and warps (B, 2, 3) output px -> resized window px."""
+    output = np.broadcast_to(np.array(config.size[::-1], np.int64), source.shape)
+    if config.aug_order == "timm":
+        return steps.crop, flips_and_operations(config, steps, output)
+    before_crop = flips_and_operations(config, steps, source)
+    window = boxes.enclosing_windows(steps.crop, before_crop, source)
+    composed = geometry.compose(_crop_map(steps.crop, config.size), before_crop)
+    warp = geometry.compose(composed, geometry.invert(_crop_map(window, config.size)))
+    # A flip of the crop is the flip of the window, without any rounding: the device stage knows it by that.
+    plain = ~np.any(steps.kernels >= Kernel.ROTATE, axis=1)
+    return window, np.where(plain[:, None, None], _flips(steps, output), warp)
+
+
+def _flips(steps: Steps, canvas: Ints) -> Floats:
+    """(B, 2, 3) maps of the flips of images whose widths and heights are `canvas` (B, 2)."""
+    width, height = canvas.T
+    across = geometry.hflip(steps.mirrored[:, 0], width)
+    return geometry.compose(geometry.vflip(steps.mirrored[:, 1], height), across)
+
+
+def flips_and_operations(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
+    """(B, 2, 3) map of the flips, then the geometric layers, on images of `canvas` (B, 2) width and height.
+
+    A later operation of the image is an earlier step of the map, which goes from output to source.
+    """
+    result, maps = _flips(steps, canvas), _operation_maps(config, steps, canvas)
+    for layer in range(maps.shape[1]):
+        result = geometry.compose(maps[:, layer], result)
+    return result
+
+
+def _operation_maps(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
+    """The map of each layer (B, layers, 2, 3), identity where it changes colours or nothing."""
+    flat, amounts = steps.kernels.ravel(), steps.values.ravel()
+    layers = steps.kernels.shape[1]
+    const = int(min(config.size) * TRANSLATE_SHARE)
+    maps = geometry.identity(flat.size)
+    for kernel, make in _MAPS.items():
+        rows = np.flatnonzero(flat == kernel)
+        if rows.size:
+            width, height = canvas[rows // layers].astype(np.float64).T
+            maps[rows] = make(amounts[rows], width, height, const)
+    return maps.reshape(*steps.kernels.shape, 2, 3)
+
+
+def _colour_layers(kernels: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:
+    """Colour layers packed to the left (B, L), their arguments (B, L), how many precede the first geometric one (B,).
+
+    timm fills with the mean colour at each geometric operation; colour layers before it spare the fill, others don't.
+    """
+    colour = (kernels != Kernel.NONE) & (kernels < Kernel.ROTATE)
+    geometric = kernels >= Kernel.ROTATE
+    before = np.cumsum(geometric, axis=1) == 0
+    order = np.argsort(~colour, axis=1, kind="stable")
+    op = np.take_along_axis(np.where(colour, kernels, Kernel.NONE), order, axis=1)
+    argument = np.take_along_axis(np.where(colour, values, 0.0), order, axis=1)
+    warp_at = np.where(geometric.any(axis=1), (colour & before).sum(axis=1), 0)
+    return op.astype(np.int64), argument, warp_at.astype(np.int64)
+
+
+def _erased_boxes(config: AugmentConfig, draw: _Draws, count: int) -> Ints:
+    """(B, recount, 4) of top, left, h, w."""
+    if config.no_aug or config.reprob == 0:
+        return np.zeros((count, config.recount, 4), np.int64)
+    return boxes.erased_boxes(
+        config.size, config.reprob, config.recount, draw(Stream.ERASE, boxes.erase_draws(config.recount))
+    )

@@ -1,0 +1,1 @@
+"""Who decodes, crops and resizes."""

@@ -1,0 +1,97 @@
+"""Images and label maps without a disk, for benchmarks and tests (`--data-backend synthetic`).
+
+Every image shows where it is: red grows from 0 to 255 from left to right, green from top to bottom, and blue is a
+function of the class and the index. All of it is a function of the path, so that it goes through the real loader.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.data.backends.decode import Backend, Crop, Encoded, Size
+from tlt.data.sources.source import ImageSource
+from tlt.io.names import Names
+from tlt.label_map import FULL_AREA, LabelMap
+
+ROOT = "synthetic"
+
+
+class SyntheticImages(ImageSource):
+    """Images without bytes."""
+
+    def read(self, index: int) -> bytearray:
+        return bytearray()
+
+
+def synthetic_folder(length: int, num_classes: int) -> SyntheticImages:
+    """`length` images, classes in turn, as `scan_folder` would list them."""
+    classes = np.arange(length, dtype=np.int64) % num_classes
+    names = [f"class_{number:05d}" for number in range(num_classes)]
+    paths = [f"{names[number]}/{index:08d}" for index, number in enumerate(classes)]
+    return SyntheticImages(ROOT, Names(paths), classes, names, names)
+
+
+class SyntheticBackend(Backend):
+    """Images of one size that are computed where a file backend decodes. `size` is (height, width) of the source."""
+
+    name = "synthetic"
+
+    def __init__(self, size: Size = (375, 500)) -> None:
+        super().__init__()
+        self.height, self.width = size
+
+    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
+        return Encoded(path, bytearray(), self.width, self.height)
+
+    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
+        """The picture is linear, so the colour at a pixel's centre is what any interpolation gives."""
+        x, y, width, height = crop or (0, 0, self.width, self.height)
+        image = torch.empty(3, *size, dtype=torch.uint8)
+        image[0] = _ramp(x, width, size[1], self.width)
+        image[1] = _ramp(y, height, size[0], self.height)[:, None]
+        image[2] = _blue(encoded.path)
+        return image
+
+
+class SyntheticLabels:
+    """Label maps of `synthetic_folder`: everywhere the image's class first, then the classes that count the cells.
+
+    Args:
+        folder: The images.
+        shape: (k, h, w) of the maps; k is cut to the class count.
+    """
+
+    def __init__(self, folder: ImageSource, shape: tuple[int, int, int] = (5, 18, 18)) -> None:
+        self.classes = folder.classes
+        self.num_classes = len(folder.class_names)
+        self.shape = (min(shape[0], self.num_classes), shape[1], shape[2])
+        k, h, w = self.shape
+        logits = np.linspace(8.0, 4.0, k, dtype=np.float16)
+        self._values = np.broadcast_to(logits[:, None, None], self.shape)
+        self._cells = np.arange(h * w).reshape(h, w) % max(1, self.num_classes - k + 1)
+
+    def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+        first = int(self.classes[index])
+        ranks = np.arange(1, self.shape[0])[:, None, None]
+        ids = np.empty(self.shape, np.int32)
+        ids[0] = first
+        ids[1:] = (first + self._cells + ranks) % self.num_classes  # never `first` again, nor one class twice
+        return LabelMap(self._values.copy(), ids, FULL_AREA)
+
+    def take_faults(self) -> list[tuple[str, str]]:
+        return []
+
+
+def _ramp(start: int, extent: int, pixels: int, full: int) -> Tensor:
+    """(pixels,) uint8: 255 x the source coordinate over the source's size, at the pixel centres of a resized window."""
+    centres = start + (torch.arange(pixels) + 0.5) * (extent / pixels)
+    return (centres * (255 / full) + 0.5).to(torch.uint8)
+
+
+def _blue(path: str) -> int:
+    folder = path.rsplit("/", 1)[0]
+    return (zlib.crc32(folder.encode()) + zlib.crc32(path.encode()) % 16) % 256

@@ -1,0 +1,1 @@
+"""Where encoded images are: folders, shards, TFRecords, data sets of other libraries."""

@@ -1,0 +1,83 @@
+"""Data sets of Hugging Face's `datasets` (`--dataset hfds/NAME`), read by index out of its memory-mapped tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tlt.data.sources.class_list import numbered_names, renumber
+from tlt.data.sources.image_file import BadImage, read_file
+from tlt.data.sources.source import ImageSource
+from tlt.errors import MissingSplit, UserError, require
+from tlt.io.names import printable
+
+
+@dataclass(frozen=True)
+class HubImages(ImageSource):
+    """What `open_hub_dataset` found.
+
+    Attributes:
+        table: `datasets.Dataset` with the column of encoded images alone.
+        rows: (N,) int64 row in it of each image; None: all in order.
+    """
+
+    table: Any = field(kw_only=True)
+    rows: np.ndarray | None = None
+
+    def read(self, index: int) -> bytearray:
+        (image,) = self.table[index if self.rows is None else int(self.rows[index])].values()
+        if image is None:
+            raise BadImage("no image in this row")
+        if image["bytes"]:
+            return bytearray(image["bytes"])
+        if image["path"]:
+            return read_file(image["path"])
+        raise BadImage("empty file")
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> HubImages:
+        rows = np.asarray(rows, np.int64)
+        return replace(super().select(rows), rows=rows if self.rows is None else self.rows[rows])
+
+
+def open_hub_dataset(name: str, data: str | None, split: str, class_names: Sequence[str] | None = None) -> HubImages:
+    """A data set with one column of images and one of classes.
+
+    Args:
+        name: As `datasets.load_dataset` takes it: of the hub, or a folder.
+        data: Where `datasets` keeps its files; None: in its own cache.
+        split: As `datasets` takes it, slices (`train[:10%]`) included.
+
+    Raises:
+        UserError: It can't be had, has no such split, or not the columns.
+    """
+    datasets = require("datasets", "hf")
+    shown = f"--dataset hfds/{printable(name)}"
+    try:
+        table = datasets.load_dataset(name, split=split, cache_dir=data)
+    # Whatever its builders, file systems and the hub raise.
+    except Exception as error:
+        reason = printable(str(error).strip().split("\n")[0])
+        raise MissingSplit(f"{shown}, split {printable(split)}, can't be loaded: {reason}") from error
+    image = _column(table.features, datasets.Image, "image", shown)
+    label = _column(table.features, datasets.ClassLabel, "label", shown)
+    own = list(table.features[label].names)
+    numbers = np.asarray(table.select_columns(label).with_format("numpy")[label][:])
+    classes, names = renumber(numbers, own, class_names, f"{shown}, split {printable(split)},")
+    table = table.select_columns(image).cast_column(image, datasets.Image(decode=False))
+    paths = numbered_names(own[number] for number in numbers)
+    return HubImages(f"{name}/{split}", paths, classes, names, own, table=table)
+
+
+def _column(features: Any, kind: type, preferred: str, shown: str) -> str:
+    """The column of a kind: the one that has the usual name, or the only one."""
+    found = [column for column, feature in features.items() if isinstance(feature, kind)]
+    if preferred in found or len(found) == 1:
+        return preferred if preferred in found else found[0]
+    problem = f"several columns of type {kind.__name__} ({', '.join(found)})" if found else f"no {kind.__name__} column"
+    raise UserError(
+        f"{shown} has {problem} among {', '.join(features)}: one of them must be named {preferred!r}, with cast_column "
+        "and rename_column of `datasets`"
+    )

@@ -1,0 +1,92 @@
+"""Where encoded images come from: a list of images with classes, whose bytes can be had in any order.
+
+Order, shards and workers are not a source's business: the index stream asks for image i, whatever holds it. Sources
+are image folders (`folder.py`), computed images (`synthetic.py`), tar shards, TFRecords and others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_size, read_size
+
+Source = TypeVar("Source", bound="ImageSource")
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """N images with names and classes.
+
+    A source is shared with worker processes: what it holds must be picklable, and small or memory-mapped. It may keep
+    files open (`os.pread` only: processes and threads share the position).
+
+    Attributes:
+        root: Where the images are, for messages.
+        paths: (N,) Name of each image, `CLASS/FILE` with slashes: what labels, logs and checkpoints know it by.
+        classes: (N,) int64, class index of each image.
+        class_names: Name of every class index; with an imposed list also classes without images.
+        folder_names: The classes that are there (a folder may be empty).
+        warnings: One line each, for rank 0 to print once.
+        sizes: (N, 2) uint16 width and height of each image where they are known without reading it (0, 0: it can't be
+            read), else None.
+        faults: Why images of size (0, 0) can't be read, by index, where that is known.
+    """
+
+    root: str
+    paths: Sequence[str]
+    classes: np.ndarray
+    class_names: list[str]
+    folder_names: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    sizes: np.ndarray | None = None
+    faults: Mapping[int, str] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def path(self, index: int) -> str:
+        """Where image `index` is, for messages; a source of files gives what `open` takes."""
+        return os.path.join(self.root, self.paths[index])
+
+    def read(self, index: int) -> bytearray:
+        """The encoded image `index`. Raises `tlt.data.sources.image_file.BadImage`: it can't be read."""
+        raise NotImplementedError
+
+    def known_size(self, index: int) -> tuple[int, int] | None:
+        """Width and height of image `index` where they are known without reading it."""
+        return None if self.sizes is None else (int(self.sizes[index, 0]), int(self.sizes[index, 1]))
+
+    def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+        """Width and height of image `index`. Raises `image_file.BadImage`, also where it has more pixels."""
+        known = self.known_size(index)
+        return self.read_size(index, max_pixels) if known is None else check_size(*known, max_pixels)
+
+    def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+        """The size that the header of image `index` states. Raises as `size`."""
+        return read_size(self.read(index), max_pixels)
+
+    def unreadable(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> dict[str, str]:
+        """Path and reason of the images that are known to be unreadable, or to have more than `max_pixels`."""
+        if self.sizes is None:
+            return {}
+        pixels = self.sizes.astype(np.int64).prod(axis=1)
+        found = {}
+        for row in np.flatnonzero((pixels == 0) | (pixels > max_pixels)).tolist():
+            try:
+                self.size(row, max_pixels)
+            except BadImage as error:
+                found[self.path(row)] = f"{self.faults[row]} (tlt index)" if row in self.faults else str(error)
+        return found
+
+    def select(self: Source, rows: Sequence[int] | np.ndarray) -> Source:
+        """The images `rows` in that order, as a source of their own."""
+        rows = np.asarray(rows, np.int64)
+        sizes = None if self.sizes is None else self.sizes[rows]
+        faults = {new: self.faults[old] for new, old in enumerate(rows.tolist()) if old in self.faults}
+        paths = [self.paths[row] for row in rows]
+        return replace(self, paths=paths, classes=self.classes[rows], sizes=sizes, faults=faults)

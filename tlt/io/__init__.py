@@ -1,0 +1,1 @@
+"""What every room shares: names, progress, processes, weight files."""

@@ -1,0 +1,85 @@
+"""A long job in several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from tlt.data.workers import START_METHOD, end_with_main_process
+from tlt.errors import UserError
+from tlt.io.progress import Progress
+
+Job = TypeVar("Job")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_JOB: list[Any] = []  # of this process
+_AHEAD = 64  # items of each process that are waited for at a time
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_processes(
+    function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str
+) -> Iterator[Result]:
+    """`function(job, item)` of every item, in order, with a progress bar that says `what`.
+
+    Args:
+        job: Given to each process once, on Linux without being copied.
+        workers: Processes; 1: this one.
+
+    Raises:
+        UserError: What `function` raises; or a process was killed.
+    """
+    progress = Progress(what, len(items), unit)
+    for result in _alone(function, job, items) if workers <= 1 else _parallel(function, job, items, workers, what):
+        progress.step()
+        yield result
+    progress.close()
+
+
+def _alone(function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item]) -> Iterator[Result]:
+    return (function(job, item) for item in items)
+
+
+def _parallel(
+    function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str
+) -> Iterator[Result]:
+    # libvips, once it is loaded, does not survive a fork.
+    context = multiprocessing.get_context("spawn" if "pyvips" in sys.modules else START_METHOD)
+    pool = ProcessPoolExecutor(min(workers, len(items)) or 1, context, _take, (job,))
+    try:
+        waiting: deque[Future[Result]] = deque()
+        for item in items:
+            waiting.append(pool.submit(_run, function, item))
+            if len(waiting) > _AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"{what}: a process was killed, for want of memory perhaps; lower --workers and run the same command again"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _take(job: Any) -> None:
+    _JOB[:] = [job]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
+    if sys.platform == "linux":
+        end_with_main_process()
+
+
+def _run(function: Callable[[Any, Item], Result], item: Item) -> Result:
+    return function(_JOB[0], item)

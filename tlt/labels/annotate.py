@@ -1,0 +1,235 @@
+"""Dense logits from an annotator network: what it sees at every place of its last feature map.
+
+A network that averages its last map and puts a linear layer on the mean can put that layer on every place instead: the
+mean of these dense logits is then its ordinary output. This holds for most ConvNets, for Swin, and for vision
+transformers that normalise before they average.
+
+Where a layer norm or RMS norm stands between the average and the linear layer (ConvNeXt, most vision transformers with
+average pooling), the head is not linear, and the mean of what it says of each place alone is not its output. Such a
+norm is linear but for one number, the deviation it divides by; and the network has computed that number, from the
+average. Dense logits here divide every place by this deviation of its image. Their mean is the output, exactly; a
+place's logits differ from those that the head would give it alone by one positive factor before the constant term, so
+that what is dim in the image stays dim.
+
+Where neither holds (an activation behind the pooling, attention pooling, a class token) there are no exact dense
+logits, and `check_dense` refuses the network. Models with a dense head were trained to label their places, and use it.
+
+Shapes: B images, C classes, maps of `h x w` places, `channels` features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+from tlt.io.groups import image_groups
+from tlt.label_map import Area
+from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, find_tokens
+
+_SUGGESTION = (
+    "use a ConvNet (resnet50, convnext_tiny, dm_nfnet_f0), Swin, a vision transformer with average pooling, or a model "
+    "with a dense head"
+)
+# Of the largest logit. Linear heads agree to about 1e-6 in float32, and to a few 1e-4 in TF32.
+_TOLERANCE = 1e-3
+_OTHER_SOURCES = {"token": "its class token", "map": "attention pooling"}
+
+
+@torch.no_grad()
+def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Logits of every place.
+
+    Args:
+        model: A model with a dense head, or a timm model with `forward_features` and `forward_head`, in evaluation
+            mode.
+        images: (B, 3, H, W), normalised.
+
+    Returns:
+        (B, h, w, C).
+
+    Raises:
+        UserError: The model's features are not a map, its logits not their mean, or its dense head is switched off.
+    """
+    return _classify(model, *_features(model, images))
+
+
+def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
+    """What the places of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It may
+    reach outside, where a place looks at padding."""
+    if isinstance(model, TOKEN_LABEL_MODELS):
+        return model.token_places(img_size).window(model.token_grid(img_size), img_size)
+    found = find_tokens(model, img_size)
+    return found.places.window(found.grid, img_size)
+
+
+class Annotation(NamedTuple):
+    """What an annotator says about B images.
+
+    Attributes:
+        values, ids: (B, k, h, w) float16 and int32, as of `top_classes`.
+        log_sum_exp: (B, h, w) float32, of all logits of a place, where those listed count as rounded in `values`.
+        named: (B,) int64, the class that the mean over the places names.
+    """
+
+    values: Tensor
+    ids: Tensor
+    log_sum_exp: Tensor
+    named: Tensor
+
+
+class Annotator:
+    """A network that labels images, in bounded memory however many classes it knows.
+
+    Args:
+        model: As of `dense_logits`, in evaluation mode.
+        k: Classes kept per place.
+        amp_dtype: Of autocast; None for float32.
+        compiled: Compiles a function, or returns it as it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        k: int,
+        amp_dtype: torch.dtype | None = None,
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
+        self.model, self.k, self.amp_dtype = model, k, amp_dtype
+        # Not the head: how many images go through it at once is decided here, not by the compiler.
+        self._features = compiled(_features)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Annotation:
+        """Label (B, 3, H, W) normalised images. Raises UserError as `dense_logits`."""
+        parts = []
+        autocast = functools.partial(torch.autocast, images.device.type)
+        with autocast(enabled=False):  # or what follows the head would be rounded, if the caller casts
+            with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                features, tokens = self._features(self.model, images)
+            numbers = features[0, ..., 0].numel() * cast(int, self.model.num_classes)
+            for rows in image_groups(len(images), numbers, images.device):
+                with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
+                    dense = _classify(self.model, features[rows], tokens)
+                parts.append(_annotation(dense, self.k))
+            return Annotation(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+
+def _annotation(dense: Tensor, k: int) -> Annotation:
+    """Of dense logits (B, h, w, C), which are overwritten."""
+    dense = dense.float()
+    values, ids = top_classes(dense, k)
+    named = dense.mean((1, 2)).argmax(-1)
+    # The difference of two sums would lose the digits of a small tail.
+    tail = dense.scatter_(-1, ids.permute(0, 2, 3, 1).long(), -torch.inf).logsumexp(-1)
+    total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
+    return Annotation(values, ids, total, named)
+
+
+def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:
+    """Refuse an annotator whose mean over its dense logits is not its own output.
+
+    Args:
+        model: In evaluation mode. A model with a dense head passes: that is a head of its own.
+        images: (B, 3, H, W), normalised; two or more real images are enough. Compared in float32.
+        name: How the message calls the model.
+
+    Raises:
+        UserError: They differ; the message names the model and both sizes.
+    """
+    if isinstance(model, TOKEN_LABEL_MODELS):
+        return
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        features, tokens = _features(model, images)
+        # Untrained or small features can leave a nonlinear head in its nearly linear range, and small images can leave
+        # a map of one place: large features of both signs do neither.
+        probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
+        pairs = [
+            (model(images), _classify(model, features, tokens)),
+            (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
+        ]
+    for own, dense in pairs:
+        _compare(own, dense.mean((1, 2)), name)
+
+
+def top_classes(dense: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest logits of every place, or all C where there are fewer classes.
+
+    Args:
+        dense: (B, h, w, C).
+
+    Returns:
+        values (B, k, h, w) float16 and ids (B, k, h, w) int32, the largest first, on the device of `dense`.
+    """
+    values, ids = dense.float().topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
+    return values.permute(0, 3, 1, 2).half(), ids.permute(0, 3, 1, 2).int()
+
+
+def _compare(own: Tensor, mean: Tensor, name: str) -> None:
+    if mean.shape != own.shape:
+        raise UserError(f"{name}: dense logits of {mean.shape[1]} classes, own of {tuple(own.shape)}; {_SUGGESTION}")
+    difference, largest = float((mean - own).abs().max()), float(own.abs().max())
+    if not difference <= _TOLERANCE * largest:
+        raise UserError(
+            f"{name} can't annotate: the mean of its dense logits is up to {difference:.3g} away from its own logits "
+            f"(largest {largest:.3g}), because its head is more than a linear layer on averaged features; {_SUGGESTION}"
+        )
+
+
+def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
+    """(B, h, w, channels) of the model's last features, and whether a timm model keeps them as tokens."""
+    kind = type(model).__name__
+    if isinstance(model, TOKEN_LABEL_MODELS) and not model.dense_head:
+        raise UserError(f"{kind} can't annotate: its dense head is switched off; call set_dense_head(True)")
+    if isinstance(model, TokenLabelModel):
+        tokens = model.forward_features(images)[:, 1:]
+        return tokens.unflatten(1, model.token_grid((images.shape[-2], images.shape[-1]))), True
+    if isinstance(model, WithDenseHead):
+        return feature_map(model, model.forward_features(images), (images.shape[-2], images.shape[-1])), True
+    if not hasattr(model, "forward_features") or not hasattr(model, "forward_head"):
+        raise UserError(f"{kind} has no forward_features and forward_head; {_SUGGESTION}")
+    features = cast(Callable[[Tensor], Any], model.forward_features)(images)
+    as_tokens, pool = isinstance(features, Tensor) and features.ndim == 3, getattr(model, "global_pool", "avg")
+    if as_tokens and pool != "avg":
+        source = _OTHER_SOURCES.get(pool, f"global pooling {pool!r}")
+        raise UserError(f"{kind} can't annotate: its logits come from {source}, not from its patches; {_SUGGESTION}")
+    try:
+        return feature_map(model, features, (images.shape[-2], images.shape[-1])), as_tokens
+    except UserError as error:
+        raise UserError(f"{error}, so it can't annotate; {_SUGGESTION}") from error
+
+
+def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
+    """(B, h, w, channels) -> (B, C): the model's own way from its features to its output."""
+    head = cast(Callable[[Tensor], Tensor], model.forward_head)
+    if tokens:
+        # Class token and registers take no part in an average; where they do, `check_dense` sees it.
+        prefix = features.new_zeros(features.shape[0], prefix_tokens(model), features.shape[-1])
+        return head(torch.cat([prefix, features.flatten(1, 2)], dim=1))
+    return head(features if is_channels_last(model) else features.permute(0, 3, 1, 2))
+
+
+def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
+    """(B, h, w, channels) -> (B, h, w, C): the head on every place, see the module's description."""
+    if isinstance(model, TokenLabelModel):
+        return model.aux_head(features)
+    if isinstance(model, WithDenseHead):
+        return model.aux_head(model.aux_norm(features))
+    norm = norm_after_pooling(model)
+    if norm is not None:
+        classifier = cast(Callable[[], nn.Module], model.get_classifier)()
+        if getattr(classifier, "in_features", None) != features.shape[-1]:
+            raise UserError(
+                f"{type(model).__name__} can't annotate: there is another layer between the norm of its head and its "
+                f"classifier; {_SUGGESTION}"
+            )
+        return classifier(norm_with_scale_of(norm, features, features.mean((1, 2))).to(features.dtype))
+    # As if every place were an image of its own, so that whatever the head does is done.
+    batch, h, w, channels = features.shape
+    return _head(model, features.reshape(batch * h * w, 1, 1, channels), tokens).view(batch, h, w, -1)

@@ -1,0 +1,240 @@
+"""Reading a label archive: maps by image, from memory that all workers and ranks of a machine share.
+
+What can be known at the start is checked there: that the archive is complete, that every file has its length and
+header, that the names match the images, that no class id is too large. What can't (a flipped bit among 8 GB) is noticed
+by the crc32 of a row when it is read. `tlt check` compares the files with their sha256 too.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt.errors import UserError
+from tlt.io.names import Names, printable
+from tlt.labels.archive_format import (
+    MANIFEST_NAME,
+    NAMES_NAME,
+    PARTIAL_NAME,
+    Form,
+    Header,
+    Manifest,
+    MappedFile,
+    row_crc,
+    sha256_of,
+    shard_name,
+)
+from tlt.labels.label_files import find_labels, find_published
+from tlt.labels.recorded_labels import GRID_FIELDS, RECORD_FIELDS, MapForm, RecordedLabels
+
+
+def is_archive(root: str | Path) -> bool:
+    """Whether a folder is a label archive, complete or not."""
+    return any(os.path.isfile(os.path.join(root, name)) for name in (MANIFEST_NAME, PARTIAL_NAME))
+
+
+def read_manifest(root: str | Path) -> Manifest:
+    """The manifest of a complete archive.
+
+    Raises:
+        UserError: There is none, it is not complete, or damaged.
+    """
+    shown = printable(os.fspath(root))
+    if not is_archive(root):
+        raise UserError(f"{shown} is not a label archive (no {MANIFEST_NAME} in it): make one with `tlt pack`")
+    if not os.path.isfile(os.path.join(root, MANIFEST_NAME)):
+        raise UserError(f"label archive {shown} is not complete: run the command that was making it again")
+    return Manifest.read(os.path.join(root, MANIFEST_NAME))
+
+
+class Rows:
+    """The files of an archive, mapped: rows by number.
+
+    Travels to other processes as its path; a forked process uses the same mapping.
+
+    Attributes:
+        keys: (records,) crc32 of each row's label file, with which the row's crc32 begins: a row is bound to its name.
+    """
+
+    def __init__(self, root: str | Path, header: Header) -> None:
+        self.root, self.header = os.fspath(root), header
+        self._map()
+
+    def _map(self) -> None:
+        header = self.header
+        self._names = MappedFile(os.path.join(self.root, NAMES_NAME), header.names_fields())
+        self._shards = [
+            MappedFile(os.path.join(self.root, shard_name(shard)), header.shard_fields(shard))
+            for shard in range(header.shards)
+        ]
+        self.keys = np.fromiter(map(zlib.crc32, self.all_names("label").encoded()), np.uint32, header.records)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"root": self.root, "header": self.header}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+    def label(self, row: int) -> bytes:
+        """Label file of a row."""
+        return self._name("label", row)
+
+    def image(self, row: int) -> str:
+        """Image of a row, relative to the image folder; "" where it is not known."""
+        return os.fsdecode(self._name("image", row))
+
+    def _name(self, kind: str, row: int) -> bytes:
+        ends = self._names.tensors[f"{kind}_ends"]
+        start = int(ends[row - 1]) if row else 0
+        return self._names.tensors[f"{kind}s"][start : int(ends[row])].tobytes()
+
+    def all_names(self, kind: str) -> Names:
+        """All names of a kind, "image" or "label", in row order."""
+        return Names.packed(self._names.tensors[f"{kind}s"].data, self._names.tensors[f"{kind}_ends"])
+
+    def column(self, name: str) -> np.ndarray:
+        """A tensor of all shards in one, copied."""
+        return np.concatenate([shard.tensors[name] for shard in self._shards])
+
+    def valid(self, row: int) -> bool:
+        """Whether a row is what was written."""
+        shard, place = self._place(row)
+        shard.check_length()
+        return int(shard.tensors["crc32"][place]) == row_crc(shard.rows, place, int(self.keys[row]))
+
+    def absent(self, row: int) -> bool:
+        """Whether a row says that it has no label."""
+        shard, place = self._place(row)
+        return int(shard.tensors["form"][place]) == Form.ABSENT
+
+    def tensors(self, row: int) -> tuple[dict[str, np.ndarray], int]:
+        """The tensors of a row's shard, and its place in them.
+
+        Raises:
+            UserError: The row is damaged.
+        """
+        shard, place = self._place(row)
+        if not self.valid(row):
+            raise UserError(
+                f"label of {printable(os.fsdecode(self.label(row)))} in {printable(shard.path)}, row {place}, is "
+                "damaged (crc32 is wrong): copy the archive again, or pack it again"
+            )
+        return shard.tensors, place
+
+    def _place(self, row: int) -> tuple[MappedFile, int]:
+        shard, place = divmod(row, self.header.shard_records)
+        return self._shards[shard], place
+
+
+class LabelArchive(RecordedLabels):
+    """The label maps of a list of images, out of an archive.
+
+    Images are matched by name, in whatever order the archive has them: by the image's own name where the archive knows
+    it, else by label file, with the rule of `PublishedTree`.
+
+    Args and attributes: those of `LabelStore`, and `label_tail` (see `tlt.labels.recorded_labels`).
+
+    Raises:
+        UserError: No archive, not complete, damaged, made for other classes or images, without the log-sum-exp that
+            `"exact"` needs; with `"stop"` also if any image has no label.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        names: Sequence[str],
+        area: str | None = None,
+        num_classes: int | None = None,
+        bad_label: str = "stop",
+        class_names: Sequence[str] | None = None,
+        published_names: bool = False,
+        label_tail: str = "zero",
+    ) -> None:
+        super().__init__(root, names, num_classes, bad_label, published_names)
+        self.manifest = read_manifest(self.root)
+        header = self.manifest.header
+        self.rows = Rows(self.root, header)
+        if sha256_of(os.path.join(self.root, NAMES_NAME)) != header.names_sha256:
+            raise UserError(f"label archive {printable(self.root)}: {NAMES_NAME} is damaged; copy the archive again")
+        grid = header.grid[::-1] if header.transposed else header.grid
+        form = MapForm((header.k, *grid), self.manifest.max_id, header.area, header.log_sum_exp, header.labels_json)
+        self._describe(form, f"{self.root}/{MANIFEST_NAME}", area, class_names, label_tail)
+        self._row_of = self._match(names)  # (images,) int64 row, -1: none
+        self._missing = set(np.flatnonzero(self._row_of < 0).tolist())
+        self._refuse_missing(names)
+
+    def source(self, index: int) -> str:
+        return f"label of {printable(self._names[index])} in {printable(self.root)}"
+
+    def record(self, index: int) -> dict[str, np.ndarray]:
+        tensors, place = self.rows.tensors(int(self._row_of[index]))
+        record = {name: tensors[name][place] for name in RECORD_FIELDS if name in tensors}
+        if self.manifest.header.transposed:
+            record |= {name: record[name].swapaxes(-1, -2) for name in GRID_FIELDS if name in record}
+        return record
+
+    def extra(self) -> list[str]:
+        """Label files that belong to none of the images."""
+        used = np.zeros(self.manifest.header.records, bool)
+        used[self._row_of[self._row_of >= 0]] = True
+        used |= self.rows.column("form") == Form.ABSENT
+        return [os.fsdecode(self.rows.label(row)) for row in np.flatnonzero(~used).tolist()]
+
+    def damaged_files(self) -> list[str]:
+        """Files of the archive whose sha256 is not the manifest's."""
+        files = self.manifest.files.items()
+        return [name for name, (_, sha256) in files if sha256_of(os.path.join(self.root, name)) != sha256]
+
+    def _match(self, names: Sequence[str]) -> np.ndarray:
+        forms = self.rows.column("form")
+        images, labels = self.rows.all_names("image"), self.rows.all_names("label")
+        if not self.published_names and (images == names or _are_labels_of(labels, names)):
+            rows = np.arange(len(names))
+            rows[forms == Form.ABSENT] = -1
+            return rows
+        row_of_image = {} if self.published_names else {name: row for row, name in enumerate(images) if name}
+        rows = np.array([row_of_image.get(name, -1) for name in names], np.int64)
+        taken = set(rows.tolist())
+        row_of_label = {
+            label: row for row, label in enumerate(labels) if row not in taken and forms[row] != Form.ABSENT
+        }
+        rest = np.flatnonzero(rows < 0).tolist()
+        rest_names = [names[index] for index in rest]
+        find = find_published if self.published_names else find_labels
+        found = find(_ArchiveListing(self.root, row_of_label), rest_names)
+        for place, index in enumerate(rest):
+            if place not in found.missing:
+                label = found.other_name.get(place) or os.path.splitext(rest_names[place])[0] + ".pt"
+                rows[index] = row_of_label[label]
+        rows[forms[rows] == Form.ABSENT] = -1
+        return rows
+
+
+def _are_labels_of(labels: Names, names: Sequence[str]) -> bool:
+    """Whether each label file is called after the image in its place. Two never have one name, nor then two images
+    one stem."""
+    pairs = zip(labels, names, strict=False)
+    return len(labels) == len(names) and all(os.path.splitext(name)[0] + ".pt" == label for label, name in pairs)
+
+
+class _ArchiveListing:
+    """The label files of an archive, as `find_labels` looks at them."""
+
+    def __init__(self, root: str, labels: dict[str, int]) -> None:
+        self.root, self._labels = root, labels
+        self._by_folder: dict[str, set[str]] = {}
+        for label in labels:
+            folder, file = os.path.split(label)
+            self._by_folder.setdefault(folder, set()).add(file)
+
+    def files(self, folder: str) -> set[str]:
+        return set(self._by_folder.get(folder, ()))
+
+    def has(self, path: str) -> bool:
+        return path in self._labels

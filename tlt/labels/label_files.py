@@ -1,0 +1,170 @@
+"""Which label file belongs to which image.
+
+One image has one label file, whatever its name: the published reader cuts the path at its first dot, and so hands one
+label to all of `a.b.jpg`, `a.c.jpg` and `a.jpg`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tlt.data.sources.natural import natural_key
+from tlt.errors import UserError
+from tlt.io.names import printable
+from tlt.io.progress import SearchProgress
+
+
+def label_names(names: Sequence[str]) -> list[str]:
+    """Relative label file of every relative image path: `a/x.jpg` -> `a/x.pt`; where `a/x.png` exists as well,
+    `a/x.jpg.pt` and `a/x.png.pt`."""
+    stems = [os.path.splitext(name)[0] for name in names]
+    shared = {stem for stem, count in Counter(stems).items() if count > 1}
+    return [(name if stem in shared else stem) + ".pt" for name, stem in zip(names, stems, strict=True)]
+
+
+def published_label_name(name: str) -> str:
+    """Where the published reader looks: the last two parts of the path, cut at the first dot."""
+    return "/".join(name.split("/")[-2:]).split(".")[0] + ".pt"
+
+
+@dataclass
+class Found:
+    """Rows whose label is not called after the image's stem, with its path relative to the tree; rows without label."""
+
+    other_name: dict[int, str] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+
+
+class Listing(Protocol):
+    """The label files there are."""
+
+    root: str
+
+    def files(self, folder: str) -> set[str]:
+        """Names of the label files in a folder, relative to the root."""
+
+    def has(self, path: str) -> bool:
+        """Whether there is this label file, relative to the root."""
+
+
+class TreeListing:
+    """The label files below a folder."""
+
+    def __init__(self, root: str, found: Callable[[str, int], None] | None = None) -> None:
+        self.root, self._found, self._count = root, found or SearchProgress(), 0
+
+    def files(self, folder: str) -> set[str]:
+        files = _label_files(self.root, folder)
+        self._tell(len(files))
+        return files
+
+    def has(self, path: str) -> bool:
+        there = os.path.isfile(os.path.join(self.root, path))
+        self._tell(there)
+        return there
+
+    def _tell(self, more: int) -> None:
+        self._count += more
+        self._found(f"looking for labels in {printable(self.root)}", self._count)
+
+
+def find_labels(listing: Listing, names: Sequence[str]) -> Found:
+    """Match images with label files, at the cost of one listing per folder.
+
+    Args:
+        listing: The label files.
+        names: Image paths relative to the image folder.
+
+    Raises:
+        UserError: A label file fits two images, or a folder can't be read.
+    """
+    free: dict[str, set[str]] = {}  # label files not yet given to an image, by folder
+    by_folder: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        by_folder.setdefault(os.path.dirname(name), []).append(index)
+    found, open_cases = Found(), []
+    for folder, indices in by_folder.items():
+        files = free[folder] = listing.files(folder)
+        for index in indices:
+            file = os.path.basename(names[index])
+            label = file + ".pt"
+            if label in files:
+                found.other_name[index] = os.path.join(folder, label)
+            else:
+                label = os.path.splitext(file)[0] + ".pt"
+            if label in files:
+                files.remove(label)
+            else:
+                open_cases.append(index)
+    _match_published(listing, names, free, open_cases, found)
+    return found
+
+
+def find_published(listing: Listing, names: Sequence[str]) -> Found:
+    """Match images with label files by the published rule alone, which may give one file to several images."""
+    found = Found()
+    for index, name in enumerate(names):
+        label = published_label_name(name)
+        if listing.has(label):
+            found.other_name[index] = label
+        else:
+            found.missing.add(index)
+    return found
+
+
+def _match_published(
+    listing: Listing, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: Found
+) -> None:
+    root = listing.root
+    claims: dict[str, list[int]] = {}
+    for index in open_cases:
+        own = os.path.splitext(names[index])[0] + ".pt"
+        if listing.has(own):
+            raise UserError(
+                f"label {printable(os.path.join(root, own))} fits {printable(names[index])} and another image; "
+                "make the labels again with generate_label.py, which tells the two apart"
+            )
+        claims.setdefault(published_label_name(names[index]), []).append(index)
+    for label, indices in claims.items():
+        folder, file = os.path.split(label)
+        if folder not in free:
+            free[folder] = listing.files(folder)
+        if file not in free[folder]:
+            found.missing.update(indices)
+        elif len(indices) > 1:
+            first, second = (printable(names[index]) for index in indices[:2])
+            raise UserError(
+                f"label {printable(os.path.join(root, label))} fits {len(indices)} images, such as {first} and "
+                f"{second}: it was overwritten while it was made; make the labels again with generate_label.py"
+            )
+        else:
+            found.other_name[indices[0]] = label
+
+
+def _label_files(root: str, folder: str) -> set[str]:
+    try:
+        with os.scandir(os.path.join(root, folder)) as entries:
+            return {entry.name for entry in entries if entry.name.endswith(".pt") and entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except OSError as error:
+        path = printable(os.path.join(root, folder))
+        raise UserError(f"label folder {path} can't be read ({error.strerror}): mend its permissions") from error
+
+
+def label_files_below(tree: str) -> tuple[list[str], list[str]]:
+    """Label files and other files below a folder, relative to it, in natural order."""
+    labels: list[str] = []
+    other: list[str] = []
+    for folder, _, files in os.walk(tree):
+        relative = os.path.relpath(folder, tree)
+        for name in files:
+            path = name if relative == "." else os.path.join(relative, name)
+            hidden = name.startswith(".")  # what a killed writer left
+            (labels if name.endswith(".pt") and not hidden else other).append(path)
+    labels.sort(key=lambda name: (natural_key(name), name))
+    return labels, sorted(other)

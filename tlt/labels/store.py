@@ -1,0 +1,277 @@
+"""Label maps on disk: the published tree of one file per image, read and written.
+
+`ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
+exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
+
+`ROOT/labels.json` says what the maps are (see `TreeMetadata`). Published archives have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.errors import UserError
+from tlt.io.names import printable
+from tlt.io.progress import SearchProgress
+from tlt.io.weights import refused_name, short_reason, verify_zip
+from tlt.label_map import FULL_AREA, Area, LabelMap
+from tlt.labels.label_files import TreeListing, find_labels, find_published
+from tlt.labels.label_store import AREAS, LabelStore
+
+FORMAT = "volo-tlt label tree, version 1"
+METADATA_NAME = "labels.json"
+
+# Largest class id up to which every id is a number of its own.
+_EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+
+
+@dataclass(frozen=True)
+class TreeMetadata:
+    """What a label tree holds; written by the label-making program when the tree is complete.
+
+    Attributes:
+        k, grid: Every map is k x grid[0] x grid[1].
+        num_classes: Class ids are below it.
+        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image
+            (a network with padding at its edges labels places that reach outside of it).
+        annotator: What made the labels.
+        class_names: Folder name of every class id; None where the ids are of another data set than the folders.
+        skipped: Images, relative to the image folder, that could not be read and have no map.
+    """
+
+    k: int
+    grid: tuple[int, int]
+    num_classes: int
+    area: str | Area = "full"
+    annotator: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    skipped: list[str] = field(default_factory=list)
+
+    def write(self, path: str | Path) -> None:
+        """Write as JSON, replacing `path` in one step."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(self.text())
+        os.replace(temporary, path)
+
+    def text(self) -> str:
+        """What `write` writes."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: str | Path) -> TreeMetadata | None:
+        """Read what `write` wrote, or None where there is no such file.
+
+        Raises:
+            UserError: The file is something else.
+        """
+        try:
+            text = Path(path).read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | Path) -> TreeMetadata:
+        """The metadata in the text of a file `path`.
+
+        Raises:
+            UserError: The text is something else.
+        """
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise UserError(f"{printable(str(path))} does not describe a label tree ({FORMAT})")
+        try:
+            metadata = cls(**content)
+            rows, cols = metadata.grid
+            return cls(**(content | {"grid": (int(rows), int(cols)), "area": _checked_area(metadata.area)}))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{printable(str(path))}: {error}") from error
+
+
+def _checked_area(area: Any) -> str | Area:
+    if area in AREAS:
+        return area
+    x0, y0, x1, y1 = map(float, area)
+    if not (-1 < x0 < x1 < 2 and -1 < y0 < y1 < 2):
+        raise ValueError(f"area {area} is none of {', '.join(AREAS)} and not (x0, y0, x1, y1) in shares of the image")
+    return (x0, y0, x1, y1)
+
+
+def label_dtype(num_classes: int) -> torch.dtype:
+    """The number format of a tree: half precision as published, as long as it can tell all classes apart."""
+    return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
+
+
+def most_classes(dtype: torch.dtype) -> int:
+    """How many classes labels of a number format can tell apart."""
+    return _EXACT_IDS.get(dtype, 2**31 - 1) + 1
+
+
+def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
+    """Write one label file in the published form, replacing `path` in one step.
+
+    Raises:
+        UserError: The map can't be trained on (see `LabelMap.validate`); nothing is written.
+    """
+    label_map.validate(num_classes, printable(str(path)))
+    dtype = label_dtype(num_classes)
+    both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
+    path = Path(path)
+    # No process id in the name: what a killed run leaves behind, the next one overwrites.
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        torch.save(both, temporary)
+        # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
+
+    Raises:
+        UserError: Missing, damaged, no such tensor, class ids that its number format can't hold, or a map that
+            can't be trained on (see `LabelMap.validate`). The message starts with the file.
+    """
+    shown = f"label {printable(str(path))}"
+    return map_of(read_tensor(path, shown), shown, num_classes, area)
+
+
+def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """The map in the tensor of a label file; see `read_map`. `shown` starts its messages."""
+    if tensor.ndim == 5 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
+        raise UserError(f"{shown}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
+    ids = tensor[1].double()
+    if not torch.isfinite(ids).all() or (ids != ids.round()).any():
+        raise UserError(f"{shown}: class ids are not whole numbers; is the order logits, class ids?")
+    limit = _EXACT_IDS.get(tensor.dtype, 2**31 - 1)
+    if max(int(ids.max()), (num_classes or 1) - 1) > limit:
+        raise UserError(
+            f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
+            f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
+        )
+    values = tensor[0].half().numpy()
+    return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
+
+
+def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
+    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
+    try:
+        with open(path, "rb") as file:
+            source = io.BytesIO(file.read())
+        if source.getbuffer()[:2] == b"PK":  # before torch 1.6 it was a pickle, without a checksum
+            verify_zip(source, shown)
+            source.seek(0)
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{shown} is ")
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{shown} does not exist") from error
+    except Exception as error:  # whatever the bytes of a damaged file lead to
+        if name := refused_name(error):
+            raise UserError(f"{shown} is refused: it holds {name}, not a tensor (nothing of it was run)") from error
+        reason = short_reason(error).split(". ")[0]
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+    if not isinstance(content, torch.Tensor):
+        raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
+    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
+    if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
+        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(content.shape)} has")
+    return content
+
+
+_SAMPLED = 1024  # files of a tree that a checkpoint knows its labels by: of 100 changed ones in 10,000 it sees some
+
+
+class PublishedTree(LabelStore):
+    """The label maps of a list of images, found and checked when constructed.
+
+    The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
+    take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
+
+    Args and attributes: those of `LabelStore`; `found` as in `tlt.data.sources.folder_listing.list_folder`.
+
+    Raises:
+        UserError: No such folder, two images with one label file, made for other classes, all labels missing; with
+            `"stop"` also if any is missing.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        names: Sequence[str],
+        area: str | None = None,
+        num_classes: int | None = None,
+        bad_label: str = "stop",
+        class_names: Sequence[str] | None = None,
+        published_names: bool = False,
+        found: Callable[[str, int], None] | None = None,
+    ) -> None:
+        super().__init__(root, names, num_classes, bad_label, published_names)
+        if not os.path.isdir(self.root):
+            raise UserError(f"--token-label-data {printable(self.root)} does not exist or is not a folder")
+        self.metadata = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
+        self._compare(class_names)
+        self._resolve_area(area, self.metadata.area if self.metadata else "full")
+        listing = TreeListing(self.root, found or SearchProgress())
+        matched = (find_published if published_names else find_labels)(listing, self._names)
+        self._other_name, self._missing = matched.other_name, matched.missing
+        self._refuse_missing(names)
+        self.shape = self._first_shape()
+
+    def path(self, index: int) -> str:
+        """Label file of image `index`."""
+        return os.path.join(self.root, self.label(index))
+
+    def label(self, index: int) -> str:
+        """Label file of image `index`, relative to the tree."""
+        return self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
+
+    def source(self, index: int) -> str:
+        return f"label {printable(self.path(index))}"
+
+    def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+        return read_map(self.path(index), self.num_classes, self._area_of(width, height))
+
+    def identity(self) -> bytes:
+        digest = hashlib.sha256()
+        count = min(len(self), _SAMPLED)
+        for number in range(count):
+            index = number * len(self) // count
+            digest.update(os.fsencode(self.label(index)))
+            with suppress(OSError):  # one that is missing
+                digest.update(Path(self.path(index)).read_bytes())
+        return super().identity() + digest.digest()
+
+    def _first_shape(self) -> tuple[int, int, int]:
+        if self.metadata is not None:
+            return (self.metadata.k, *self.metadata.grid)
+        for index in range(len(self)):
+            if index in self._missing:
+                continue
+            try:
+                return read_map(self.path(index), self.num_classes).shape
+            except UserError:
+                if self.bad_label == "stop":
+                    raise
+        raise UserError(f"--token-label-data {printable(self.root)}: not one of its label files can be used")

@@ -1,0 +1,208 @@
+"""Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899): timm's, with the caller's generator in place of numpy's
+global one, and for batches of any size. Token labels are mixed alike by `tlt.mixed_loss`.
+
+Sample i is mixed with sample B - 1 - i, as in timm; the middle one of an odd batch with itself, which changes nothing.
+
+Legend: B images of (H, W), C classes, R = 1 in mode "batch", else B. `lam` is the share of a sample that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tlt.data.augment.on_device import send
+from tlt.errors import UserError
+from tlt.label_map import Area
+from tlt.targets import one_hot
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MODES = ("batch", "pair", "elem")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What stays of a mixed batch; the rest of sample i is the partner's.
+
+    Attributes:
+        samples: (R, 1) of each sample's label.
+        pixels: (R, 1, H or 1, W or 1) of each pixel.
+    """
+
+    samples: Tensor
+    pixels: Tensor
+
+    def blend_images(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> the mixed images."""
+        return _blend(images, self.pixels.to(images.dtype))
+
+    def blend_labels(self, labels: Tensor) -> Tensor:
+        """(B, C) soft labels of the images -> those of the mixed ones."""
+        return _blend(labels, self.samples.to(labels.dtype))
+
+    def of_tokens(self, grid: tuple[int, int], window: Area, like: Tensor) -> Tensor:
+        """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.sample_tokens`): the mean
+        over its pixels, in the dtype of `like`."""
+        if self.pixels.shape[2:] == (1, 1):
+            return self.samples.to(like.dtype).expand(-1, grid[0] * grid[1])
+        pixels = self.pixels.to(like.dtype)
+        rows, cols = (
+            _pixels_of_tokens(count, low, high, side, like)
+            for count, low, high, side in zip(grid, window[1::-1], window[:1:-1], pixels.shape[2:], strict=True)
+        )
+        return (rows @ pixels @ cols.T).flatten(1)
+
+
+class Mixup:
+    """Mixes images and gives their soft targets. Arguments as `timm.data.Mixup`.
+
+    Args:
+        mixup_alpha: Beta(alpha, alpha) of Mixup's lam; 0: no Mixup.
+        cutmix_alpha: The same for CutMix; 0: no CutMix.
+        cutmix_minmax: Smallest and largest side of CutMix's box as a share of the image, in place of `cutmix_alpha`.
+        prob: Probability that a batch (pair, sample) is mixed.
+        switch_prob: Probability of CutMix where both are on.
+        mode: One draw per "batch", per "pair" of samples, or per sample ("elem").
+        label_smoothing: Of the targets.
+        num_classes: C.
+
+    Raises:
+        UserError: Neither is on, or an unknown mode, naming the flag.
+    """
+
+    def __init__(
+        self,
+        mixup_alpha: float = 1.0,
+        cutmix_alpha: float = 0.0,
+        cutmix_minmax: Sequence[float] | None = None,
+        prob: float = 1.0,
+        switch_prob: float = 0.5,
+        mode: str = "batch",
+        label_smoothing: float = 0.1,
+        num_classes: int = 1000,
+    ) -> None:
+        if mode not in MODES:
+            raise UserError(f"--mixup-mode {mode}: choose from {', '.join(MODES)}")
+        if cutmix_minmax is not None and not (
+            len(cutmix_minmax) == 2 and 0 <= cutmix_minmax[0] < cutmix_minmax[1] <= 1
+        ):
+            raise UserError(f"--cutmix-minmax {' '.join(map(str, cutmix_minmax))}: give two shares, the smaller first")
+        self.mixup_alpha = mixup_alpha
+        self.cutmix_alpha = cutmix_alpha if cutmix_minmax is None else 1.0
+        if max(self.mixup_alpha, self.cutmix_alpha) <= 0:
+            raise UserError("--mixup and --cutmix are both 0: one of them must be positive to mix")
+        self.minmax = cutmix_minmax
+        self.prob = prob
+        self.switch_prob = switch_prob
+        self.mode = mode
+        self.label_smoothing = label_smoothing
+        self.num_classes = num_classes
+
+    def __call__(self, images: Tensor, classes: Tensor, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Mix a batch.
+
+        Args:
+            images: (B, 3, H, W) float, left as they are.
+            classes: (B,) int64 on the same device.
+            generator: Made by the caller from (seed, step, rank); drawn from in timm's order.
+
+        Returns:
+            Mixed images (B, 3, H, W) and targets (B, C).
+        """
+        shares = self.draw(images, generator)
+        targets = one_hot(classes, self.num_classes, self.label_smoothing, images.dtype)
+        return shares.blend_images(images), shares.blend_labels(targets)
+
+    def draw(self, images: Tensor, generator: np.random.Generator) -> Shares:
+        """Decide how a batch is mixed, (B, 3, H, W); the images are left as they are, and nobody waits for them."""
+        size = (images.shape[-2], images.shape[-1])
+        lam, boxes = self._draw(len(images), size, generator)
+        return _shares(lam, boxes, size, images)
+
+    def _draw(
+        self, batch: int, size: tuple[int, int], generator: np.random.Generator
+    ) -> tuple[Floats, list[Ints | None]]:
+        """Share of each sample that stays (R,), but for those with a box: that box shows the partner."""
+        if self.mode == "batch":
+            lam, cutmix = self._draw_batch(generator)
+        else:
+            lam, cutmix = self._draw_rows(batch // 2 if self.mode == "pair" else batch, generator)
+        boxes = [self._box(lam[i], size, generator) if cut and lam[i] != 1 else None for i, cut in enumerate(cutmix)]
+        if self.mode == "pair":
+            middle = batch % 2
+            boxes = boxes + [None] * middle + boxes[::-1]
+            lam = np.concatenate([lam, np.ones(middle), lam[::-1]])
+        return lam, boxes
+
+    def _draw_batch(self, generator: np.random.Generator) -> tuple[Floats, list[bool]]:
+        if generator.random() >= self.prob:
+            return np.ones(1), [False]
+        cutmix = self._both and generator.random() < self.switch_prob or self.mixup_alpha <= 0
+        alpha = self.cutmix_alpha if cutmix else self.mixup_alpha
+        return np.array([generator.beta(alpha, alpha)]), [bool(cutmix)]
+
+    def _draw_rows(self, rows: int, generator: np.random.Generator) -> tuple[Floats, list[bool]]:
+        cutmix = np.full(rows, self.mixup_alpha <= 0)
+        if self._both:
+            cutmix = generator.random(rows) < self.switch_prob
+        lam = np.ones(rows)
+        for chosen, alpha in ((cutmix, self.cutmix_alpha), (~cutmix, self.mixup_alpha)):
+            if alpha > 0:
+                lam = np.where(chosen, generator.beta(alpha, alpha, size=rows), lam)
+        return np.where(generator.random(rows) < self.prob, lam, 1.0), cutmix.tolist()
+
+    @property
+    def _both(self) -> bool:
+        return self.mixup_alpha > 0 and self.cutmix_alpha > 0
+
+    def _box(self, lam: float, size: tuple[int, int], generator: np.random.Generator) -> Ints:
+        """Top, left, bottom, right in pixels, half-open."""
+        if self.minmax is not None:
+            low, high = self.minmax
+            cut = np.array(
+                [generator.integers(int(side * low), max(int(side * high), int(side * low) + 1)) for side in size]
+            )
+            start = np.array([generator.integers(0, side - c + 1) for side, c in zip(size, cut, strict=True)])
+            return np.concatenate([start, start + cut])
+        sides = np.array(size)
+        cut = (sides * np.sqrt(1 - lam)).astype(np.int64)
+        centre = np.array([generator.integers(0, side) for side in size])
+        return np.concatenate([(centre - cut // 2).clip(0), np.minimum(centre + (cut + 1) // 2, sides)])
+
+
+def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], images: Tensor) -> Shares:
+    """What stays, on the device of the images and in their dtype; a box's sample keeps the area around it."""
+    height, width = size
+    cut = np.array([box is not None for box in boxes])
+    edges = np.array([[0] * 4 if box is None else box for box in boxes], np.float64)
+    area = (edges[:, 2] - edges[:, 0]) * (edges[:, 3] - edges[:, 1])
+    table = np.column_stack([np.where(cut, 1.0 - area / (height * width), lam), cut, edges])
+    samples, is_cut, *sides = send(table, images.device)[..., None].unbind(1)  # (R, 1) each
+    samples = samples.to(images.dtype)
+    if not cut.any():
+        return Shares(samples, samples[..., None, None])
+    top, left, bottom, right = (side[..., None] for side in sides)  # (R, 1, 1)
+    y, x = (torch.arange(length, device=images.device) for length in size)
+    outside = ((y < top) | (y >= bottom))[..., None] | ((x < left) | (x >= right))[..., None, :]  # (R, 1, H, W)
+    return Shares(samples, torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), samples[..., None, None]))
+
+
+def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tensor) -> Tensor:
+    """(count, side) share of each pixel in each of `count` tokens, from `low` to `high` of `side` pixels."""
+    edges = (low + torch.arange(count + 1, dtype=torch.float64, device=like.device) / count * (high - low)).clamp(0, 1)
+    pixel = torch.arange(side, device=like.device)
+    shares = torch.minimum(edges[1:, None] * side, pixel + 1) - torch.maximum(edges[:-1, None] * side, pixel)
+    shares = shares.clamp(min=0)
+    return (shares / shares.sum(1, keepdim=True).clamp(min=1e-6)).to(like.dtype)
+
+
+def _blend(values: Tensor, weight: Tensor) -> Tensor:
+    """weight * values + (1 - weight) * values of the partner."""
+    return values * weight + values.flip(0) * (1 - weight)

@@ -1,0 +1,1 @@
+"""`tlt pack | check | probe | show | index | shrink`."""

@@ -1,0 +1,268 @@
+"""`tlt`: label archives and checks of labels. The arguments are parsed before torch is imported.
+
+    tlt pack TREE OUT --images DATA     one archive out of a tree of label files
+    tlt unpack ARCHIVE OUT              and back, bit for bit
+    tlt pack-images DATA OUT            images, with their label maps, into tar shards
+    tlt check DATA LABELS               do labels and images belong together?
+    tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
+    tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
+    tlt shrink DATA OUT --max-side N    an image folder of smaller images, or of tiles
+    tlt index DATA                      the sizes of all images, read once; names those that can't be read
+
+Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
+`--debug` shows it); 130 interrupted from the keyboard.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from tlt.errors import UserError
+from tlt.upstream.compat_rows import LABEL_ROWS
+
+_SPLIT = "folder of the images within DATA, if there is one"
+
+
+def parser() -> ArgumentParser:
+    """The parser of all commands."""
+    description = __doc__.split("\n\n", 1)
+    top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _pack(commands.add_parser("pack", help="a tree of label files into one archive", description=_PACK))
+    _unpack(commands.add_parser("unpack", help="an archive into the tree it was packed from", description=_UNPACK))
+    _pack_images(commands.add_parser("pack-images", help="images and labels into tar shards", description=_PACK_IMAGES))
+    _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
+    _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
+    _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
+    _shrink(commands.add_parser("shrink", help="an image folder of smaller images, or of tiles", description=_SHRINK))
+    _index(commands.add_parser("index", help="the sizes of all images, read once", description=_INDEX))
+    for name, command in commands.choices.items():
+        # Flags that take several values would swallow what argparse prints after them.
+        command.usage = f"tlt {name} {_ARGUMENTS[name]} [flags]"
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return top
+
+
+_ARGUMENTS = {
+    "pack": "TREE OUT",
+    "unpack": "ARCHIVE OUT",
+    "pack-images": "DATA OUT",
+    "check": "DATA LABELS",
+    "probe": "DATA LABELS",
+    "show": "DATA LABELS -o FILE",
+    "shrink": "DATA OUT (--max-side N | --tile N)",
+    "index": "DATA",
+}
+_PACK = (
+    "Pack every label file of TREE into the archive OUT, a folder. Every entry is checked, and compared with what was "
+    "packed. A killed command goes on where it was."
+)
+_UNPACK = "Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."
+_PACK_IMAGES = (
+    "Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an "
+    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command "
+    "goes on where it was."
+)
+_CHECK = (
+    "Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's "
+    "folder. LABELS is a tree or an archive."
+)
+_PROBE = (
+    "Find out from the images which of {as stored, transposed} x {full image, centre square} fits the maps, and how "
+    "sure that is. Nothing is written."
+)
+
+_SHOW = (
+    "Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with "
+    "the target of every token. Needs matplotlib."
+)
+
+_SHRINK = (
+    "Copy an image folder, splits and classes as they are, with no image larger than N pixels, or with larger images "
+    "cut into tiles (IMAGE_y_x.jpg). Huge JPEG, PNG and TIFF files are streamed. A killed command goes on where it "
+    "was. Token labels stay valid for smaller images, not for tiles. Needs pyvips: pip install 'volo-tlt[huge]'."
+)
+
+
+_INDEX = (
+    "Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then "
+    "on: they open no header a second time, and know unreadable images before they start."
+)
+
+
+def _pack(command: ArgumentParser) -> None:
+    command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt")
+    command.add_argument("out", metavar="OUT", help="folder of the archive")
+    command.add_argument("--images", metavar="DATA", help="images: stores their names and sizes, measures agreement")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
+    command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: readers turn them")
+    command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT")
+
+
+def _unpack(command: ArgumentParser) -> None:
+    command.add_argument("archive", metavar="ARCHIVE")
+    command.add_argument("out", metavar="OUT", help="folder of the tree")
+    command.add_argument("--overwrite", action="store_true", help="write into OUT although it is not empty")
+
+
+def _pack_images(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="images")
+    command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
+    command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
+    command.add_argument(
+        "--labels", metavar="LABELS", help="label tree or archive of the first split, packed beside it"
+    )
+    command.add_argument("--shard-size", type=_positive, default=512, metavar="MB", help="about so large (512)")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per CPU)")
+    command.add_argument(
+        "--max-side", type=_positive, metavar="N", help="make larger images smaller, as tlt shrink does"
+    )
+    command.add_argument("--quality", type=_percent, metavar="Q", help="of the JPEGs that --max-side makes (90)")
+    command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT")
+
+
+def _check(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--num-classes", type=int, metavar="N", help="class ids must be below it")
+
+
+def _probe(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("-n", type=_positive, default=512, metavar="N", help="images looked at (512)")
+    command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the bootstrap (0)")
+
+
+def _show(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="picture: .png, .pdf or .svg")
+    command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
+    command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
+    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")
+    command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
+    command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")
+    command.add_argument("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="as train.py's; none: none")
+    command.add_argument("--scale", type=float, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
+    command.add_argument("--hflip", type=float, default=0.5, metavar="P", help="as train.py's (0.5)")
+    command.add_argument("--reprob", type=float, default=0.25, metavar="P", help="as train.py's (0.25)")
+    command.add_argument("--aug-order", choices=("timm", "published"), default="timm", help="as train.py's (timm)")
+    command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="as train.py's (ignore)")
+    command.add_argument("--compat", nargs="+", choices=LABEL_ROWS, default=(), help="as train.py's, for these labels")
+    command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the augmentation (0)")
+    command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
+
+
+def _shrink(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder, with splits or without")
+    command.add_argument("out", metavar="OUT", help="folder of the new one")
+    size = command.add_mutually_exclusive_group(required=True)
+    size.add_argument("--max-side", type=_positive, default=0, metavar="N", help="longest side of an image, px")
+    size.add_argument("--tile", type=_positive, default=0, metavar="N", help="side of a tile, px")
+    command.add_argument("--overlap", type=_positive, default=0, metavar="N", help="of neighbouring tiles, px (0)")
+    command.add_argument("--quality", type=_positive, default=90, metavar="Q", help="of the JPEGs, 1 to 100 (90)")
+    command.add_argument("--split", help="this one only (all)")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
+    command.add_argument(
+        "--memory", type=float, default=2.0, metavar="GB", help="of a worker, for what can't be streamed (2)"
+    )
+
+
+def _index(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder or shards")
+    command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
+    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")
+    command.add_argument("-j", "--workers", type=_positive, metavar="N", help="processes that read (one per CPU)")
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index; for shards one in their folder)"
+    )
+    command.add_argument("--decode", action="store_true", help="decode every image: finds truncated ones too")
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _percent(text: str) -> int:
+    if not 1 <= int(text) <= 100:
+        raise ValueError(text)
+    return int(text)
+
+
+def _run_pack_images(args: Namespace) -> list[str]:
+    from tlt.io.processes import available_cpus
+    from tlt.tools.pack_images import pack_images
+    from tlt.tools.shard_writer import Shrinking
+
+    if args.quality and not args.max_side:
+        raise UserError(
+            f"--quality {args.quality}: only images that --max-side makes smaller are encoded; leave it out"
+        )
+    shrinking = Shrinking(args.max_side, args.quality or 90) if args.max_side else None
+    workers = args.workers or available_cpus()
+    return pack_images(
+        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking, args.dataset
+    )
+
+
+def run(args: Namespace) -> int:
+    """Run a parsed command and print what it says. Returns the exit code; raises UserError."""
+    if args.command == "pack":
+        from tlt.tools.pack import pack
+
+        lines = pack(args.tree, args.out, args.images, args.split, args.area, args.transposed, args.overwrite)
+    elif args.command == "unpack":
+        from tlt.tools.pack import unpack
+
+        lines = unpack(args.archive, args.out, args.overwrite)
+    elif args.command == "pack-images":
+        lines = _run_pack_images(args)
+    elif args.command == "check":
+        from tlt.tools.check import check
+
+        report = check(args.data, args.labels, args.split, args.num_classes)
+        print("\n".join(report.lines()), flush=True)
+        return 0 if report.usable else UserError.exit_code
+    elif args.command == "show":
+        from tlt.tools.show import show
+
+        lines = show(args)
+    elif args.command == "shrink":
+        from tlt.tools.shrink_folder import Settings, shrink_folder
+
+        settings = Settings(args.max_side, args.tile, args.overlap, args.quality)
+        lines = shrink_folder(args.data, args.out, settings, args.split, args.workers, int(args.memory * 1e9))
+    elif args.command == "index":
+        from tlt.tools.index import index
+
+        lines = index(args.data, args.split, args.workers, args.output, args.decode, args.dataset)
+    else:
+        from tlt.tools.probe import probe
+
+        lines = probe(args.data, args.labels, args.split, args.n, args.seed).lines()
+    print("\n".join(lines), flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `tlt` command."""
+    args = parser().parse_args(argv)
+    try:
+        return run(args)
+    except UserError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130

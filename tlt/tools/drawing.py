@@ -1,0 +1,226 @@
+"""What pictures with token labels are drawn with: class colours, label cells over an image, text, files.
+
+matplotlib is needed to draw, not to import this module; nothing of its global state is changed. All sizes on a page are
+in inches from its upper left corner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tlt.errors import UserError, require
+from tlt.io.names import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]  # (h, w, 3)
+Colours: TypeAlias = dict[int, str]  # of class ids
+
+DPI = 120
+INK, FAINT = "#202020", "#707070"
+# Chosen one after the other, each as far as possible (in OKLab) from those before it; no dark, pale or grey ones.
+PALETTE = (
+    "#1e69e1", "#3cf03c", "#ff0000", "#006900", "#f05aff", "#5ad2f0", "#ffb42d", "#872d69", "#a56900", "#f096b4",
+    "#8700d2", "#69a500", "#9696ff", "#e10087", "#0f96b4", "#a5d287", "#a51e00", "#a569a5", "#f0782d", "#4b4b96",
+)  # fmt: skip
+_OPACITY = 0.6  # of a cell whose class has probability 1: the image stays visible
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The most probable class of every cell of a grid of r rows and c columns.
+
+    Attributes:
+        ids: (r, c) class ids.
+        probability: (r, c) of that class, in [0, 1].
+        weight: (r, c) share of the cell that its label covers, in [0, 1].
+    """
+
+    ids: npt.NDArray[np.int64]
+    probability: npt.NDArray[np.float64]
+    weight: npt.NDArray[np.float64]
+
+    @property
+    def opacity(self) -> npt.NDArray[np.float64]:
+        """(r, c) what a cell counts for: probability x weight."""
+        return self.probability * self.weight
+
+
+def class_colours(ids: Iterable[int]) -> Colours:
+    """A colour for each class: the one of its id, or the next one that none of those before it has.
+
+    Colours repeat where there are more classes than colours.
+    """
+    taken: Colours = {}
+    for class_id in dict.fromkeys(ids):
+        free = [PALETTE[(class_id + step) % len(PALETTE)] for step in range(len(PALETTE))]
+        taken[class_id] = next((colour for colour in free if colour not in taken.values()), free[0])
+    return taken
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty page of width x height inches.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    require("matplotlib", extra="plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes without ticks at a place of the page."""
+    page_width, page_height = figure.get_size_inches()
+    box = (left / page_width, 1 - (top + height) / page_height, width / page_width, height / page_height)
+    axes = figure.add_axes(box)
+    axes.set_axis_off()
+    return axes
+
+
+def write(figure: Figure, left: float, top: float, text: str, size: float = 8, **style: Any) -> None:
+    """Text at a place of the page, its upper left corner unless `style` says otherwise."""
+    width, height = figure.get_size_inches()
+    style = {"va": "top", "ha": "left", "color": INK, **style}
+    figure.text(left / width, 1 - top / height, drawable(text), fontsize=size, parse_math=False, **style)
+
+
+def drawable(text: str) -> str:
+    """The text on one line; what matplotlib's own font has no sign for is escaped."""
+    from matplotlib.font_manager import findfont, get_font
+
+    font = get_font(findfont("DejaVu Sans"))
+    return "".join(
+        c if font.get_char_index(ord(c)) else c.encode("unicode_escape").decode("ascii") for c in printable(text)
+    )
+
+
+def shorten(text: str, length: int) -> str:
+    """At most `length` characters, the middle left out."""
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[: length - 1 - half]}…{text[-half:]}"
+
+
+def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = None, muted: bool = False) -> None:
+    """An image with its upper left corner at (0, 0), in units of which it is `size` (width, height) large: pixels.
+
+    Args:
+        muted: Greyed and paler, so that colours drawn over it can be told apart.
+    """
+    from matplotlib.patches import Rectangle
+
+    width, height = size or (image.shape[1], image.shape[0])
+    if muted:
+        grey = image @ np.array([0.299, 0.587, 0.114])
+        image = (64 + 0.75 * (0.6 * grey[..., None] + 0.4 * image)).clip(0, 255).astype(np.uint8)
+    axes.imshow(image, extent=(0, width, height, 0), interpolation="bilinear")
+    frame: dict[str, Any] = {"fill": False, "edgecolor": "#b0b0b0", "linewidth": 0.6, "clip_on": False}
+    axes.add_patch(Rectangle((0, 0), width, height, **frame))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+
+
+def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours) -> None:
+    """Cells over the box (x0, y0, x1, y1): class by colour, `Cells.opacity` by opacity, hatched where nothing counts.
+
+    Lines run between cells of different classes.
+    """
+    from matplotlib.collections import LineCollection, PatchCollection
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Rectangle
+
+    x0, y0, x1, y1 = box
+    # A cell that counts for nothing shows no colour, and its class may have none.
+    known = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
+    rgba = np.stack([*known(cells.ids), _OPACITY * cells.opacity], axis=-1)  # (r, c, 4)
+    axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
+    rows, cols = cells.ids.shape
+    width, height = (x1 - x0) / cols, (y1 - y0) / rows
+    blank = [Rectangle((x0 + c * width, y0 + r * height), width, height) for r, c in np.argwhere(cells.weight == 0)]
+    if blank:
+        style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808090", "linewidth": 0.3}
+        axes.add_collection(PatchCollection(blank, hatch="//////", zorder=3, label="blank", **style))
+    lines = _borders(np.where(cells.weight > 0, cells.ids, -1)) * (width, height) + (x0, y0)
+    axes.add_collection(LineCollection(lines, colors="white", linewidths=1.6, zorder=4))
+    axes.add_collection(LineCollection(lines, colors=INK, linewidths=0.7, zorder=5))
+
+
+def _borders(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """(lines, 2, 2) of x, y: the sides between neighbouring cells of different ids, in cells."""
+    right = np.argwhere(ids[:, 1:] != ids[:, :-1]) + (0, 1)  # row, column of the cell behind the side
+    below = np.argwhere(ids[1:] != ids[:-1]) + (1, 0)
+    starts = np.concatenate([right, below])[:, ::-1].astype(float)
+    steps = np.repeat([[0.0, 1.0], [1.0, 0.0]], [len(right), len(below)], axis=0)
+    return np.stack([starts, starts + steps], axis=1)
+
+
+def name_regions(
+    axes: Axes, cells: Cells, box: tuple[float, float, float, float], names: dict[int, str], most: int = 4
+) -> None:
+    """Write the names of the classes with the most cells onto one of their cells each, far from others' and names."""
+    from matplotlib.patheffects import withStroke
+
+    x0, y0, x1, y1 = box
+    rows, cols = cells.ids.shape
+    ids = np.pad(np.where(cells.weight > 0, cells.ids, -1), 1, constant_values=-1)  # what is outside is another's
+    found, counts = np.unique(ids[ids >= 0], return_counts=True)
+    frequent = found[np.argsort(-counts, kind="stable")][:most]
+    taken = np.empty((0, 2))
+    for class_id in frequent[::-1]:  # the small ones first: the large ones have more room to give way
+        own, others = (np.argwhere((ids == class_id) == same) - 0.5 for same in (True, False))
+        place_of_name = own[_room(own, np.concatenate([others, taken])).argmax()]
+        taken = np.concatenate([taken, place_of_name[None] + [(0, -2), (0, 0), (0, 2)]])
+        row, col = place_of_name
+        x, y = x0 + col / cols * (x1 - x0), y0 + row / rows * (y1 - y0)
+        effect = [withStroke(linewidth=2, foreground="#ffffffd0")]
+        text = drawable(shorten(names[int(class_id)], 14))
+        style: dict[str, Any] = {"ha": "center", "va": "center", "path_effects": effect, "parse_math": False}
+        axes.text(x, y, text, fontsize=7, color=INK, zorder=8, clip_on=True, **style)
+
+
+def _room(cells: npt.NDArray[Any], others: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """(n,) squared distance of each cell (row, column) to the nearest of the others, columns counting half because
+    names are wide; of equal ones, the cell nearest to the middle of all wins."""
+    cells, others = cells * (1, 0.5), others * (1, 0.5)
+    off_middle = ((cells - cells.mean(axis=0)) ** 2).sum(axis=1)
+    return np.array([((others - cell) ** 2).sum(axis=1).min() for cell in cells]) - 1e-3 * off_middle
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write the page, replacing `path` in one step; its suffix is the format.
+
+    Raises:
+        UserError: The file can't be written, or matplotlib knows no such format.
+    """
+    from matplotlib import rc_context
+
+    path = Path(path)
+    check_format(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with rc_context({"hatch.linewidth": 0.5, "savefig.bbox": None, "savefig.facecolor": "auto"}):
+            figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=DPI)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{printable(str(path))} can't be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_format(path: str | Path) -> None:
+    """Raise UserError if a page can't be written under this name."""
+    formats: Sequence[str] = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in formats:
+        raise UserError(f"-o {printable(str(path))}: end the name in .png, or another of {', '.join(formats)}")

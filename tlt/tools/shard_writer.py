@@ -1,0 +1,187 @@
+"""One tar shard of a split: written beside its place, read back and compared, then renamed.
+
+A shard is a function of images and labels alone, not of who wrote it when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from tlt.data.sources.image_file import BadImage, image_extensions, read_size
+from tlt.data.sources.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
+from tlt.data.sources.source import ImageSource
+from tlt.errors import UserError
+from tlt.io.names import printable
+from tlt.labels.archive_format import sync_folder
+from tlt.labels.label_store import LabelStore
+from tlt.labels.shard_labels import label_record
+
+_JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """Images with a side above `max_side` pixels are made smaller and saved with this JPEG quality."""
+
+    max_side: int
+    quality: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """What is written, and where to.
+
+    Attributes:
+        names: (N,) Member of each image.
+        per_shard: Images in a shard; the last one has fewer.
+        without_label: Images without a label map.
+    """
+
+    folder: str
+    source: ImageSource
+    names: Sequence[str]
+    per_shard: int
+    labels: LabelStore | None
+    without_label: Collection[int]
+    shrinking: Shrinking | None
+
+    @property
+    def shards(self) -> int:
+        return -(-len(self.source) // self.per_shard)
+
+    def rows(self, shard: int) -> range:
+        """The images of a shard."""
+        return range(shard * self.per_shard, min((shard + 1) * self.per_shard, len(self.source)))
+
+
+def member_names(names: Sequence[str]) -> list[str]:
+    """The tar member of each image, `CLASS/STEM.jpg`. Other readers cut file names at the first dot, so a stem has
+    none, and no two images share one: dots and percent signs are written as in addresses (`%2E`)."""
+    stems = [os.path.splitext(name)[0] for name in names]
+    shared = {stem for stem, count in Counter(stems).items() if count > 1}
+    return [_member_name(name, stem, stem in shared) for name, stem in zip(names, stems, strict=True)]
+
+
+def _member_name(name: str, stem: str, shared: bool) -> str:
+    suffix = name[len(stem) + 1 :]
+    folder, base = os.path.split(stem)
+    key = base.replace("%", "%25").replace(".", "%2E") + (f"%_{suffix}" if shared else "")
+    extension = suffix.lower()
+    if extension in _JPEG_SUFFIXES or f".{extension}" not in image_extensions():
+        extension = "jpg"
+    return f"{os.path.join(folder, key)}.{extension}"
+
+
+def make_shard(split: Split, shard: int) -> tuple[ShardRows, int]:
+    """A shard, written if it isn't there yet, and read; and its largest class id in a label map (-1: there is none).
+
+    Raises:
+        UserError: An image or label can't be read; or what is there is something else, or other than it was written.
+        OSError: It can't be written.
+    """
+    path = os.path.join(split.folder, f"{shard:05d}.tar")
+    if os.path.exists(path):
+        rows = scan_shard(path)
+    else:
+        temporary = os.path.join(split.folder, f".{shard:05d}.tar.tmp")
+        try:
+            digest = _write(split, shard, temporary)
+            rows = scan_shard(temporary)
+            if rows.sha256 != digest:
+                raise UserError(f"OUT {printable(path)} reads other than it was written: is the disk damaged?")
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        sync_folder(split.folder)
+        rows.path = path
+    other = UserError(f"OUT {printable(path)} holds other images or labels: remove it, and run the same command again")
+    labelled = [split.labels is not None and row not in split.without_label for row in split.rows(shard)]
+    if rows.names != [split.names[row] for row in split.rows(shard)] or rows.labelled() != labelled:
+        raise other
+    try:
+        return rows, _largest_id(rows)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise other from error
+
+
+def _write(split: Split, shard: int, path: str) -> bytes:
+    """Write the file of a shard. Returns its sha256."""
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for row in split.rows(shard):
+            for name, data in _members(split, row):
+                block = _tar_member(name, data)
+                digest.update(block)
+                file.write(block)
+        digest.update(end := bytes(2 * tarfile.BLOCKSIZE))
+        file.write(end)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return digest.digest()
+
+
+def _tar_member(name: str, data: bytes | bytearray) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    return header + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def _members(split: Split, row: int) -> list[tuple[str, bytes | bytearray]]:
+    """Name and bytes of the files of an image."""
+    image: bytes | bytearray = read_image(split.source, row)
+    size = None
+    if split.shrinking is not None and image:
+        image, size = _shrunk(split.shrinking, image)
+    name, number = split.names[row], int(split.source.classes[row])
+    key = name.rpartition(".")[0]
+    members: list[tuple[str, bytes | bytearray]] = [(name, image), (f"{key}.cls", str(number).encode())]
+    if split.labels is not None and row not in split.without_label:
+        members.append((f"{key}.{LABEL_EXTENSION}", save(label_record(split.labels, row, size))))
+    return members
+
+
+def read_image(source: ImageSource, row: int) -> bytearray:
+    """The encoded image; nothing of an empty file.
+
+    Raises:
+        UserError: It can't be read, which another time it may.
+    """
+    try:
+        return source.read(row)
+    except BadImage as error:
+        if str(error) == "empty file":
+            return bytearray()
+        raise UserError(f"{printable(source.path(row))} can't be read ({error}): mend or remove it") from error
+
+
+def _shrunk(shrinking: Shrinking, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
+    """The image, made smaller where it is too large, and its new size; as it is, and None, where not."""
+    from tlt.data.sources.shrink import shrink
+
+    try:
+        small = shrink(image, shrinking.max_side, shrinking.quality)
+        return (image, None) if small == image else (small, read_size(small))
+    except BadImage:  # it keeps its place, and the index says that it can't be read
+        return image, None
+
+
+def _largest_id(rows: ShardRows) -> int:
+    largest = -1
+    with open(rows.path, "rb") as file:
+        for offset, length in rows.label_places.tolist():
+            if length:
+                ids = load(os.pread(file.fileno(), length, offset))["ids"]
+                largest = max(largest, int(ids.max()))
+    return largest

@@ -1,0 +1,326 @@
+"""A class folder of smaller images, or of tiles, out of one of huge images (`tlt shrink`).
+
+    OUT/SPLIT/CLASS/IMAGE.jpg    as in DATA; an image that is small enough keeps its bytes and its name
+    OUT/shrink.json              how they are made, from the start; and which could not be read, when all are there
+
+Every file is whole or not there, so a killed command finds what is left to do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+
+from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, scan_folder
+from tlt.data.sources.image_file import JPEG_SUFFIXES, BadImage
+from tlt.data.sources.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Picture, fitted_size, tile_starts
+from tlt.errors import UserError
+from tlt.io.names import Names, printable
+from tlt.io.processes import available_cpus, in_processes
+from tlt.labels.archive_format import sync_folder
+
+RECORD_NAME = "shrink.json"
+_TILE = re.compile(r"(.*)_\d+_\d+")
+_BROKEN_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What becomes of an image. Either `max_side` or `tile` is given.
+
+    Attributes:
+        max_side: Longest side of an image, pixels.
+        tile: Side of a tile, pixels.
+        overlap: Of neighbouring tiles, pixels; the last ones of a row or column overlap more.
+        quality: Of the JPEGs.
+    """
+
+    max_side: int = 0
+    tile: int = 0
+    overlap: int = 0
+    quality: int = DEFAULT_QUALITY
+
+    @property
+    def side(self) -> int:
+        """Images no larger than this are left as they are."""
+        return self.max_side or self.tile
+
+    def __post_init__(self) -> None:
+        if bool(self.max_side) == bool(self.tile):
+            raise UserError("give one of --max-side and --tile")
+        if self.overlap and not 0 < self.overlap < self.tile:
+            raise UserError(f"--overlap {self.overlap} is of tiles, and less than their side: give a larger --tile")
+        if not 0 < self.side <= MAX_JPEG_SIDE:
+            raise UserError(f"--max-side and --tile are at most {MAX_JPEG_SIDE} pixels, a JPEG's limit")
+        if not 1 <= self.quality <= 100:
+            raise UserError(f"--quality {self.quality} is not from 1 to 100")
+
+
+@dataclass(frozen=True)
+class Split:
+    """The images of a split and where they go: to `out`, under their own names if nothing is done to them, else under
+    those of `jpegs`, or as tiles named after these."""
+
+    folder: ImageFolder
+    out: str
+    jpegs: Sequence[str]
+    settings: Settings
+    memory: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was done with an image: "shrunk", "tiled", "copied", "there" or "broken"."""
+
+    what: str
+    reason: str = ""
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+def shrink_folder(
+    data: str,
+    out: str,
+    settings: Settings,
+    split: str | None = None,
+    workers: int | None = None,
+    memory: int = DEFAULT_MEMORY,
+) -> list[str]:
+    """Make OUT, or what is missing of it.
+
+    Args:
+        data: Folder with splits, or with class folders.
+        split: This one only.
+        workers: Processes; None: one per core.
+        memory: Bytes that each may take for what can't be streamed.
+
+    Returns:
+        Lines that say what was done.
+
+    Raises:
+        UserError: There is nothing to do it with or to, OUT holds something else or can't be written, or nothing can
+            be read.
+    """
+    folders = _source_folders(data, split)
+    with _claimed(out, folders, settings):
+        lines: list[str] = []
+        broken: dict[str, str] = {}
+        for name, root in folders.items():
+            folder, target = scan_folder(root), os.path.join(out, name)
+            made = _shrink_split(folder, target, settings, workers or available_cpus(), memory)
+            lines += [*folder.warnings, *made.lines(target)]
+            broken |= made.broken
+            if len(made.broken) == len(folder):
+                path, reason = min(made.broken.items())
+                raise UserError(f"no image in {printable(root)} can be read: {printable(path)}: {reason}")
+        _record(out, settings, complete=True, broken=broken)
+    return lines
+
+
+def _source_folders(data: str, split: str | None) -> dict[str, str]:
+    """Where class folders are: path relative to `data`, and path."""
+    if split:
+        found = [find_split(data, split, allow_root=True)]
+    else:
+        names = (os.path.join(data, name) for name in TRAIN_SPLITS + VALIDATION_SPLITS)
+        found = [path for path in names if os.path.isdir(path)] or [data]
+    return {os.path.relpath(path, data): path for path in found}
+
+
+@contextmanager
+def _claimed(out: str, folders: dict[str, str], settings: Settings) -> Iterator[None]:
+    """Begin OUT, or go on with it, alone."""
+    shown = printable(out)
+    for name, source in folders.items():
+        target = os.path.realpath(os.path.join(out, name))
+        if os.path.commonpath([target, os.path.realpath(source)]) == os.path.realpath(source):
+            raise UserError(f"OUT {shown} is in the folder of the images, {printable(source)}: give another one")
+    try:
+        os.makedirs(out, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"OUT {shown} can't be made ({error.strerror}): give another folder") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"OUT {shown} is being written by another `tlt shrink`: wait for it") from error
+        _begin(out, settings)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _begin(out: str, settings: Settings) -> None:
+    path = os.path.join(out, RECORD_NAME)
+    if not os.path.exists(path):
+        if os.listdir(out):
+            raise UserError(f"OUT {printable(out)} is not empty, and not made by `tlt shrink`: give another folder")
+        _record(out, settings, complete=False, broken={})
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            made = json.load(file)["settings"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{printable(path)} can't be read ({error}): remove OUT and begin anew") from error
+    if made != asdict(settings):
+        flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in made.items() if value)
+        raise UserError(f"OUT {printable(out)} was begun with {flags}: give the same, or another folder")
+
+
+def _record(out: str, settings: Settings, complete: bool, broken: dict[str, str]) -> None:
+    content = {"settings": asdict(settings), "complete": complete, "broken": broken}
+    _write(os.path.join(out, RECORD_NAME), (json.dumps(content, indent=1) + "\n").encode())
+    sync_folder(out)
+
+
+def _shrink_split(folder: ImageFolder, out: str, settings: Settings, workers: int, memory: int) -> Tally:
+    jpegs = jpeg_names(folder.paths)
+    _refuse_clashes(folder, jpegs, settings)
+    places = {os.path.dirname(name) for name in folder.paths}
+    empty = set(folder.folder_names) - {os.path.basename(place) for place in places}
+    try:
+        for place in places | empty:
+            os.makedirs(os.path.join(out, place), exist_ok=True)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    split, tally = Split(folder, out, Names(jpegs), settings, memory), Tally()
+    made = in_processes(make, split, range(len(folder)), workers, "shrinking", "image")
+    for row, outcome in enumerate(made):
+        tally.add(folder.path(row), outcome)
+    for place in places:
+        sync_folder(os.path.join(out, place))
+    return tally
+
+
+def jpeg_names(names: Sequence[str]) -> list[str]:
+    """What images are called as JPEGs: `a/x.tiff` -> `a/x.jpg`; where `a/x.png` exists as well, `a/x.tiff.jpg` and
+    `a/x.png.jpg`, so that each is found with its own label file (`tlt.labels.label_files`)."""
+    shared = Counter(os.path.splitext(name)[0] for name in names)
+    return [_jpeg_name(name, shared[os.path.splitext(name)[0]] > 1) for name in names]
+
+
+def _jpeg_name(name: str, shared: bool) -> str:
+    stem, suffix = os.path.splitext(name)
+    return name if suffix.lower() in JPEG_SUFFIXES else (name if shared else stem) + ".jpg"
+
+
+def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: Settings) -> None:
+    """Two images must not go to one file."""
+    own = dict(zip(jpegs, folder.paths, strict=True))
+    clashes = [name for name in folder.paths if own.get(name, name) != name]
+    if len(own) < len(jpegs):
+        clashes += [name for name, jpeg in zip(folder.paths, jpegs, strict=True) if own[jpeg] != name]
+    if settings.tile:
+        stems = {os.path.splitext(jpeg)[0] for jpeg in jpegs}
+        looks = ((name, _TILE.fullmatch(os.path.splitext(name)[0])) for name in folder.paths)
+        clashes += [name for name, look in looks if look and look[1] in stems]
+    if clashes:
+        shown = printable(os.path.join(folder.root, clashes[0]))
+        raise UserError(f"{shown} has the name that another image would get as a JPEG or tile: rename it")
+
+
+def make(split: Split, row: int) -> Outcome:
+    """Do what is to be done with an image, unless it is done. Raises UserError: nothing can be written."""
+    source = split.folder.path(row)
+    try:
+        with Picture(source, split.memory) as picture:
+            what, names = _plan(split, row, picture)
+            paths = [os.path.join(split.out, name) for name in names]
+            if all(os.path.exists(path) for path in paths):
+                return Outcome("there")
+            try:
+                written = [
+                    _write(path, data) for path, data in zip(paths, _contents(picture, split.settings), strict=True)
+                ]
+            except BadImage:  # it ends in the middle: tiles from above are there
+                for path in paths:
+                    _remove(path)
+                raise
+            return Outcome(what, bytes_read=os.path.getsize(source), bytes_written=sum(written))
+    except BadImage as error:
+        return Outcome("broken", str(error))
+
+
+def _plan(split: Split, row: int, picture: Picture) -> tuple[str, list[str]]:
+    """What is done with an image, and the files that it becomes."""
+    settings, jpeg = split.settings, split.jpegs[row]
+    if max(picture.size) <= settings.side:
+        return "copied", [split.folder.paths[row]]
+    if not settings.tile:
+        return "shrunk", [jpeg]
+    across, down = (tile_starts(length, settings.tile, settings.overlap) for length in picture.size)
+    return "tiled", [f"{os.path.splitext(jpeg)[0]}_{y}_{x}.jpg" for y in down for x in across]
+
+
+def _contents(picture: Picture, settings: Settings) -> Iterator[bytes]:
+    """What is in these files."""
+    if max(picture.size) <= settings.side:
+        yield picture.encoded()
+    elif not settings.tile:
+        yield picture.resized(fitted_size(*picture.size, settings.max_side), settings.quality)
+    else:
+        yield from (jpeg for _, _, jpeg in picture.tiles(settings.tile, settings.overlap, settings.quality))
+
+
+def _write(path: str, data: bytes) -> int:
+    """Write a file, whole or not at all, and wait until it is on the disk; returns its length."""
+    folder, name = os.path.split(path)
+    # No process id in the name: what a killed command leaves behind, the next one overwrites.
+    temporary = os.path.join(folder, f".{name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        _remove(temporary)
+        raise _unwritable(path, error) from error
+    return len(data)
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+
+
+def _unwritable(path: str, error: OSError) -> UserError:
+    return UserError(
+        f"{printable(path)} can't be written ({error.strerror}): mend that, and run the same command again: it goes on"
+    )
+
+
+class Tally:
+    """What was done with the images of a split."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.broken: dict[str, str] = {}
+        self.bytes_read = self.bytes_written = 0
+
+    def add(self, path: str, outcome: Outcome) -> None:
+        """One more image."""
+        self.counts[outcome.what] += 1
+        self.bytes_read += outcome.bytes_read
+        self.bytes_written += outcome.bytes_written
+        if outcome.what == "broken":
+            self.broken[path] = outcome.reason
+
+    def lines(self, out: str) -> list[str]:
+        """What to tell."""
+        words = {"shrunk": "made smaller", "tiled": "cut into tiles", "copied": "small enough, copied"}
+        words |= {"there": "there already", "broken": "left out"}
+        done = ", ".join(f"{self.counts[what]} {text}" for what, text in words.items() if self.counts[what])
+        moved = f"{self.bytes_read / 1e6:.1f} MB -> {self.bytes_written / 1e6:.1f} MB"
+        broken = sorted(self.broken.items())
+        lines = [f"left out {printable(path)}: {reason}" for path, reason in broken[:_BROKEN_SHOWN]]
+        if len(broken) > _BROKEN_SHOWN:
+            lines.append(f"and {len(broken) - _BROKEN_SHOWN} more, all of them in {RECORD_NAME}")
+        return [*lines, f"{printable(out)}: {self.counts.total()} images: {done}; {moved}"]

@@ -1,0 +1,59 @@
+"""What `--compat` sets back to what the published code does, row by row; `tlt.upstream.published` is how.
+
+Imports nothing heavy: the command line is checked with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+from tlt.errors import UserError
+
+UPSTREAM = "upstream"
+ROWS: Mapping[str, str] = {
+    "aug-order": "flip, RandAugment on the full image, crop, as --aug-order published",
+    "label-crop": "the crop's (y, x, h, w) is read as (x, y, w, h) for the label",
+    "label-scale": "both axes of the label window are scaled by the map's width",
+    "label-area": "every map is taken to cover the whole image",
+    "label-affine": "flips and operations move the map's cells, one after the other, by nearest neighbour",
+    "token-places": "tokens are the image cut into equal parts, whatever the model shows them",
+    "roi-align": "as many points per token as roi_align finds right for the crop",
+    "uncovered": "where nothing is known all classes are equally likely, as --uncovered uniform",
+    "target-sum": "smoothed token targets sum to 1 + s / C",
+    "half-ids": "class ids are rounded to half precision",
+    "label-names": "the label file is the text before the first dot of the image's path",
+    "untrained-dense-head": "--dense-weight 0 leaves the dense head on, untrained",
+    "mixtoken-rng": "MixToken's boxes come from numpy's legacy generator",
+}
+
+# Rows that change which part of a map a token is given, or the map.
+LABEL_ROWS = ("label-crop", "label-scale", "label-area", "label-affine", "half-ids")
+
+
+def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
+    """Rows in the table's order, and whether all were asked for: `upstream` is all of them, `no-ROW` one less.
+
+    Raises:
+        UserError: An unknown row (the nearest one is named), or one taken out of nothing.
+    """
+    asked = {word for word in words if not word.startswith("no-")}
+    removed = {word.removeprefix("no-") for word in words if word.startswith("no-")}
+    for word, row in [*((word, word) for word in asked), *((f"no-{row}", row) for row in removed)]:
+        if row not in ROWS and word != UPSTREAM:
+            near = difflib.get_close_matches(row, [UPSTREAM, *ROWS], n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {UPSTREAM}, {', '.join(ROWS)}"
+            raise UserError(f"--compat {word}: unknown row, {hint}")
+    everything = UPSTREAM in asked
+    if removed and not everything:
+        raise UserError(f"--compat no-{sorted(removed)[0]} takes a row out of upstream, which is not there")
+    both = removed & asked
+    if both:
+        raise UserError(f"--compat {sorted(both)[0]} and no-{sorted(both)[0]}: keep one of them")
+    return in_order((set(ROWS) if everything else asked) - removed), everything
+
+
+def in_order(rows: Iterable[str]) -> list[str]:
+    """The rows in the table's order."""
+    chosen = set(rows)
+    return [row for row in ROWS if row in chosen]

@@ -1,0 +1,211 @@
+"""Checkpoint files of a run: whole or not there, and the newest good one found again.
+
+    last.pth.tar           after every epoch
+    checkpoint-N.pth.tar   the best K epochs; N counts from 0, as published
+    model_best.pth.tar     the best epoch
+
+The names of one epoch share one file (hard links). The payload has timm's keys, so that timm and the published code can
+read it, and holds tensors and plain data only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.errors import UserError
+from tlt.io.weights import first_non_finite
+from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
+from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
+from volo.checkpoint.train_state import RankedCheckpoint, TrainState
+from volo.train.precision import NonFiniteError
+
+__all__ = [
+    "CheckpointDir",
+    "FinetuneReport",
+    "RankedCheckpoint",
+    "Save",
+    "TrainState",
+    "load_finetune",
+    "load_weights",
+]
+
+LAST = "last.pth.tar"
+BEST = "model_best.pth.tar"
+NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # all that `auto` ever reads
+_ABANDONED = "superseded-"
+
+
+@dataclass
+class Save:
+    """A save that is decided on: what the file will hold, and what becomes of the others.
+
+    Attributes:
+        payload: Shares its tensors with the model, unless it was copied.
+        epoch: Counted from 0, after an epoch, which gets a ranked `checkpoint-N.pth.tar`; None: `last` alone.
+        update: Optimizer steps done.
+        before: `best` and `outdated` of the state before the decision.
+    """
+
+    payload: dict[str, Any]
+    epoch: int | None
+    update: int
+    best: list[RankedCheckpoint]
+    outdated: list[str]
+    before: tuple[list[RankedCheckpoint], list[str]]
+
+    def undo(self, state: TrainState) -> None:
+        """Forget the decision: the file was not written."""
+        state.best, state.outdated = self.before
+
+
+class CheckpointDir:
+    """Writes the checkpoints of one run. Construct it on rank 0 only.
+
+    Args:
+        directory: Created if missing. What an interrupted write left there is removed.
+        keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`).
+        ranked_by: Name of the score (`TrainState.scores`) that ranks epochs. The lowest `loss...` is the best, of
+            every other score the highest.
+
+    Raises:
+        UserError: `keep` is below 1, or the directory can't be made.
+    """
+
+    def __init__(self, directory: Path, keep: int = 10, ranked_by: str = "top1") -> None:
+        if keep < 1:
+            raise UserError(f"--checkpoint-hist {keep}: keep at least 1 checkpoint")
+        self.directory, self.keep, self.ranked_by = Path(directory), keep, ranked_by
+        self._best: RankedCheckpoint | None = None  # what model_best is known to hold
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.directory.glob(f"{STAGED}*"):
+                leftover.unlink()
+        except OSError as error:
+            raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
+
+    def decide(self, state: TrainState, ranked: bool = True) -> Save:
+        """Decide on a save; the list of ranked checkpoints in `state` is brought up to date for it.
+
+        Args:
+            ranked: After an epoch, which `state.epoch` counts already, by its score; one without a score, NaN or
+                infinite ranks below every number and is never the best. False: between epochs, only `last.pth.tar`.
+
+        Raises:
+            NonFiniteError: The weights hold NaN or infinity; `state` is as before.
+        """
+        metric = self._score(state, state.epoch - 1) if ranked else None
+        before, kept = (state.best, state.outdated), self._present(state.best)
+        entries = self._ranked(kept, metric, state.epoch - 1) if ranked else kept
+        state.best, state.outdated = entries[: self.keep], [entry.file for entry in entries[self.keep :]]
+        payload = state.state_dict(metric)
+        if broken := first_non_finite(payload["state_dict"] | payload.get("dense_head", {})):
+            state.best, state.outdated = before
+            raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
+        return Save(
+            payload, state.epoch - 1 if ranked else None, state.update, state.best[:], state.outdated[:], before
+        )
+
+    def write(self, save: Save) -> None:
+        """Write it and bring the directory up to date. It may be repeated; any thread may do it, one at a time.
+
+        Raises:
+            NotWrittenError: Everything that was there is untouched, but for names that nothing needs.
+        """
+        save_checkpoint(self.directory / LAST, save.payload)
+        with explained(self.directory / LAST, lambda: tensor_bytes(save.payload)):
+            if save.epoch is not None and (own := _file(save.epoch)) not in save.outdated:
+                duplicate(self.directory / LAST, self.directory / own)
+            self._refresh_best(save.best)
+            self._remove(save.outdated)
+
+    def restore(self, state: TrainState, path: Path) -> list[str]:
+        """Make the directory agree with a state that was loaded from `path`; return what a user should know.
+
+        Call it when every rank has read `path`.
+
+        What a kill between two steps of `write` left undone is done. If an older checkpoint was chosen, files of later
+        epochs are set aside under names that `auto` does not read, and `path` becomes `last`: a run that is killed
+        before its next save goes on from there, too.
+        """
+        if path.parent.resolve() != self.directory.resolve():
+            before, state.best, state.outdated, state.scores = state.best, [], [], {}
+            return [f"the best and kept checkpoints stay in {path.parent}: ranked anew here"] if before else []
+        messages = self._rank_anew(state) + self._set_aside(state, path)
+        duplicate(path, self.directory / LAST)
+        own = self.directory / _file(state.epoch - 1)
+        at_end = state.update == state.epoch * state.updates_per_epoch
+        if at_end and not own.exists() and own.name in (entry.file for entry in state.best):
+            duplicate(path, own)
+        self._remove(state.outdated)
+        for entry in [e for e in state.best if not (self.directory / e.file).is_file()]:
+            state.best.remove(entry)
+            messages.append(f"{entry.file}, one of the kept checkpoints, is gone")
+        self._remove([entry.file for entry in state.best[self.keep :]])
+        del state.best[self.keep :]
+        self._refresh_best(state.best)
+        return messages
+
+    def _rank_anew(self, state: TrainState) -> list[str]:
+        """Rank the kept epochs by what ranks them from now on: `--eval-metric` or EMA may have changed."""
+        before = state.best
+        state.best = sorted([e._replace(metric=self._score(state, e.epoch)) for e in before], key=self._order)
+        return [] if state.best == before else [f"the kept checkpoints are now ranked by {self.ranked_by}"]
+
+    def _score(self, state: TrainState, epoch: int) -> float | None:
+        score = state.scores.get(epoch, {}).get(self.ranked_by)
+        return score if score is not None and math.isfinite(score) else None
+
+    def _present(self, ranked: list[RankedCheckpoint]) -> list[RankedCheckpoint]:
+        """Those of which there are files, if all were removed in mid-run; `model_best` needs no other name."""
+        lost = not (self.directory / BEST).exists()
+        return [e for e in ranked if (self.directory / e.file).is_file()] if lost else ranked
+
+    def _ranked(self, kept: list[RankedCheckpoint], metric: float | None, epoch: int) -> list[RankedCheckpoint]:
+        others = [entry for entry in kept if entry.epoch != epoch]
+        return sorted([*others, RankedCheckpoint(metric, epoch, _file(epoch))], key=self._order)
+
+    def _order(self, entry: RankedCheckpoint) -> tuple[bool, float, int]:
+        """Best first, the earlier of equals first; after all others those without a metric, newest first."""
+        if entry.metric is None:
+            return True, 0.0, -entry.epoch
+        return False, entry.metric if self.ranked_by.startswith("loss") else -entry.metric, entry.epoch
+
+    def _refresh_best(self, ranked: list[RankedCheckpoint]) -> None:
+        best = best_of(self._present(ranked))
+        if best is not None and (best != self._best or not (self.directory / BEST).exists()):
+            duplicate(self.directory / best.file, self.directory / BEST)
+        self._best = best
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            (self.directory / name).unlink(missing_ok=True)
+
+    def _set_aside(self, state: TrainState, path: Path) -> list[str]:
+        aside = []
+        for file in sorted(self.directory.glob("checkpoint-*.pth.tar")):
+            match = NAMES.fullmatch(file.name)
+            if match and int(match[1]) >= state.epoch and file.name != path.name:
+                os.replace(file, file.with_name(_ABANDONED + file.name))
+                aside.append(file.name)
+        last = self.directory / LAST
+        if last.exists() and not last.samefile(path):
+            duplicate(last, last.with_name(_ABANDONED + LAST))  # a copy: there is a `last` at every instant
+            aside.append(LAST)
+        if best_of(state.best) is None and (self.directory / BEST).exists():
+            os.replace(self.directory / BEST, self.directory / (_ABANDONED + BEST))
+            aside.append(BEST)
+        return [f"set aside as {_ABANDONED}*, not on the way to {path.name}: {', '.join(aside)}"] if aside else []
+
+
+def _file(epoch: int) -> str:
+    return f"checkpoint-{epoch}.pth.tar"
+
+
+def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
+    """The best checkpoint of a list that is in order, None if none has a metric."""
+    return ranked[0] if ranked and ranked[0].metric is not None else None

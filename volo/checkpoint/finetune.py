@@ -1,0 +1,206 @@
+"""Weights of a checkpoint into a model: `load_weights` takes a file that fits, `load_finetune` whatever fits of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+from tlt.io.weights import (
+    check_finite,
+    clean_state_dict,
+    load_clean,
+    read_checkpoint,
+    unwrap,
+    weights_entry,
+)
+from tlt.models.fit import Fit, fit_state_dict, head_names, input_names
+from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
+from volo import models as models  # registers them with timm
+from volo.checkpoint.model_config import model_config_of
+
+# Below this share of the model's backbone, what fits is coincidence (a class token, a norm of equal width).
+_LEAST_SHARE = 0.1
+_NAMES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class FinetuneReport:
+    """What became of every tensor of the file and of the model. `str()` is for the log."""
+
+    path: str
+    entry: str  # key of the weights in the file, "" where the file is a bare state dict
+    resized: list[str]  # taken with another shape: position embedding, input convolution
+    kept: list[str]  # taken as they are
+    dropped: list[str]  # in the file, not taken
+    missing: list[str]  # in the model, left as initialised
+    share: float  # of the model's backbone values that came from the file, in [0, 1]
+    notes: dict[str, str] = field(default_factory=dict)  # of resized and dropped names: what and why
+
+    def __str__(self) -> str:
+        entry = f" ({self.entry})" if self.entry else ""
+        taken = len(self.kept) + len(self.resized)
+        lines = [
+            f"{self.path}{entry}: {taken} of {taken + len(self.missing)} tensors of the model loaded, "
+            f"{100 * self.share:.1f} % of the values before its heads",
+            f"  kept {len(self.kept)}",
+            f"  resized {self._listed(self.resized)}",
+            f"  dropped {self._listed(self.dropped)}",
+            f"  missing {self._listed(self.missing, noted=False)}" + (" (left as initialised)" if self.missing else ""),
+        ]
+        return "\n".join(lines)
+
+    def _listed(self, names: list[str], noted: bool = True) -> str:
+        shown = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
+        more = [f"and {len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
+        return f"{len(names)}" + (": " + ", ".join(shown + more) if names else "")
+
+
+def load_weights(
+    model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
+) -> FinetuneReport:
+    """Load weights that must fit: all names, all shapes. Only the position embedding may be of another image size, and
+    the dense head that `with_dense_head` gave to a timm model may be missing from the file.
+
+    Args:
+        model: Bare, or wrapped by DDP or torch.compile.
+        path: safetensors or .pth(.tar).
+        use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
+        checkpoint: What `read_checkpoint(path)` returned, to spare reading twice.
+
+    Raises:
+        UserError: The file can't be read, holds NaN, or belongs to another model (saying which, if that can be told).
+    """
+    checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
+    state = joined_state_dict(model, checkpoint, use_ema, path)
+    fit = fit_state_dict(model, state, trained_size(checkpoint))
+    missing = needed(fit.missing)
+    if isinstance(unwrap(model), WithDenseHead):
+        missing = [n for n in missing if not is_dense_head(n)]
+    if missing or fit.dropped or set(fit.resized) - {"pos_embed"}:
+        raise UserError(explain_misfit(model, fit, checkpoint, state, path))
+    check_finite(fit.weights, path)
+    load_clean(model, fit.weights, strict=False)
+    return _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
+
+
+def load_finetune(
+    model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
+) -> FinetuneReport:
+    """Load what fits of weights trained at another image size, for other classes or for other input channels.
+
+    The position embedding is resized, the input convolution adapted as timm does, and both heads are dropped where the
+    class counts differ (and kept where they don't). Arguments as in `load_weights`.
+
+    Raises:
+        UserError: The file can't be read, holds NaN, is another architecture's, or next to nothing of it fits.
+    """
+    checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
+    state = joined_state_dict(model, checkpoint, use_ema, path)
+    fit = fit_state_dict(model, state, trained_size(checkpoint))
+    report = _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
+    if _backbone_misfits(fit) and (other := other_architecture(model, checkpoint, state)):
+        raise UserError(f"checkpoint is {other}, --model is {architecture(model)}: {path} (--finetune)")
+    if report.share < _LEAST_SHARE:
+        raise UserError(
+            f"--finetune {path} does not fit --model {architecture(model)}: {len(fit.dropped)} of its tensors have "
+            f"other names or shapes, {100 * report.share:.1f} % of the model would be loaded"
+        )
+    check_finite(fit.weights, path)
+    load_clean(model, fit.weights, strict=False)
+    return report
+
+
+def explain_misfit(
+    model: nn.Module, fit: Fit, checkpoint: dict[str, Any], state: dict[str, Tensor], path: str | Path
+) -> str:
+    """Return one line that says why weights don't fit the model, and the remedy."""
+    if not _backbone_misfits(fit):
+        notes = [f"{n}: {fit.notes[n]}" for n in fit.dropped + fit.resized]
+        reason = notes[0] if notes else f"{needed(fit.missing)[0]} is missing from it"
+        heads = tuple(f"{name}." for name in head_names(model))
+        remedies = {
+            "--img-size": "pos_embed" in fit.resized,
+            "--num-classes": any(n.startswith(heads) for n in fit.dropped),
+            "--model-kwargs in_chans=N": any(n.startswith(input_names(model)) for n in fit.dropped + fit.resized),
+        }
+        own_flags = " and ".join(flag for flag, helps in remedies.items() if helps)
+        remedy = f"use the checkpoint's {own_flags}; " if own_flags else ""
+        return f"{path} does not fit ({reason}): {remedy}train.py --finetune takes what fits"
+    own = architecture(model)
+    if other := other_architecture(model, checkpoint, state):
+        return f"checkpoint is {other}, --model is {own}: {path}"
+    lists = ((needed(fit.missing), "missing from it"), (fit.dropped, "not the model's"))
+    parts = [f"{len(names)} tensors are {what} ({names[0]})" for names, what in lists if names]
+    return f"{path} does not fit --model {own}: " + ", ".join(parts)
+
+
+def needed(names: Iterable[str]) -> list[str]:
+    """Leave out the counters that files from before torch 0.4.1 don't have."""
+    return [n for n in names if not n.endswith("num_batches_tracked")]
+
+
+def trained_size(checkpoint: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the (H, W) pixels that a checkpoint of ours says it was trained on."""
+    config = model_config_of(checkpoint) or {}
+    return tuple(config["img_size"]) if "img_size" in config else None
+
+
+def architecture(model: nn.Module) -> str:
+    """Return the name that timm created the model by, without its tag."""
+    model = unwrap(model)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return config.get("architecture") or type(model).__name__
+
+
+def other_architecture(model: nn.Module, checkpoint: dict[str, Any], state: dict[str, Tensor]) -> str | None:
+    """Return the name of the model that weights belong to, if it is known and not `model`'s.
+
+    Shapes decide where they are those of a registered VOLO or LV-ViT; else the name that the file carries counts.
+    """
+    own = architecture(model)
+    name = _architecture_by_shape(state) or _recorded_architecture(checkpoint)
+    return name if name != own else None
+
+
+def _recorded_architecture(checkpoint: dict[str, Any]) -> str | None:
+    """Return the file's own word on its model, if timm knows a model of that name."""
+    name = checkpoint.get("arch")
+    if not isinstance(name, str):
+        return None
+    name = name.split(".")[0]
+    return name if timm.is_model(name) else None
+
+
+def _architecture_by_shape(state: dict[str, Tensor]) -> str | None:
+    """Compare with every VOLO and LV-ViT of ours, at any image size, class count and channel count."""
+    fits = (name for name, model in _registered().items() if not _backbone_misfits(fit_state_dict(model, state)))
+    return next(fits, None)
+
+
+@functools.cache
+def _registered() -> dict[str, nn.Module]:
+    """Our models by name, without memory for their weights."""
+    names = timm.list_models(["volo_*", "lvvit_*"])
+    ours = [n for n in names if timm.model_entrypoint(n).__module__.startswith(("volo.", "tlt."))]
+    with torch.device("meta"):
+        return {name: timm.create_model(name) for name in ours}
+
+
+def _backbone_misfits(fit: Fit) -> list[str]:
+    """Return what doesn't fit besides heads and input convolution."""
+    return [n for n in needed(fit.missing) + fit.dropped if n not in fit.changeable]
+
+
+def _report(model: nn.Module, fit: Fit, path: str | Path, entry: str) -> FinetuneReport:
+    heads = tuple(f"{h}." for h in head_names(model))
+    backbone = {n: v.numel() for n, v in clean_state_dict(model).items() if not n.startswith(heads)}
+    share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
+    return FinetuneReport(str(path), entry, fit.resized, fit.kept, fit.dropped, fit.missing, share, fit.notes)

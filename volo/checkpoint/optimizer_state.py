@@ -1,0 +1,107 @@
+"""Optimizer state out of a checkpoint: does it belong to this optimizer, and into it without its settings.
+
+The settings (weight decay, betas, ...) are those of the command that resumes; a file's are compared, never applied.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tlt.errors import UserError
+from tlt.io.weights import first_non_finite
+
+# What schedules and layer decay write into parameter groups besides the constructor's arguments.
+_GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
+# State that has one value per value of the parameter, whatever the optimizer, or (NovoGrad) one in all.
+_PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+_COUNTER = "step"  # what counts in a parameter group is state, among the settings though it may be (Lookahead)
+
+
+def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None) -> None:
+    """Raise UserError, with the remedy, if `saved` is not the state of such an optimizer over such parameters.
+
+    Args:
+        saved: What a file holds as `optimizer`; not trusted to have any form.
+        saved_class: Name of the optimizer's class, where the file records it.
+    """
+    try:
+        problem = _problem(optimizer, saved, saved_class)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        problem = f"it is no optimizer state ({type(error).__name__}: {error})"
+    if problem:
+        raise UserError(
+            f"{path}: its optimizer state does not fit, {problem}: "
+            "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
+        )
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
+    """Load a state that `check_optimizer_state` let pass; return a line for every setting that differs in the file.
+
+    Tensors go to the devices of the parameters; fused and foreach stay as this optimizer was built.
+    """
+    settings = {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
+    keep, told = _GROUP_SETTINGS | settings, sorted(_numeric(optimizer.defaults) & settings - {"lr"})
+    groups, messages = [], []
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        merged = {k: v for k, v in theirs.items() if k not in keep}
+        merged.update({k: v for k, v in own.items() if k in keep})
+        groups.append({**merged, "params": theirs["params"]})
+        changed = [k for k in told if _differ(theirs.get(k), own[k])]
+        messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    _match_layout(optimizer)
+    return list(dict.fromkeys(messages))
+
+
+def _match_layout(optimizer: Optimizer) -> None:
+    """Give moments the strides of their parameters: of other ones (`--channels-last` in the other run alone) torch's
+    fused step would take the wrong elements on a CPU, without a word."""
+    for parameter, state in optimizer.state.items():
+        for key in _PER_VALUE & state.keys():
+            if state[key].shape == parameter.shape and state[key].stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter).copy_(state[key])
+
+
+def _problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:
+    own_class = type(optimizer).__name__
+    if isinstance(saved_class, str) and saved_class != own_class:
+        return f"it is of {saved_class}, --opt gives {own_class}"
+    groups, defaults = saved["param_groups"], _numeric(optimizer.defaults)
+    theirs = set().union(*(_numeric(group) for group in groups)) - {"step"}
+    if odd := sorted((theirs ^ defaults) - _GROUP_SETTINGS):
+        return f"{own_class} and the file's optimizer do not share {', '.join(odd)}"
+    sizes = [len(group["params"]) for group in groups]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own_sizes:
+        return f"its groups have {sizes} parameters, this model's {own_sizes}"
+    return _state_problem(optimizer, saved["state"], [i for group in groups for i in group["params"]])
+
+
+def _state_problem(optimizer: Optimizer, states: Any, indices: list[Any]) -> str | None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, (parameter, index) in enumerate(zip(parameters, indices, strict=True)):
+        tensors = {k: v for k, v in states.get(index, {}).items() if isinstance(v, Tensor)}
+        for key in _PER_VALUE & tensors.keys():
+            if tensors[key].numel() != 1 and tensors[key].shape != parameter.shape:
+                shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameter.shape)}"
+                return f"{key} of parameter {number} is {shapes}"
+        if broken := first_non_finite(tensors):
+            return f"{broken} of parameter {number} holds NaN or infinite values"
+    return None
+
+
+def _numeric(settings: dict[str, Any]) -> set[str]:
+    """Names of settings that are numbers: switches come and go with torch's versions, numbers tell optimizers apart."""
+    return {k for k, v in settings.items() if isinstance(v, (int, float, tuple, Tensor)) and not isinstance(v, bool)}
+
+
+def _differ(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return not torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+    return (list(first) != list(second)) if isinstance(second, (tuple, list)) and first is not None else first != second

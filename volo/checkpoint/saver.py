@@ -1,0 +1,309 @@
+"""When a run saves, and what becomes of a save that fails: training waits for a copy in memory, a thread writes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any, Protocol
+
+from volo.checkpoint.checkpoint import LAST, CheckpointDir, Save, best_of
+from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
+from volo.checkpoint.snapshot import HostSnapshot
+from volo.checkpoint.train_state import RankedCheckpoint, TrainState
+
+_FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
+_FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
+
+
+class Reporter(Protocol):
+    """Who is told about saves."""
+
+    def line(self, text: str) -> None: ...
+
+    def event(self, kind: Any, **fields: Any) -> None: ...
+
+    def sync(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """When to save, and how much failure to bear.
+
+    Args:
+        every_updates: Updates between saves within an epoch; 0: none.
+        every_minutes: Minutes between saves; 0: none.
+        check_interval: Updates between looks at rank 0's clock, which cost several ranks a synchronisation.
+        synchronous: Write in the training thread.
+        max_failed: More failed saves in a row than this end the run.
+    """
+
+    every_updates: int = 0
+    every_minutes: float = 0.0
+    check_interval: int = 1
+    synchronous: bool = False
+    max_failed: int = 10
+
+
+@dataclass
+class _Job:
+    save: Save
+    reason: str
+    blocked: float  # seconds for which training waited
+    attempts: int = 0
+    seconds: float = 0.0  # of the newest attempt
+    error: BaseException | None = None
+
+
+class Saver:
+    """Saves a run. Every rank has one and makes the same calls at the same updates; rank 0 writes.
+
+    One save is under way at a time. A save that fails (full disk, ...) is told, training goes on, and it is tried again
+    after a while, or given up for the next one. What the writing thread meets is raised by the next call.
+
+    Args:
+        checkpoints: None on other ranks than 0.
+        logger: Told of every save.
+        from_primary: Returns rank 0's value on every rank.
+        before_save: Called before each attempt to write, on rank 0; an error of it keeps the files as they are.
+        clock: Seconds; never goes back.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        checkpoints: CheckpointDir | None,
+        logger: Reporter,
+        policy: SavePolicy,
+        from_primary: Callable[[bool], bool] = bool,
+        before_save: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
+        self._from_primary, self._before_save, self._clock = from_primary, before_save, clock
+        self._snapshot = HostSnapshot()
+        self._job: _Job | None = None  # under way, or failed and to be tried again
+        self._thread: Thread | None = None
+        self._reserving: Thread | None = None
+        self._retry_at = 0.0
+        self._failures = 0  # in a row
+        self._saved_at: tuple[int, int] | None = None  # (epochs, updates) in `last`
+        self._last_save = clock()
+
+    def after_update(self) -> None:
+        """Save if it is time to; to be called between two updates of an epoch.
+
+        Raises:
+            NotWrittenError: Too many saves have failed.
+            NonFiniteError: The weights hold NaN or infinity.
+        """
+        self.poll()
+        if reason := self._due():
+            self._save_between(reason)
+        elif (
+            self._reserving is None
+            and self.checkpoints is not None
+            and not self.policy.synchronous
+            and self._snapshot.empty
+        ):
+            # After the first update, when the optimizer has its state.
+            self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),))
+            self._reserving.start()
+
+    def after_epoch(self) -> RankedCheckpoint | None:
+        """Save after an epoch, which the state counts and has the scores of. Errors as `after_update`.
+
+        Returns the best checkpoint so far, None on other ranks and where no epoch has a score (see
+        `CheckpointDir.decide`).
+        """
+        if self.checkpoints is None:
+            return None
+        self._settle()
+        self._start(lambda checkpoints: checkpoints.decide(self.state), "epoch")
+        return best_of(self.state.best)
+
+    def save_now(self, reason: str) -> None:
+        """Save, wherever in the run it is, and return when it is on disk; what is on disk already is not saved again.
+
+        Training waits, so that the weights are written from where they are: no copy, and no memory for one.
+
+        Args:
+            reason: For the log, such as "SIGTERM".
+
+        Raises:
+            NotWrittenError: It can't be written.
+            NonFiniteError: The weights hold NaN or infinity.
+        """
+        self._settle()
+        # Rank 0 alone knows what is on disk, and all ranks are needed to save more.
+        if self._from_primary(self._saved_at != (self.state.epoch, self.state.update)):
+            self._save_between(reason, in_place=True)
+        if self._job is not None and isinstance(self._job.error, NotWrittenError):
+            raise self._job.error
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finish; after a failure of the program only let the save that is under way end."""
+        if kind is None:
+            self.finish()
+        else:
+            with suppress(Exception):  # the first failure is the one to tell
+                self._settle()
+
+    def finish(self, retries: tuple[float, ...] = _FINAL_RETRIES) -> None:
+        """Return when everything is on disk.
+
+        Raises:
+            NotWrittenError: The run's last save can't be written, not even after a while.
+        """
+        self._settle()
+        for seconds in retries:
+            if self._job is None:
+                return
+            time.sleep(seconds)
+            self._attempt()
+            self._settle()
+        if self._job is not None and self._job.error is not None:
+            raise self._job.error
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way or failed and waiting."""
+        return self._job is None
+
+    def poll(self) -> None:
+        """Take note of a save that has ended, and try a failed one again in time. Errors as `after_update`."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._settle()
+        elif self._thread is None and self._job is not None and self._clock() >= self._retry_at:
+            self._attempt()
+
+    def _due(self) -> str | None:
+        """Why to save now, the same on all ranks; None: not yet."""
+        policy, update = self.policy, self.state.update
+        if policy.every_updates and update % policy.every_updates == 0:
+            return "--recovery-interval"
+        if (
+            not policy.every_minutes
+            or (update - self.state.epoch * self.state.updates_per_epoch) % policy.check_interval
+        ):
+            return None
+        late = self._clock() - self._last_save >= 60 * policy.every_minutes
+        return "--checkpoint-minutes" if self._from_primary(late) else None
+
+    def _save_between(self, reason: str, in_place: bool = False) -> None:
+        self.state.collect_ranks()
+        if self.checkpoints is None:
+            return
+        if self._thread is not None:
+            self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
+            self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
+            return
+        self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason, in_place)
+
+    def _start(self, decide: Callable[[CheckpointDir], Save], reason: str, in_place: bool = False) -> None:
+        """Decide on a save and write it, from a copy unless `in_place`; what failed before is given up for it."""
+        assert self.checkpoints is not None
+        began = self._clock()
+        self._give_up()
+        save = decide(self.checkpoints)
+        in_place = in_place or self.policy.synchronous
+        if not in_place:
+            self._copy(save)
+        self._last_save = began
+        self._job = _Job(save, reason, self._clock() - began)
+        self._attempt(wait=in_place)
+
+    def _copy(self, save: Save) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+        save.payload = self._snapshot.take(save.payload)
+
+    def _attempt(self, wait: bool = False) -> None:
+        assert self._job is not None
+        self._before_save()
+        self._job.attempts += 1
+        self._thread = Thread(target=self._write, args=(self._job,), name="checkpoint")
+        self._thread.start()
+        if wait:
+            self._thread.join()
+            self._job.blocked += self._job.seconds
+            if isinstance(self._job.error, NotWrittenError):  # for the attempts to come
+                self._copy(self._job.save)
+            self._settle()
+
+    def _write(self, job: _Job) -> None:
+        began = self._clock()
+        try:
+            self.logger.sync()  # a checkpoint must not outlive the records of what led to it
+            self._snapshot.wait()
+            assert self.checkpoints is not None
+            self.checkpoints.write(job.save)
+            job.error = None
+        except BaseException as error:  # raised again in the training thread
+            job.error = error
+        job.seconds = self._clock() - began
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way, tell how it went and raise what it met, bearable failures apart."""
+        if self._thread is None or self._job is None:
+            return
+        self._thread.join()
+        job, self._thread = self._job, None
+        if job.error is None:
+            self._job, self._failures = None, 0
+            self._saved_at = job.save.payload["epoch"] + 1, job.save.update
+            self._tell(job)
+        elif isinstance(job.error, NotWrittenError):
+            self._bear(job, job.error)
+        else:
+            self._job = None
+            raise job.error
+
+    def _tell(self, job: _Job) -> None:
+        size = tensor_bytes(job.save.payload)
+        if job.save.epoch is None or job.attempts > 1:
+            self.logger.line(
+                f"saved {LAST} of update {job.save.update} ({job.reason}): {size / 2**20:.1f} MiB "
+                f"in {job.seconds:.2f} s, training waited {job.blocked:.2f} s"
+            )
+        self.logger.event(
+            "checkpoint",
+            file=LAST,
+            reason=job.reason,
+            update=job.save.update,
+            bytes=size,
+            seconds=round(job.seconds, 3),
+            blocked_seconds=round(job.blocked, 3),
+            attempts=job.attempts,
+        )
+
+    def _bear(self, job: _Job, error: NotWrittenError) -> None:
+        delay = min(_FIRST_RETRY * 2 ** (job.attempts - 1), _LONGEST_RETRY)
+        self._retry_at = self._clock() + delay
+        self._failures += job.attempts == 1
+        self.logger.line(
+            f"warning: {error}; training goes on, the next attempt is in {delay:.0f} s or at the next save"
+        )
+        self.logger.event(
+            "checkpoint-failed", file=LAST, reason=str(error), update=job.save.update, attempt=job.attempts
+        )
+        if self._failures > self.policy.max_failed:
+            raise NotWrittenError(
+                f"{self._failures} saves in a row have failed (--max-failed-saves), the last one: {error}"
+            )
+
+    def _give_up(self) -> None:
+        """Make room for a newer save than the one that failed."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        job.save.undo(self.state)
+        if job.save.epoch is not None:
+            self.logger.line(
+                f"warning: epoch {job.save.epoch + 1} could not be saved and is not among the kept checkpoints"
+            )

@@ -1,0 +1,247 @@
+"""All that a training run has to remember, in one object."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tlt.errors import UserError
+from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
+from tlt.models.fit import fit_state_dict
+from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
+from volo.checkpoint.finetune import explain_misfit, needed
+from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
+from volo.checkpoint.rank_state import gather_statistics, set_statistics
+from volo.record.run_directory import plain
+
+SCALER_KEY = "amp_scaler"
+STATISTICS_KEY = "rank_statistics"
+_FORMAT = 2  # timm's: `epoch` is the last finished one
+
+
+class Stateful(Protocol):
+    """What a loss scaler is to a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class RankedCheckpoint(NamedTuple):
+    """A `checkpoint-N.pth.tar` that is kept. `epoch` is N; `metric` is None where there was no finite one."""
+
+    metric: float | None
+    epoch: int
+    file: str
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer, loss scaler, moving average and the position in the run.
+
+    Data order, augmentation, MixToken boxes and dropout are functions of seed and position, so no random state is part
+    of it.
+    """
+
+    model: nn.Module  # bare or wrapped; saved and loaded under the bare model's names
+    optimizer: Optimizer
+    scaler: Stateful | None = None
+    ema: ModelEmaV3 | None = None
+    epoch: int = 0  # epochs finished, which is the number of the one to run next
+    update: int = 0  # optimizer steps done, over all epochs
+    best: list[RankedCheckpoint] = field(default_factory=list)  # best first
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all that its validation has found
+    outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
+    progress: dict[str, Any] = field(default_factory=dict)  # sums of the epoch under way, of plain types
+    collect_progress: Callable[[], dict[str, Any]] = dict  # their present values; all ranks call it before a save
+    metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # BatchNorm's of every rank, where they differ
+    updates_per_epoch: int = field(kw_only=True)
+
+    def state_dict(self, metric: float | None = None) -> dict[str, Any]:
+        """Return the payload of a checkpoint. Tensors are shared with the model, everything else is of plain types."""
+        payload = {
+            **plain(self.metadata),
+            "version": _FORMAT,
+            "epoch": self.epoch - 1,
+            "update": self.update,
+            "updates_per_epoch": self.updates_per_epoch,
+            "metric": metric,
+            "best": [list(entry) for entry in self.best],
+            "scores": {epoch: dict(scores) for epoch, scores in self.scores.items()},
+            "outdated": list(self.outdated),
+            "progress": plain(self.progress),
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": type(self.optimizer).__name__,
+        }
+        if self.statistics:
+            payload[STATISTICS_KEY] = dict(self.statistics)
+        if self.scaler is not None:
+            payload[SCALER_KEY] = self.scaler.state_dict()
+        for entry, model in self._models().items():
+            payload[entry], dense = split_state_dict(model)
+            if dense:
+                payload[DENSE_ENTRIES[entry]] = dense
+        return payload
+
+    def _models(self) -> dict[str, nn.Module]:
+        return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
+
+    def collect_ranks(self) -> None:
+        """Before a save within an epoch, collect what differs between ranks. Every rank has to call it."""
+        self.progress = self.collect_progress()
+        self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
+
+    def end_epoch(self) -> None:
+        """Count the epoch, after the ranks have shared their statistics."""
+        self.epoch += 1
+        self.statistics = {}
+
+    def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
+        """Go back to the state in `checkpoint`, ours, timm's or the published code's; return what a user should know.
+
+        Nothing is changed if anything does not fit. Arguments in the file are not looked at.
+
+        Args:
+            checkpoint: From `tlt.io.weights.read_checkpoint`.
+            path: Where it comes from, for messages.
+            load_optimizer: False (`--no-resume-opt`) starts optimizer and loss scaler anew.
+
+        Raises:
+            UserError: Another architecture, head, image size or optimizer; NaN in the weights.
+        """
+        weights = self._checked_weights(checkpoint, path, use_ema=False)
+        has_ema = any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS)
+        averages = self._checked_weights(checkpoint, path, use_ema=True) if has_ema and self.ema is not None else None
+        resumable = "epoch" in checkpoint
+        if resumable and load_optimizer:
+            if not isinstance(checkpoint.get("optimizer"), dict) or not checkpoint["optimizer"]:
+                raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
+            check_optimizer_state(self.optimizer, checkpoint["optimizer"], path, checkpoint.get("optimizer_class"))
+        position = _position(checkpoint, self.updates_per_epoch, path)
+        progress, statistics = _of_ranks(checkpoint, path)
+
+        load_clean(self.model, weights)
+        messages = self._load_ema(averages if averages is not None else weights, has_ema)
+        if resumable and load_optimizer:
+            messages += load_optimizer_state(self.optimizer, checkpoint["optimizer"])
+            messages += self._load_scaler(checkpoint.get(SCALER_KEY))
+        elif load_optimizer:
+            messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
+        if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
+            messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
+        self.epoch, self.update, self.best, self.outdated, self.scores = position
+        self.progress, self.statistics = progress, {}
+        if self.update == self.epoch * self.updates_per_epoch:
+            return messages
+        try:
+            return messages + set_statistics(self._models(), statistics)
+        except ValueError as error:
+            raise UserError(f"{path} is refused: {error}") from error
+
+    def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
+        weights = joined_state_dict(self.model, checkpoint, use_ema, path)
+        fit = fit_state_dict(self.model, weights)
+        if needed(fit.missing) or fit.dropped or fit.resized:
+            raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))
+        check_finite(weights, path)
+        # Counters that old files lack keep their value.
+        return {**clean_state_dict(self.model), **weights}
+
+    def _load_ema(self, weights: dict[str, Tensor], from_file: bool) -> list[str]:
+        if self.ema is None:
+            return ["its EMA weights are left out, --model-ema is off"] if from_file else []
+        load_clean(self.ema.module, weights)
+        return [] if from_file else ["it holds no EMA weights: the average starts from its plain weights"]
+
+    def _load_scaler(self, saved: Any) -> list[str]:
+        if self.scaler is None or not self.scaler.state_dict():
+            return ["its loss scale is left out, this run scales no loss"] if saved else []
+        if not isinstance(saved, dict) or not saved:
+            return ["it holds no loss scale: that starts anew"]
+        self.scaler.load_state_dict(saved)
+        return []
+
+
+class _Position(NamedTuple):
+    epoch: int
+    update: int
+    best: list[RankedCheckpoint]
+    outdated: list[str]
+    scores: dict[int, dict[str, float]]
+
+
+def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path) -> _Position:
+    """Read where a run stopped; a file without an epoch stands at the beginning."""
+    try:
+        epoch = int(checkpoint.get("epoch", 0))
+        if "epoch" in checkpoint and checkpoint.get("version", 1) >= _FORMAT:
+            epoch += 1
+        same = int(checkpoint.get("updates_per_epoch", 0)) == updates_per_epoch
+        update = int(checkpoint["update"]) if same else epoch * updates_per_epoch
+        best = [_ranked(*entry) for entry in checkpoint.get("best", [])]
+        outdated = [_checkpoint_name(name) for name in checkpoint.get("outdated", [])]
+        scores = _scores(checkpoint, best)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise UserError(f"{path} does not tell where its run stopped ({type(error).__name__}: {error})") from error
+    if min(epoch, update) < 0:
+        raise UserError(f"{path} does not tell where its run stopped (epoch {epoch}, update {update})")
+    return _Position(epoch, update, best, outdated, scores)
+
+
+def _scores(checkpoint: dict[str, Any], best: list[RankedCheckpoint]) -> dict[int, dict[str, float]]:
+    """Read what each epoch's validation found; of files that lack it, the one figure that ranked each kept epoch."""
+    if "scores" in checkpoint:
+        return {
+            int(epoch): {str(name): float(score) for name, score in scores.items()}
+            for epoch, scores in checkpoint["scores"].items()
+        }
+    name = ranked_by(checkpoint.get("args") or {})
+    return {entry.epoch: {name: entry.metric} for entry in best if entry.metric is not None}
+
+
+def ranked_by(args: Mapping[str, Any]) -> str:
+    """Return the score by which these settings rank epochs: `top1`, or `top1_ema` where the average is validated."""
+    average = args.get("model_ema") and not args.get("model_ema_force_cpu")
+    return f"{args.get('eval_metric', 'top1')}{'_ema' if average else ''}"
+
+
+def _of_ranks(checkpoint: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the sums of the epoch under way and the ranks' statistics; other programs' files have nothing of it."""
+    progress, statistics = checkpoint.get("progress", {}), checkpoint.get(STATISTICS_KEY, {})
+    for name, value in (("progress", progress), (STATISTICS_KEY, statistics)):
+        if not isinstance(value, dict):
+            raise UserError(f"{path} does not tell where its run stopped ({name} is a {type(value).__name__})")
+    if not all(isinstance(rows, Tensor) for rows in statistics.values()):
+        raise UserError(
+            f"{path} does not tell where its run stopped ({STATISTICS_KEY} holds other things than tensors)"
+        )
+    return progress, statistics
+
+
+def _ranked(metric: Any, epoch: Any, file: Any) -> RankedCheckpoint:
+    finite = isinstance(metric, (int, float)) and math.isfinite(metric)
+    return RankedCheckpoint(float(metric) if finite else None, int(epoch), _checkpoint_name(file))
+
+
+def _checkpoint_name(name: Any) -> str:
+    """Return `name` if a run could have given it: these files get removed, and what a file says is not trusted."""
+    if not isinstance(name, str) or not re.fullmatch(r"checkpoint-\d+\.pth\.tar", name):
+        raise ValueError(f"{str(name)[:60]!r} is no checkpoint's name")
+    return name
+
+
+def _changed_epoch(checkpoint: dict[str, Any], updates_per_epoch: int, epoch: int) -> str:
+    before = checkpoint["updates_per_epoch"]
+    return (
+        f"an epoch had {before} updates, now {updates_per_epoch} (another global batch or data set): "
+        f"epoch {epoch} begins with its first update"
+    )

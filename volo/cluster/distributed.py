@@ -1,0 +1,508 @@
+"""Processes: who am I, who else is there, and the few collectives that the programs need.
+
+Rank and world size come from the environment that torchrun or `srun` sets; the `--local_rank` flag of old launchers is
+only a fallback. NCCL joins GPUs, gloo joins CPUs. Neither knows whom it talks to: what ranks tell each other is JSON.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import itertools
+import json
+import math
+import os
+import pickle
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tlt.errors import UserError
+from volo.cluster.ranks import BOUND_GPU, own_address, ranks_from_environment
+from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope
+from volo.cluster.topology import interface_to
+
+T = TypeVar("T")
+_CALLS = itertools.count()  # of `once_per_host`, in the same order on every rank
+_POLL_S = 0.1
+_GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
+
+
+class Told(UserError):
+    """A mistake that another rank of this machine meets, too, and prints."""
+
+    told = True
+
+
+class RankLost(UserError):
+    """Another rank's process has ended, so that this one can't go on."""
+
+    exit_code = 5
+
+
+_own_group = False  # whether `init_world` made the process group
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    store: dist.Store | None = None  # of this start of the run, with several processes
+
+    @property
+    def is_primary(self) -> bool:
+        """True on the one process of the whole run that prints and writes."""
+        return self.rank == 0
+
+
+def choose_device(requested: str | None, local_rank: int) -> torch.device:
+    """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
+
+    Raises:
+        UserError: A GPU is asked for that this machine doesn't have, or something that is neither CPU nor GPU; or the
+            machine has GPUs that torch can't use, and nobody has asked for the CPU.
+    """
+    name = requested or "auto"
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+            why = "is built without CUDA" if torch.version.cuda is None else "can't use them (see nvidia-smi)"
+            raise UserError(
+                f"this machine has NVIDIA GPUs, and torch {torch.__version__} {why}: mend that, or --device cpu"
+            )
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: cpu, cuda and cuda:N are the devices that this project runs on")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        if device.index is None or device.index >= count:
+            raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
+        torch.cuda.set_device(device)
+        _check_bound(torch.cuda.get_device_properties(device))
+    return device
+
+
+def _check_bound(gpu: Any) -> None:
+    """Tell if CUDA has given this process another GPU than the one beside which it was bound."""
+    bound = os.environ.get(BOUND_GPU)
+    if bound is None or not hasattr(gpu, "pci_bus_id"):
+        return
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+    if not bound.startswith(address):
+        remedy = "set CUDA_VISIBLE_DEVICES to the GPUs of this job, or --bind none"
+        print(f"warning: bound beside GPU {bound}, but CUDA computes on {address}: {remedy}", file=sys.stderr)
+
+
+def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, begins: bool = True) -> World:
+    """Join the other processes, if there are any: those of a process group that exists already (Ray Train, a notebook),
+    which is left as it is, or those that the launcher started.
+
+    Args:
+        begins: Whether ranks have something to lose from here on; else from when `begin` is called.
+
+    Raises:
+        UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens; or
+            `local_rank` is given and there are no others; or the existing process group is for GPUs alone.
+    """
+    if dist.is_initialized():
+        return _existing_world(device)
+    flag = local_rank
+    rank, local_rank, size = ranks_from_environment(os.environ, flag)
+    if flag and size == 1:
+        raise UserError(
+            f"--local-rank {flag} has no effect without a launcher that sets RANK and WORLD_SIZE, as torchrun does: "
+            f"leave it out (--device cuda:{flag} takes that GPU)"
+        )
+    world = World(rank, local_rank, size, choose_device(device, local_rank))
+    limit_threads(world)
+    if size > 1:
+        _set_rendezvous_address(size)
+        if _on_one_machine(size):  # where nobody else has to be let in
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo's own guess, by the host's name, may be lo
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        world = replace(world, store=_meet(rank, size, timeout_s))
+        _join(world, timeout_s)
+        if begins:
+            begin(world)
+    return world
+
+
+def _existing_world(device: str | None) -> World:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count() > 0:  # this process sees its own GPU alone
+        local_rank = torch.cuda.current_device()
+    try:
+        dist.all_reduce(torch.zeros(()))
+    except RuntimeError as error:
+        raise UserError(
+            f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
+            "backend cpu:gloo,cuda:nccl"
+        ) from error
+    # A prefix for each use of the group: what a run before left in its store is not this one's.
+    store = dist.PrefixStore(f"world/{next(_CALLS)}", dist.distributed_c10d._get_default_store())
+    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank), store)
+    limit_threads(world)
+    return world
+
+
+def begin(world: World) -> None:
+    """Tell the launchers: until now they kill ranks that wait for those of a node whose processes have ended."""
+    if world.store is not None and world.is_primary:
+        world.store.set(BEGUN, "")
+
+
+def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """Return the store of this start of the run when all ranks have come to it and reach each other.
+
+    Until then no rank is inside of torch, where signals would wait: for a rank that never comes the launchers end all.
+
+    Raises:
+        RankLost: Ranks have not come in time, or a firewall is between them.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher
+    until = time.monotonic() + timeout_s
+    if rank == 0 and not hosted:
+        try:
+            server = serve(_listening_address(address, size), port)
+        except OSError as error:
+            raise UserError(
+                f"MASTER_ADDR={address}, MASTER_PORT={port}: {error.strerror}: choose another port"
+            ) from error
+    else:
+        server = _reach(address, port, until)
+    store = dist.PrefixStore(start_scope(), server)
+
+    def all_wrote(what: str, own: object) -> None:
+        store.set(f"{what}/{rank}", json.dumps(own))
+        store.add(what, 1)
+        while store.add(what, 0) < size:
+            if time.monotonic() > until:
+                missing = [str(each) for each in range(size) if not store.check([f"{what}/{each}"])]
+                raise RankLost(f"rank {', '.join(missing)} did not come within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    own = address if _on_one_machine(size) else own_address(address)
+    with socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET) as door:
+        here = socket.gethostname()
+        all_wrote("here", [here, own, door.getsockname()[1]])
+        # The same rank of the next machine stands for all of it; gloo would try for minutes, and not say with whom.
+        neighbour = (rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) % size
+        host, there, opened = json.loads(store.get(f"here/{neighbour}"))
+        try:
+            if _on_one_machine(size) or not _is_loopback(there):  # where MASTER_ADDR is so on its own machine
+                knock(there, opened, seconds=8)
+        except OSError as error:
+            raise RankLost(
+                f"{here} cannot connect to {host} ({there}, port {opened}): {error.strerror or error}: the nodes' "
+                "firewalls have to let each other in on all ports"
+            ) from error
+        all_wrote("reached", neighbour)
+    return store
+
+
+def _reach(address: str, port: int, until: float) -> dist.TCPStore:
+    while True:
+        try:
+            knock(address, port)
+            return connect(address, port)
+        except (OSError, dist.DistError) as error:
+            if time.monotonic() > until:
+                raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)") from error
+            time.sleep(_POLL_S)
+
+
+def _join(world: World, timeout_s: float) -> None:
+    """Connect all ranks, and look whether each is one of this run.
+
+    Raises:
+        RankLost: A rank doesn't know the run's secret.
+    """
+    global _own_group
+    _own_group = True
+    dist.init_process_group(
+        # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=world.store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    assert world.store is not None
+    signed = SignedStore(world.store, start_scope())
+    own = torch.frombuffer(bytearray(signed.sign(f"rank {world.rank}")), dtype=torch.uint8)
+    shown = [torch.empty_like(own) for _ in range(world.size)]
+    dist.all_gather(shown, own)
+    for rank, each in enumerate(shown):
+        if not hmac.compare_digest(bytes(each), signed.sign(f"rank {rank}")):
+            raise RankLost(f"rank {rank} does not know the {SECRET} of this run: it must be the same on all nodes")
+
+
+def limit_threads(world: World) -> None:
+    """Give a rank on the CPU its share of the cores, one left free for data loading; OMP_NUM_THREADS wins.
+
+    Oversubscribed cores are many times slower than idle ones.
+    """
+    if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, (cores - 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _on_one_machine(size: int) -> bool:
+    elsewhere = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return not elsewhere and int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) == 1
+
+
+def _listening_address(master: str, size: int) -> str:
+    """Where rank 0 listens: at MASTER_ADDR. A name that is a loopback address here, as Debian maps a machine's own, is
+    another one elsewhere: then at all."""
+    try:
+        address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={master}: {error.strerror}: give the IP address of the first node") from error
+    usable = _on_one_machine(size) or not _is_loopback(address)
+    return address if usable else "::" if ":" in address else "0.0.0.0"
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _set_rendezvous_address(size: int) -> None:
+    if "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", "29500")
+        return
+    if not _on_one_machine(size):
+        raise UserError(
+            "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
+        )
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # Jobs that share a node must not share a port.
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+
+
+@contextmanager
+def lost_rank_explained() -> Iterator[None]:
+    """Tell the end of a connection to another rank in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if dist.is_initialized() and _GONE.search(str(error)):
+            raise RankLost("another rank has ended: what it said, or the log of its machine, tells why") from error
+        raise
+
+
+def shut_down() -> None:
+    """Leave the process group that `init_world` made, if it made one."""
+    global _own_group
+    if in_own_group():
+        dist.destroy_process_group()
+    _own_group = False
+
+
+def in_own_group() -> bool:
+    """Whether this process is in a process group that `init_world` made."""
+    return _own_group and dist.is_initialized()
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of `values` over all ranks (the same tensor on every rank)."""
+    if dist.is_initialized():
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def max_over_ranks(value: int) -> int:
+    """Return the largest `value` of all ranks; the hosts wait for each other, not for their GPUs."""
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def from_primary(value: T) -> T:
+    """Return rank 0's `value` on every rank: something that JSON gives back as it was."""
+    if not dist.is_initialized():
+        return value
+    text = _as_bytes(value)
+    length = torch.tensor(len(text))
+    dist.broadcast(length, src=0)
+    text = text if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(text, src=0)
+    return json.loads(bytes(text.numpy()))
+
+
+def from_all(value: T) -> list[T]:
+    """Return every rank's `value` on every rank, in the order of ranks: something that JSON gives back as it was."""
+    if not dist.is_initialized():
+        return [value]
+    text = _as_bytes(value)
+    padded = torch.full([max_over_ranks(len(text))], ord(" "), dtype=torch.uint8)
+    padded[: len(text)] = text
+    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(each.numpy())) for each in texts]
+
+
+def _as_bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+class Board:
+    """Where ranks that work at their own pace leave word for each other: nobody waits for anybody to read it.
+
+    Made by every rank, after `init_world`.
+    """
+
+    def __init__(self) -> None:
+        joined = dist.is_initialized()
+        self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
+        self._name = f"board/{next(_CALLS)}"
+
+    def add(self, name: str, amount: int) -> int:
+        """Add to a number that starts at 0; return what it is now, over all ranks."""
+        return self._store.add(f"{self._name}/{name}", amount)
+
+    def fail(self) -> bool:
+        """Say that this rank can't go on; True on the first one to say so."""
+        try:
+            return self.add("failed", 1) == 1
+        except RuntimeError:  # a rank that failed before has taken the board with it
+            return False
+
+    def failed(self) -> bool:
+        """Whether a rank has said that it can't go on, or has taken the board with it."""
+        try:
+            return self.add("failed", 0) > 0
+        except RuntimeError:
+            return True
+
+
+def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
+    """Return what `make` returns on the first rank of each host; its other ranks get a copy. All ranks return together.
+
+    Nobody waits in a collective, which has a time limit: a file server may take long to list a data set. The watchdog
+    decides who hangs.
+
+    Args:
+        make: What it returns must pickle. A UserError is raised on all ranks of the host.
+        known: Objects that all ranks have already, and that copies are to share.
+    """
+    if not dist.is_initialized():
+        return make()
+    store, key = dist.distributed_c10d._get_default_store(), f"once/{next(_CALLS)}"
+    signed = SignedStore(store, start_scope())  # of a path to unpickle from
+    hosts = from_all(_host())
+    own = hosts[dist.get_rank()]
+    first, others = hosts.index(own), hosts.count(own) - 1
+    with ExitStack() as stack:
+        if dist.get_rank() == first:
+            try:
+                value = make()
+            except UserError as error:
+                signed.set(f"{key}/{first}", ["error", str(error)])
+                # This rank may take the store with it: the others are to tell the same.
+                _wait(lambda: store.add(f"{key}/{first}/told", 0) == others, seconds=10.0)
+                raise
+            signed.set(f"{key}/{first}", ["file", stack.enter_context(_memory_file(value, known))])
+        else:
+            _wait(lambda: signed.get(f"{key}/{first}") is not None)
+            kind, text = signed.get(f"{key}/{first}")
+            if kind == "error":
+                store.add(f"{key}/{first}/told", 1)
+                raise Told(text)
+            try:
+                with open(text, "rb") as file:
+                    if os.fstat(file.fileno()).st_uid != os.geteuid():
+                        raise PermissionError(text)
+                    value = _Unpickler(file, known).load()
+            except OSError:  # a kernel that lets no process look at another
+                value = make()
+        store.add(f"{key}/ready", 1)
+        _wait(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
+    return value
+
+
+def _host() -> str:
+    """What processes have in common that can look at each other, and see the same files."""
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
+
+
+@contextmanager
+def _memory_file(value: object, known: Sequence[object]) -> Iterator[str]:
+    """A file that ends with this process, with a pickled value; yields where other processes find it."""
+    with open(os.memfd_create("once"), "w+b") as file:
+        _Pickler(file, known).dump(value)
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
+        super().__init__(file, protocol=5)
+        self._known = known
+
+    def persistent_id(self, value: object) -> int | None:
+        return next((number for number, each in enumerate(self._known) if each is value), None)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
+        super().__init__(file)
+        self._known = known
+
+    def persistent_load(self, number: int) -> object:
+        return self._known[number]
+
+
+def _wait(happened: Callable[[], bool], seconds: float = math.inf) -> None:
+    until, pause = time.monotonic() + seconds, 0.01
+    while not happened() and time.monotonic() < until:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def wait_for_all() -> None:
+    """Return when every rank has got here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def primary_first() -> Iterator[None]:
+    """Run the block on rank 0 while the others wait, then on the others; a UserError of rank 0 is raised everywhere."""
+    primary = not dist.is_initialized() or dist.get_rank() == 0
+    failure: str | None = None
+    if primary:
+        try:
+            yield
+        except UserError as error:
+            failure = str(error)
+    failure = from_primary(failure)
+    if failure is not None:
+        raise Told(failure) if int(os.environ.get("LOCAL_RANK", "0")) else UserError(failure)
+    if not primary:
+        yield

@@ -1,0 +1,182 @@
+"""Signals that end a run: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP (a terminal that is closed;
+not with nohup) and SIGINT (Ctrl-C).
+
+The first one lets the step end, after which the run saves and leaves (`volo.cluster.stopping`); while there is nothing
+to finish (building, waiting for a batch) it takes effect at once. A second one leaves at once and saves nothing. A
+thread counts them, because Python's own handlers wait until the main thread comes out of a collective that hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+PREEMPTED = 85  # "start me again": no code of a shell, Python or torchrun
+INTERRUPTED = 130
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# Slurm, torchrun and process groups may deliver one warning several times.
+_SAME_WARNING_S = 1.0
+# For a batch that is nearly there. Torn out of a transfer between processes, both ends would complain.
+_PATIENCE_S = 1.0
+
+
+class Stopped(BaseException):
+    """Training ends here. Not an Exception: no handler between here and `main` is meant to swallow it."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
+    """Leave the file REQUEUE_MARKER, one line of JSON, for the batch script that named it: rank 0, once it has saved.
+
+    A script can't go by the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
+    """
+    marker = os.environ.get("REQUEUE_MARKER")
+    if not marker or stop.exit_code != PREEMPTED:
+        return
+    told = {"reason": str(stop), "update": update, "checkpoint": str(checkpoint) if checkpoint.is_file() else None}
+    try:
+        Path(marker).write_text(json.dumps(told) + "\n")
+    except OSError as error:  # the checkpoint is safe: the run ends as it should, and has to be started by hand
+        print(f"REQUEUE_MARKER={marker} cannot be written ({error.strerror}): nobody requeues the job", file=sys.stderr)
+
+
+def tell_batch_script(state: str) -> None:
+    """Leave the word "begun" or "done" in the file REQUEUE_MARKER.state, for the batch script that named it: rank 0."""
+    if marker := os.environ.get("REQUEUE_MARKER"):
+        with suppress(OSError):
+            Path(f"{marker}.state").write_text(state)
+
+
+class StopSignal:
+    """The signal that this process got. There is one per process: `STOP`.
+
+    Attributes:
+        number: Of the first signal; None so far.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since = 0.0
+        self._own = False  # not another rank's, of which this one was told
+        self._may_raise = False
+        self._patient = False
+        self._heeded = False
+        self._lock = threading.RLock()  # a handler may come while the main thread holds it
+
+    @property
+    def exit_code(self) -> int:
+        """The code to leave with: 0 without a signal."""
+        if self.number is None:
+            return 0
+        return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
+
+    @property
+    def name(self) -> str:
+        return "no signal" if self.number is None else signal.Signals(self.number).name
+
+    @property
+    def reason(self) -> str:
+        """Why this process stops."""
+        return f"stopped by {self.name}" if self._own else "stopped because another rank had to"
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Handle signals inside the block, at once until `deferred`; SIGINT too where a script's `&` had it ignored."""
+        self.number, self._own = None, False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._waited)
+        arrived, arrival = os.pipe()
+        os.set_blocking(arrival, False)
+        signal.set_wakeup_fd(arrival)
+        threading.Thread(target=self._count, args=(arrived,), daemon=True).start()
+        self._heeded = True
+        try:
+            with self.interruptible():
+                yield
+        finally:
+            self._heeded = False
+            signal.set_wakeup_fd(-1)
+            os.close(arrival)  # which ends the thread
+            for number, handler in before.items():
+                # A run that was told to leave is leaving: what still comes (torchrun ends all when one has) is late.
+                signal.signal(number, handler if self.number is None else signal.SIG_IGN)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside the block a signal is noted only. Raises Stopped on entry if there was one."""
+        self._may_raise = False
+        self._raise_if_stopped()
+        try:
+            yield
+        finally:
+            self._may_raise = False
+
+    @contextmanager
+    def interruptible(self, patient: bool = False) -> Iterator[None]:
+        """Inside the block a signal raises Stopped wherever the program is: only where nothing is half done.
+
+        Args:
+            patient: Give the block a second to end by itself.
+        """
+        self._may_raise, self._patient = True, patient
+        try:
+            self._raise_if_stopped()
+            yield
+        finally:
+            self._may_raise = False
+
+    def too_late(self) -> None:
+        """From here on a signal is noted only: the program tells why it ends, and ends."""
+        self._may_raise = False
+
+    def request(self, number: int, own: bool = True) -> bool:
+        """Note a signal that this rank (`own`) or another one got. Returns whether it is the first."""
+        with self._lock:
+            if self.number is not None:
+                return False
+            self._since, self.number, self._own = time.monotonic(), number, own
+        if self._heeded:
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+        with suppress(OSError):  # the terminal may be gone
+            # print() may be what the signal has interrupted.
+            os.write(2, f"{self.name}: this run stops as soon as it has saved; once more: at once\n".encode())
+        return True
+
+    def _count(self, arrived: int) -> None:
+        """Every signal that comes, as a byte."""
+        with open(arrived, "rb", buffering=0) as numbers:
+            while number := int.from_bytes(numbers.read(1), "big"):
+                again = number in _SIGNALS and not self.request(number)
+                if again and time.monotonic() - self._since > _SAME_WARNING_S:
+                    os._exit(128 + number)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.request(number)
+        if self._may_raise and not self._patient:
+            self._raise_if_stopped()
+
+    def _waited(self, number: int, frame: FrameType | None) -> None:
+        if self._may_raise:
+            self._raise_if_stopped()
+
+    def _raise_if_stopped(self) -> None:
+        if self.number is not None:
+            raise Stopped(self.exit_code, self.reason)
+
+
+STOP = StopSignal()

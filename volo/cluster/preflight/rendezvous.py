@@ -1,0 +1,132 @@
+"""Which node this is, how many there are, and how they reach node 0; the standard library is enough for that."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tlt.errors import UserError
+from volo.cluster.preflight.deadline import within
+from volo.cluster.preflight.hostlist import expand
+
+_DEFAULT_PORT = 29500
+_RESOLVER_S = 10.0
+
+
+class Unfit(UserError):
+    """The machines are not fit for a run; the message names the node and the remedy."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """This node among all.
+
+    Attributes:
+        names: Of all nodes by rank; empty where nobody has told them.
+        master: MASTER_ADDR as it was given; empty for a single node.
+        port: Where the preflight meets: MASTER_PORT + 1, so that the run finds its own port free.
+    """
+
+    rank: int
+    nodes: int
+    names: tuple[str, ...]
+    master: str
+    port: int
+
+    def name(self, rank: int) -> str:
+        """What messages call a node."""
+        return self.names[rank] if self.names else f"node {rank}"
+
+
+def rendezvous_from_environment(env: Mapping[str, str]) -> Rendezvous:
+    """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NODES, or Slurm's variables where those are not set.
+
+    Raises:
+        UserError: Something is missing or contradicts itself.
+    """
+    nodes = _number(env, "NNODES", _number(env, "SLURM_NNODES", 1))
+    if nodes < 1:
+        raise UserError("NNODES must be at least 1")
+    if nodes == 1:
+        return Rendezvous(0, 1, (), "", 0)
+    if "NODE_RANK" not in env and _number(env, "SLURM_LOCALID", 0):
+        raise UserError("the preflight runs once per node: start it with srun --ntasks-per-node=1")
+    rank = _number(env, "NODE_RANK", _number(env, "SLURM_NODEID", -1))
+    if not 0 <= rank < nodes:
+        which = f"NODE_RANK {rank} is not one of 0 to {nodes - 1}" if rank >= 0 else "NODE_RANK is not set"
+        raise UserError(f"{which}: with NNODES={nodes}, start the preflight on each node with its own, or by srun")
+    if not env.get("MASTER_ADDR"):
+        raise UserError("MASTER_ADDR is not set: export the IPv4 address of node 0, as `hostname -I` shows it there")
+    port = _number(env, "MASTER_PORT", _DEFAULT_PORT) + 1
+    if not 1 < port < 65536:
+        raise UserError(f"MASTER_PORT {port - 1} leaves no port after it for the preflight: choose 1024 to 65534")
+    return Rendezvous(rank, nodes, _names(env, nodes), env["MASTER_ADDR"], port)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name) or default)
+    except ValueError:
+        raise UserError(f"{name}={env[name]!r} is not a whole number") from None
+
+
+def _names(env: Mapping[str, str], nodes: int) -> tuple[str, ...]:
+    given = env.get("NODES")
+    text = given or env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    names = tuple(expand(text)) if text else ()
+    if given and len(names) != nodes:
+        raise UserError(f"NODES names {len(names)} nodes and NNODES is {nodes}: name each node once")
+    # A step on some nodes of a job: which ones nobody says.
+    return names if len(names) == nodes else ()
+
+
+def master_address(rendezvous: Rendezvous) -> str:
+    """Return node 0's IPv4 address, as this node sees it.
+
+    Raises:
+        Unfit: It can't be resolved, is a loopback address, or is no address of node 0.
+    """
+    here = f"{rendezvous.name(rendezvous.rank)} (host {socket.gethostname()})"
+    try:
+        address = within(_RESOLVER_S, lambda: socket.gethostbyname(rendezvous.master))
+    except (OSError, TimeoutError, UnicodeError) as error:
+        raise Unfit(
+            f"{here}: MASTER_ADDR {rendezvous.master} can't be resolved ({error}): export node 0's IPv4 address in its "
+            "rendezvous, or mend /etc/hosts or DNS on this node"
+        ) from error
+    if address.startswith("127."):
+        resolved = "" if address == rendezvous.master else f" resolves to {address}, which"
+        raise Unfit(
+            f"{here}: MASTER_ADDR {rendezvous.master}{resolved} is a loopback address, which no other node can reach: "
+            "export node 0's IPv4 address, as `hostname -I` shows it there"
+        )
+    if rendezvous.rank == 0 and not _is_own(address):
+        raise Unfit(
+            f"{here}: MASTER_ADDR {rendezvous.master} is no address of this node, which is node 0: export one that "
+            "`hostname -I` shows here, or put the node that has it first"
+        )
+    return address
+
+
+def _is_own(address: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def own_name_note() -> str | None:
+    """What is odd about this host's own name, if anything; nothing here needs it."""
+    try:
+        address = within(_RESOLVER_S, lambda: socket.gethostbyname(socket.gethostname()))
+    except (OSError, TimeoutError, UnicodeError):
+        return "the own host name can't be resolved: harmless, nodes are addressed by IP here"
+    if address.startswith("127."):
+        return f"the own host name resolves to {address}: harmless, as long as MASTER_ADDR is no such name"
+    return None

@@ -1,0 +1,108 @@
+"""torch's key-value store, in which the processes of a run meet, made safe: it listens where it was told to, and what
+processes tell each other through it is JSON that they sign.
+
+The store itself has no authentication: whoever reaches its port reads and writes it. So nothing that comes out of it
+is unpickled, and what wasn't signed with RUN_SECRET (the launcher makes one for each run on a single machine; several
+nodes must be given the same one) counts as not written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from volo.cluster.ranks import launch_id, restarts
+
+SECRET = "RUN_SECRET"
+BEGUN = "begun"  # a key of `start_scope`: from now on ranks may have something to lose
+_ANSWER = timedelta(seconds=60)
+_BACKLOG = 4096  # connections that wait: all ranks of a large run come at once
+
+
+def serve(address: str, port: int) -> TCPStore:
+    """Return a store that listens on this IP address alone (torch's own would listen on all), on a free port for 0.
+
+    Raises:
+        OSError: The port is in use, or this machine has no such address.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections don't hold the port
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+    except OSError:
+        listener.close()
+        raise
+    return TCPStore(address, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def knock(address: str, port: int, seconds: float = 2) -> None:
+    """Return if somebody listens there. The store's own client would wait, deaf to signals.
+
+    Raises:
+        OSError: Nobody does, or something between here and there keeps the port shut.
+    """
+    socket.create_connection((address, port), timeout=seconds).close()
+
+
+def connect(address: str, port: int) -> TCPStore:
+    """Return the store that listens there."""
+    return TCPStore(address, port, None, False, _ANSWER, wait_for_workers=False)
+
+
+def start_scope() -> str:
+    """What sets this start of a launch apart from those before it, whose values are still in the store."""
+    return f"{launch_id() or ''}/{restarts()}"
+
+
+class SignedStore:
+    """JSON values in a store; what others than processes of this run have written is not there.
+
+    Args:
+        scope: What the values belong to (a launch, a start of it): a value of another one is not valid here.
+    """
+
+    def __init__(self, store: Store, scope: str = "") -> None:
+        self._store, self._scope = store, scope
+        self._secret = os.environ.get(SECRET, "").encode()
+
+    def set(self, key: str, value: Any) -> None:
+        """Write a value."""
+        self._store.set(key, self._signed(key, value))
+
+    def set_first(self, key: str, value: Any) -> Any:
+        """Write a value unless there is one; return what is there then."""
+        return self._value(key, self._store.compare_set(key, "", self._signed(key, value)))
+
+    def get(self, key: str) -> Any:
+        """Return a value, None where nobody has written one."""
+        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
+        """Return the values of all keys, None until each of them was written."""
+        keys = list(keys)
+        if not self._store.check(keys):
+            return None
+        return [self._value(key, found) for key, found in zip(keys, self._store.multi_get(keys), strict=True)]
+
+    def sign(self, text: str) -> bytes:
+        """Return 32 bytes that only who knows the secret can tell."""
+        return hmac.digest(self._secret, f"{self._scope}\n{text}".encode(), hashlib.sha256)
+
+    def _signed(self, key: str, value: Any) -> str:
+        text = json.dumps(value)
+        return f"{self.sign(f'{key} {text}').hex()} {text}"
+
+    def _value(self, key: str, found: bytes) -> Any:
+        signature, _, text = found.decode(errors="replace").partition(" ")
+        expected = self.sign(f"{key} {text}").hex()
+        return json.loads(text) if hmac.compare_digest(signature.encode(), expected.encode()) else None

@@ -1,0 +1,79 @@
+"""Where a run may stop: between two updates, and inside a validation; all ranks at the same place.
+
+Before each update, and once more after an epoch's last, the ranks agree by an all-reduce of one int on the hosts. That
+costs a fraction of a millisecond, waits for no GPU, and finds every rank with the same weights: none has begun the
+update. A rank whose data fails or hangs is there, too, because nothing is begun before the batch is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import TypeVar
+
+from tlt.errors import UserError
+from volo.cluster.distributed import max_over_ranks
+from volo.cluster.preempt import Stopped, StopSignal
+from volo.cluster.watchdog import Watchdog
+
+T = TypeVar("T")
+MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the update, batch
+
+
+class StopGuard:
+    """Passes on batches until the run is to stop, and tells the watchdog what is going on."""
+
+    def __init__(self, stop: StopSignal, watchdog: Watchdog) -> None:
+        self.stop, self.watchdog = stop, watchdog
+
+    def updates(self, micro_batches: Iterable[MicroBatch[T]]) -> Iterator[MicroBatch[T]]:
+        """Yield training batches.
+
+        Raises:
+            Stopped: Between two updates, on all ranks: one of them got a signal, or its data failed (then the cause is
+                that UserError, on this rank).
+        """
+        iterator, between = iter(micro_batches), True
+        while True:
+            item, failure = self._next(iterator, between)
+            if between:
+                self.watchdog.at("step", count=True)
+                self._agree(failure)
+            if item is None:
+                return
+            between = item[0]
+            yield item
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield validation batches; at the end the ranks agree whether each has seen all of its own.
+
+        Raises:
+            Stopped: As `updates`.
+        """
+        iterator, failure = iter(loader), None
+        while True:
+            item, failure = self._next(iterator, True)
+            if item is None or self.stop.number is not None:
+                break
+            self.watchdog.at("validation")
+            yield item
+        self.watchdog.at("step", count=True)
+        self._agree(failure)
+
+    def _next(self, iterator: Iterator[T], interruptible: bool) -> tuple[T | None, UserError | Stopped | None]:
+        self.watchdog.at("data")
+        try:
+            with self.stop.interruptible(patient=True) if interruptible else nullcontext():
+                return next(iterator, None), None
+        except (UserError, Stopped) as error:
+            if not interruptible:
+                raise
+            return None, error
+
+    def _agree(self, failure: UserError | Stopped | None) -> None:
+        own = self.stop.exit_code if failure is None else failure.exit_code
+        code = max_over_ranks(own)
+        if isinstance(failure, UserError):
+            raise Stopped(failure.exit_code, str(failure)) from failure
+        if code:
+            raise Stopped(code, self.stop.reason)

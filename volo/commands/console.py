@@ -1,0 +1,153 @@
+"""How every program starts and ends: parse, run, one line for a user's mistake, documented exit codes.
+
+Exit codes: 0 done; 2 bad input (one line on stderr, no traceback; `--debug` shows it); 3 training stopped on non-finite
+losses; 4 checkpoints could not be written; 5 a rank hung or was lost, or data workers had no memory; 6 the machines
+are not fit (preflight); 85 stopped by SIGTERM or SIGUSR1, to be started again; 130 interrupted from the keyboard; 141
+nobody reads the output any more; 1 a defect in the program, with its traceback.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import os
+import re
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
+
+from tlt.errors import UserError
+from volo.cluster.binding import bind_process
+from volo.cluster.preempt import STOP, Stopped
+from volo.cluster.ranks import adopt_mpi
+
+# Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
+_COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
+
+
+def run_program(
+    parse: Callable[[Sequence[str] | None], Namespace],
+    module: str,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
+    return the exit code of its `run(args)`."""
+    adopt_mpi(os.environ)
+    output, errors = _Output(sys.stdout), _Output(sys.stderr)
+    with redirect_stdout(output), redirect_stderr(errors):
+        code = _run(parse, module, argv)
+    output.end()
+    errors.end()
+    return code
+
+
+def safe_text(text: str) -> str:
+    """Escape what would command a terminal: names of files and folders may hold anything."""
+    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _Output:
+    """A standard stream that a program outlives: what can't be written (full disk, lost terminal) is left out, and told
+    once on stderr. A reader that has gone is another matter (`| head`). What would command a terminal is escaped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._told = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        self._try(self._stream.write, safe_text(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what waits, if it can be done."""
+        self._try(self._stream.flush)
+
+    def end(self) -> None:
+        """Leave nothing behind at which Python would fail when it flushes at exit."""
+        try:
+            self._stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def _try(self, do: Callable[..., object], *args: str) -> None:
+        try:
+            do(*args)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                print(f"warning: output is left out that can't be written: {error.strerror}", file=sys.stderr)
+
+
+def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: Sequence[str] | None) -> int:
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    try:
+        args = parse(argv)
+        if "bind" in args:
+            args.notes += bind_process(args)
+        return importlib.import_module(module).run(args)
+    except UserError as error:
+        if debug:
+            raise
+        STOP.too_late()
+        from tlt.io.names import printable  # imports torch, which `--help` must not
+
+        if not error.told:
+            # What a message quotes (a flag, a file's name) may break lines.
+            _tell(f"error: {printable(str(error))}")
+        return _leave(error.exit_code)
+    except Stopped as stop:
+        STOP.too_late()
+        _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")
+        return _leave(stop.exit_code)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone (| head): nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 141
+    except Exception:
+        if _joined():
+            traceback.print_exc()
+            _leave(1)
+        raise
+
+
+def _tell(text: str) -> None:
+    """One line on stderr, in one piece: ranks share it. What several of a launch have to say the first of them says."""
+    line = f"{_rank_prefix()}{text}\n"
+    # A file of volo/commands/launch.py for the ranks of this machine; other launchers have none.
+    with suppress(KeyError, OSError), open(os.environ["LAUNCH_TOLD"], "r+") as told:
+        # The line is out before anybody with the same leaves, which would end the one that has to say it.
+        fcntl.flock(told, fcntl.LOCK_EX)
+        if f"{text!r}\n" not in told.readlines():
+            print(line, file=sys.stderr, end="", flush=True)
+            told.write(f"{text!r}\n")
+        return
+    print(line, file=sys.stderr, end="", flush=True)
+
+
+def _joined() -> bool:
+    """Whether this process is in a process group that this program made."""
+    distributed = sys.modules.get("volo.cluster.distributed")
+    return distributed is not None and distributed.in_own_group()
+
+
+def _leave(code: int) -> int:
+    """Return the exit code, or end with it at once where other ranks are still joined: the threads of a process group
+    that nobody closes may abort a process on its usual way out, with a code that says nothing."""
+    if _joined():
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _rank_prefix() -> str:
+    world_size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    return f"[rank {os.environ.get('RANK', '0')}] " if world_size > 1 else ""

@@ -1,0 +1,134 @@
+"""Write a trained model as a file that runs without this project, and check that file against the model.
+
+    python export.py -o volo.onnx --checkpoint output/train/RUN/model_best.pth.tar
+    python export.py -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
+
+The file takes any number of images of one size. BatchNorm is folded into the stem. How images are prepared and the
+names of the classes are in the file. Before it gets its name, it is loaded and must give the model's logits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.errors import UserError, require
+from tlt.io.names import printable
+from tlt.models.folding import fold_batchnorm
+from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
+from volo.checkpoint.model_config import class_names
+from volo.train.convolutions import check_convolutions
+from volo.train.export_formats import FORMATS, Inference, output_names, trace
+from volo.train.trained_model import TrainedModel, load_trained
+
+BATCHES = (1, 3)  # that the file is checked with; neither is the one it was traced with
+# Largest difference from the float32 model that passes, as a share of the largest logit.
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    path, kind = Path(args.output), FORMATS[args.format]
+    check_path(path)
+    for package in kind.packages:
+        require(package, extra="onnx")
+    trained = load_trained(args, args.checkpoint or None, args.dense)
+    print(*trained.notes, sep="\n", end="\n" if trained.notes else "")
+    check_dense(trained, args.dense)
+
+    shape = tuple(trained.settings["input_size"])  # channels, height, width
+    images = check_images(shape)
+    expected = run_all(Inference(trained.model, args.dense), images)
+    config = json.dumps(recorded_config(trained, args.dense))
+    fold_batchnorm(trained.model)
+    dtype = getattr(torch, args.model_dtype)
+    for line in check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")):
+        print(line, flush=True)
+    module = Inference(trained.model.to(dtype), args.dense)
+    program = trace(module, torch.zeros(2, *shape))
+
+    def fill(staged: Path) -> None:
+        kind.write(program, output_names(args.dense), config, staged, args.opset)
+        with staged.open("rb") as file:
+            os.fsync(file.fileno())
+        check_outputs(run_all(kind.load(staged), images), expected, args.model_dtype)
+
+    with explained(path, lambda: tensor_bytes(program.state_dict)):
+        install(path, fill)
+    what = f"{trained.args.model} in {args.model_dtype}, any number of images of {' x '.join(map(str, shape))}"
+    print(f"wrote {printable(str(path))}: {what}, {path.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def check_path(path: Path) -> None:
+    """Refuse to write over something, or into a folder that isn't there.
+
+    Raises:
+        UserError: So it is.
+    """
+    if os.path.lexists(path):
+        raise UserError(f"-o {path} exists already: remove it, or choose another name")
+    if not path.parent.is_dir():
+        raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
+
+
+def check_dense(trained: TrainedModel, dense: bool) -> None:
+    """Refuse `--dense` for a model whose dense head is missing or was never trained.
+
+    Raises:
+        UserError: So it is.
+    """
+    if dense and not getattr(trained.model, "dense_head", False):
+        raise UserError(f"--dense: {trained.args.model} has no trained dense head here; leave the flag out")
+
+
+def check_images(shape: Sequence[int]) -> list[Tensor]:
+    """Batches of noise (B, channels, H, W) to compare file and model on, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(count, *shape, generator=generator) for count in BATCHES]
+
+
+@torch.no_grad()
+def run_all(compute: Callable[[Tensor], tuple[Tensor, ...]], batches: list[Tensor]) -> list[Tensor]:
+    """All outputs for all batches."""
+    return [output for images in batches for output in compute(images)]
+
+
+def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None:
+    """Compare what the file gives with what the model gave; print the difference.
+
+    Raises:
+        UserError: It is larger than rounding explains.
+    """
+    shares = [((g - e).abs().max() / e.abs().max()).item() for g, e in zip(got, expected, strict=True)]
+    worst = max(shares, key=lambda share: math.inf if math.isnan(share) else share)
+    print(f"largest difference from the model in PyTorch, in float32: {worst:.1e} of the largest logit", flush=True)
+    if not worst <= TOLERANCES[dtype]:
+        raise UserError(
+            f"the exported model's logits are {worst:.1e} of the largest off, more than {TOLERANCES[dtype]:g}: nothing "
+            "was written" + ("; try --model-dtype float32" if dtype != "float32" else "")
+        )
+
+
+def recorded_config(trained: TrainedModel, dense: bool) -> dict[str, Any]:
+    """The `model_config` of the file: what the checkpoint's says, completed from the model and the flags."""
+    model, settings = trained.model, trained.settings
+    size = settings["input_size"][1:]
+    return {
+        "name": trained.args.model,
+        "num_classes": model.num_classes,
+        "img_size": list(size),
+        "in_chans": settings["input_size"][0],
+        "token_grid": list(model.token_grid(size)) if dense else None,
+        **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
+        "class_names": class_names(trained.config, model.num_classes),
+    }

@@ -1,0 +1,325 @@
+"""Make token labels: for every image of a folder, what an annotator network sees at every place of it.
+
+    python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
+    python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar --format archive
+    ./distributed_generate_label.sh 8 DATA OUT ...                                   one process per GPU
+
+DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
+OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
+With `--format archive` it becomes one label archive instead (docs/token_label_archive.md). The whole image is shown to
+the annotator, squashed to its input size, so that every crop of it has labels. The annotator is a timm ConvNet, Swin or
+vision transformer with average pooling, or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token
+labels.
+
+The same command goes on where it was stopped, however that was, and with any number of processes. A network's last bits
+depend on which images share its batch: batches are cut from the folder's order, and one that was stopped is repeated
+whole, so that the labels are the same as without interruption.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tlt.data.augment.device_stage import EvalStage
+from tlt.data.backends.decode import create_backend
+from tlt.data.dataset import EvalDataset, Skipped
+from tlt.data.loader import Batch, EvalLoader, SkipCounter
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.source import ImageSource
+from tlt.errors import UserError
+from tlt.io.names import printable
+from tlt.io.progress import Progress
+from tlt.label_map import FULL_AREA, LabelMap
+from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
+from tlt.labels.archive_format import sha256_of
+from tlt.labels.store import TreeMetadata
+from volo.cluster.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
+from volo.record.metrics import Sums
+from volo.train.annotator import load_annotator
+from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
+from volo.train.convolutions import check_convolutions
+from volo.train.label_job import ArchiveJob, LabelJob, TreeJob
+from volo.train.model import eval_settings
+from volo.train.precision import resolve_amp_dtype
+
+_PATIENCE = 7 * 86400.0  # seconds: ranks wait for rank 0 while it reads what is there
+_POLL = 0.2  # seconds between two looks at how far the other ranks are
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed. One rank tells what went wrong, the others leave with its code."""
+    world = init_world(args.device, timeout_s=_PATIENCE)
+    board = Board()
+    try:
+        with compile_errors_told(args):
+            return label_folder(args, world, board)
+    except UserError as error:
+        if board.fail():
+            raise
+        return error.exit_code
+    except RuntimeError:  # the connection to a rank that has left
+        if board.failed():
+            return UserError.exit_code
+        raise
+    finally:
+        shut_down()
+
+
+def label_folder(args: Namespace, world: World, board: Board) -> int:
+    """Build everything, label, and close what was made. Returns the exit code."""
+    folder = open_images(args.data, args.split, args.dataset, allow_root=True)
+    for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
+        print(line, flush=True)
+    model, recorded = load_annotator(args)
+    check_classes(args, model, folder, recorded)
+    settings = label_settings(args, model, recorded)
+    annotator = prepare_annotator(args, model, settings, world)
+    grid = annotator(torch.zeros(1, *settings["input_size"], device=world.device)).values.shape[2:]
+    with primary_first():
+        job = open_job(args, folder, describe(args, settings, folder, model, grid), world)
+    pending = from_primary(find_pending(args, job) if world.is_primary else [])
+    return make_labels(args, job, pending, annotator, settings, world, board)
+
+
+def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, recorded: dict[str, Any]) -> None:
+    """Compare the annotator's classes with the folders, unless `--transfer` says that they differ.
+
+    Raises:
+        UserError: They differ, or the annotator has no classes.
+    """
+    if not model.num_classes:
+        raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
+    if args.transfer:
+        return
+    names = recorded.get("class_names")
+    if model.num_classes != len(folder.class_names) or (names and list(names) != folder.class_names):
+        what = f"{model.num_classes} classes" if model.num_classes != len(folder.class_names) else "other class names"
+        raise UserError(
+            f"--model {args.model} has {what}, {printable(folder.root)} {len(folder.class_names)} class folders: use "
+            "an annotator trained on these, or --transfer to label with its own classes"
+        )
+
+
+def label_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any]) -> dict[str, Any]:
+    """Input size, mean, deviation and filter of the annotator.
+
+    Raises:
+        UserError: A crop ratio other than 1 is asked for: the whole image is labelled.
+    """
+    if args.crop_pct not in (None, 1.0):
+        raise UserError(
+            f"--crop-pct {args.crop_pct:g}: the whole image is labelled, so it can only be 1.0; leave it out"
+        )
+    settings = eval_settings(args, model, recorded)
+    if settings["input_size"][0] != 3:
+        raise UserError(f"--input-size {settings['input_size'][0]} ...: images have 3 channels")
+    return settings
+
+
+def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any], world: World) -> Annotator:
+    """The annotator on its device, in the precision that the flags ask for.
+
+    Raises:
+        UserError: It has no exact dense logits.
+    """
+    memory_format = torch.channels_last if args.channels_last else torch.preserve_format
+    model = model.eval().to(world.device).to(memory_format=memory_format)
+    check_dense(model, torch.randn(2, *settings["input_size"], device=world.device), f"--model {args.model}")
+    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    lines = check_convolutions(model, settings["input_size"], dtype, world.device)
+    for line in lines if world.is_primary else ():
+        print(line, flush=True)
+    check_scope(args, model)
+    return Annotator(model, args.top_k, dtype, feature_compiler(model, args))
+
+
+def describe(
+    args: Namespace, settings: dict[str, Any], folder: ImageSource, model: Any, grid: torch.Size
+) -> TreeMetadata:
+    """What labels.json will say."""
+    area = labelled_area(model, settings["input_size"][1:])
+    weights = "published"
+    if args.checkpoint:
+        weights = f"sha256 {sha256_of(args.checkpoint)}" + (", EMA" if args.use_ema else "")
+    annotator = {
+        "model": args.model,
+        "weights": weights,
+        "input_size": list(settings["input_size"]),
+        "resize": "squash",
+        "interpolation": settings["interpolation"],
+        "mean": list(settings["mean"]),
+        "std": list(settings["std"]),
+        "amp_dtype": (args.amp_dtype or "default") if args.amp else None,
+    }
+    names = None if args.transfer else folder.class_names
+    return TreeMetadata(
+        min(args.top_k, model.num_classes),
+        (grid[0], grid[1]),
+        model.num_classes,
+        "full" if area == FULL_AREA else area,
+        annotator,
+        names,
+    )
+
+
+def open_job(args: Namespace, folder: ImageSource, metadata: TreeMetadata, world: World) -> LabelJob:
+    """What OUT is to become; rank 0 first."""
+    overwrite = args.overwrite and world.is_primary
+    if args.format == "archive":
+        return ArchiveJob(args.token_label_root, folder, metadata, overwrite, not args.no_log_sum_exp)
+    return TreeJob(args.token_label_root, folder, metadata, overwrite)
+
+
+def find_pending(args: Namespace, job: LabelJob) -> list[int]:
+    """Rows of the folder that are to be labelled; says how many are done already."""
+    images = len(job.folder)
+    if job.origin_unknown:
+        print(
+            f"warning: {args.token_label_root} has label files of unknown origin; those that fit are kept", flush=True
+        )
+    if not job.found:
+        return list(range(images))
+    progress = Progress("checking labels", images)
+    pending = job.pending(progress.step)
+    progress.close()
+    print(f"{images - len(pending)} of {images} images are labelled already", flush=True)
+    return pending
+
+
+def make_labels(
+    args: Namespace,
+    job: LabelJob,
+    pending: list[int],
+    annotator: Annotator,
+    settings: dict[str, Any],
+    world: World,
+    board: Board,
+) -> int:
+    """Label what is pending, each rank its part, then close tree or archive. Returns the exit code."""
+    batches = whole_batches(pending, len(job.folder), args.batch_size)[world.rank :: world.size]
+    rows = [row for batch in batches for row in batch]
+    loader = image_loader(args, job.folder, rows, settings, world.device)
+    wanted, sums = set(pending), Sums(("images", "top1", "places", "agreeing"), world.device)
+    progress = Progress("labelling", len(pending)) if world.is_primary else None
+    for batch in loader:
+        made = write_batch(job, batch, annotator(batch.images), rows, wanted, None if args.transfer else sums)
+        done = board.add("done", made)
+        if progress is not None:
+            progress.step(done - progress.done)
+        if board.failed():
+            return UserError.exit_code
+    board.add("finished", 1)
+    while board.add("finished", 0) < world.size:
+        time.sleep(_POLL)
+        if progress is not None:
+            progress.step(board.add("done", 0) - progress.done)
+        if board.failed():
+            return UserError.exit_code
+    skips, totals = from_all(loader.skips.reasons), sums.totals()
+    if progress is not None:
+        progress.step(board.add("done", 0) - progress.done)
+        progress.close()
+        close(args, job, wanted, skips, totals)
+    return 0
+
+
+def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:
+    """The batches, of all those that the folder is cut into, in which a row is pending."""
+    starts = sorted({row // batch_size * batch_size for row in pending})
+    return [range(start, min(start + batch_size, images)) for start in starts]
+
+
+def write_batch(
+    job: LabelJob, batch: Batch, found: Annotation, rows: list[int], wanted: set[int], sums: Sums | None
+) -> int:
+    """Write the labels of a batch where they are wanted; returns how many.
+
+    Args:
+        rows: Of the folder, by index of the batch.
+        sums: Counts images whose mean dense logits name the folder's class, and places whose top class is it.
+    """
+    found = Annotation(*(tensor.cpu() for tensor in found))
+    indices, classes = batch.indices.tolist(), batch.classes.cpu()
+    places = [place for place, index in enumerate(indices) if rows[index] in wanted]
+    area = job.metadata.area if isinstance(job.metadata.area, tuple) else FULL_AREA
+    for place in places:
+        label_map = LabelMap(found.values[place].numpy(), found.ids[place].numpy(), area)
+        width, height = batch.sizes[place].tolist()
+        job.write(rows[indices[place]], label_map, found.log_sum_exp[place].numpy(), (width, height))
+    if sums is not None:
+        top, truth = found.ids[places, 0], classes[places]
+        sums.add(len(places), (found.named[places] == truth).sum(), top.numel(), (top == truth[:, None, None]).sum())
+    return len(places)
+
+
+def image_loader(
+    args: Namespace, folder: ImageSource, rows: list[int], settings: dict[str, Any], device: torch.device
+) -> EvalLoader:
+    """The whole images of some rows, squashed to the annotator's input size; indices count within `rows`."""
+    dataset = EvalDataset(
+        folder.select(rows),
+        settings["input_size"][1:],
+        crop_pct=1.0,
+        crop_mode="squash",
+        interpolation=settings["interpolation"],
+        backend=create_backend(args.data_backend, args.max_pixels, args.workers, device),
+    )
+    return EvalLoader(
+        dataset,
+        args.batch_size,
+        EvalStage(settings["mean"], settings["std"]).to(device),
+        device,
+        workers=min(args.workers, len(rows)),
+        worker_type=args.worker_type or "process",
+        pin_memory=args.pin_mem,
+        prefetch=not args.no_prefetcher,
+        timeout=float(args.loader_timeout),
+        skips=SkipCounter(len(folder), args.max_bad_images),
+        may_be_empty=True,  # the images of this rank that are left may all be broken
+    )
+
+
+def close(
+    args: Namespace, job: LabelJob, pending: set[int], skips: list[dict[str, str]], totals: dict[str, float]
+) -> None:
+    """Close what was made, and say what is there and how well it agrees with the folders.
+
+    Args:
+        skips: Path -> reason of the images that could not be read, of each rank.
+        totals: From `write_batch`, over all ranks.
+
+    Raises:
+        UserError: More images are unreadable than `--max-bad-images`, or all of them, or the disk is full.
+    """
+    folder, counter = job.folder, SkipCounter(len(job.folder), args.max_bad_images)
+    counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
+    if counter.total == len(folder):
+        raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
+    for line in counter.take_lines():
+        print(line, flush=True)
+    row_of = {folder.path(row): row for row in pending}
+    skipped = sorted(row_of[path] for path in counter.reasons if path in row_of)
+    agreement = job.finish(skipped)
+    print(summary(args, job, len(pending) - len(skipped)), flush=True)
+    if not agreement and totals["images"]:
+        agreement = [
+            f"mean of the places names the folder's class for {100 * totals['top1'] / totals['images']:.2f} % of "
+            f"{totals['images']:.0f} images, a single place for {100 * totals['agreeing'] / totals['places']:.2f} % of "
+            f"{totals['places']:.0f} places"
+        ]
+    for line in agreement:
+        print(line, flush=True)
+
+
+def summary(args: Namespace, job: LabelJob, made: int) -> str:
+    """What is where."""
+    grid = job.metadata.grid
+    return (
+        f"{made} label maps of {job.metadata.k} classes on {grid[0]} x {grid[1]} places made in "
+        f"{args.token_label_root}, for {len(job.folder)} images"
+    )

@@ -1,0 +1,336 @@
+"""Train a vision transformer, with token labels or without.
+
+    python train.py DATA --model volo_d1 --token-label --token-label-data LABELS     one process
+    ./distributed_train.sh 8 DATA --model volo_d1 ...                                one process per GPU
+
+Reading order: `train` and `build` below -> volo/train/data.py (data) -> volo/train/model.py (model) ->
+volo/train/objective.py (loss) -> volo/train/loop.py (step). How a run goes on from a checkpoint and opens its
+directory is in volo/commands/run_start.py.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from timm.utils import ModelEmaV3, distribute_bn
+from torch import nn
+
+from tlt.data.dataset import LabelReader
+from tlt.data.sources.folder import check_num_classes
+from tlt.data.sources.source import ImageSource
+from tlt.data.workers import kill_workers
+from tlt.io.progress import SearchProgress
+from volo.checkpoint import fingerprint, global_batch
+from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
+from volo.checkpoint.checkpoint_file import the_checkpoint
+from volo.checkpoint.restart import Continued, continued_run
+from volo.checkpoint.saver import Saver
+from volo.checkpoint.train_state import TrainState, ranked_by
+from volo.cluster.distributed import (
+    World,
+    begin,
+    from_primary,
+    init_world,
+    lost_rank_explained,
+    once_per_host,
+    primary_first,
+)
+from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
+from volo.cluster.stopping import StopGuard
+from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
+from volo.commands.launch_command import available_cpus
+from volo.commands.run_start import note_lock, note_start, open_run, resume_run
+from volo.commands.setup import Setup, describe, tell_memory
+from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
+from volo.record.data_wait import Advisor
+from volo.record.logger import Logger
+from volo.record.pace import Pace
+from volo.record.run_directory import check_writable, choose_directory, settings_of
+from volo.record.run_lock import RunLock
+from volo.train.batch_watch import batch_watcher
+from volo.train.compilation import CompileWatch, compile_errors_told, compile_model
+from volo.train.convolutions import check_convolutions
+from volo.train.data import image_feed, open_folders, open_labels, train_loader, validation_loader
+from volo.train.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.train.master_weights import WorkingCopy
+from volo.train.model import (
+    TimmModel,
+    add_dense_head,
+    build_model,
+    eval_settings,
+    heads_of,
+    init_heads,
+    model_config,
+    prepare_model,
+    wrap_model,
+)
+from volo.train.nonfinite import NonFiniteRecorder
+from volo.train.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
+from volo.train.optim import create_optimizer
+from volo.train.precision import Precision, compute_dtype
+from volo.train.schedule import LrSchedule, resolve_lr
+from volo.train.teacher import load_teacher, teacher_costs
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
+    world = init_world(args.device, args.local_rank, timeout, begins=False)
+    logger = Logger(world)
+    note = partial(logger.event, "fault")
+    watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note, world.store)
+    watchdog.start()
+    try:
+        with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
+            train(args, world, logger, StopGuard(STOP, watchdog))
+            leave_together(watchdog)
+        if world.is_primary:
+            tell_batch_script("done")
+    finally:
+        # A rank that fails keeps its connections until its process ends: the launcher is to see it before those
+        # that lose it, and it waits for none of them.
+        watchdog.end()
+    return 0
+
+
+def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> None:
+    """Build everything, then train in a directory that no other job writes to."""
+    note_start(args, world, logger)
+    for note in args.notes:
+        logger.line(note)
+    setup = build(args, world, logger, SearchProgress(logger.line, partial(guard.watchdog.at, "start")))
+    state = logger.position = setup.state
+    image_size = state.metadata["model_config"]["img_size"]
+    run = continued_run(args) or Continued(choose_directory(args, image_size, logger.line), args.resume)
+    name, args.resume = from_primary([str(run.directory), run.resume])
+    directory = Path(name)
+    with RunLock(directory, partial(note_lock, logger)) as lock:
+        train_in(directory, lock, args, setup, world, logger, guard)
+
+
+def build(args: Namespace, world: World, logger: Logger, found: SearchProgress) -> Setup:
+    """Construct data, model, loss, optimizer and schedule, in this order."""
+    folders = once_per_host(lambda: open_folders(args, world.size, found))
+    torch.manual_seed(args.seed)  # the same initial weights on every rank
+    model = build_model(args)
+    settings = eval_settings(args, model)
+    model = add_dense_head(model, args, settings["input_size"][1:])
+    labels, warnings, data = once_per_host(
+        lambda: find_labels(args, folders.train, model.num_classes, found), [folders.train.paths]
+    )
+    for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
+        logger.line(f"warning: {warning}")
+    load_start(model, args, logger)
+    objective = make_objective(args, model, settings["input_size"][1:], world.rank)
+    teacher = load_teacher(args, model, settings, folders.train.class_names, world)
+    if teacher is not None:
+        assert isinstance(objective, TokenLabelObjective)
+        objective = replace(objective, teacher=teacher)
+    model = prepare_model(model, args, world)
+    dtype = compute_dtype(args, world.device)
+    for each in (model,) if teacher is None else (model, teacher.annotator.model):
+        for line in check_convolutions(each, settings["input_size"], dtype, world.device):
+            logger.line(line)
+
+    loader = train_loader(args, folders.train, labels, settings, world)
+    batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
+    validation = validation_loader(args, folders.validation, batch_size, settings, world)
+    if world.is_primary:
+        for skips in (loader.skips, validation.skips):
+            logger.skipped("skipped-image", skips.known_images())
+
+    if args.activation_memory is not None:  # copies of the model are to recompute as it does
+        shape = step_shape(objective, settings["input_size"], world.device, dtype)
+        logger.line(fit_activations(args, model, shape, world))
+    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
+    precision = Precision(
+        world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model)
+    )
+    lr, formula = resolve_lr(args, loader.index_stream.global_batch)
+    state = TrainState(
+        model,
+        create_optimizer(args, model, world.device),
+        precision.scaler,
+        create_ema(model, args),
+        metadata={
+            "arch": args.model,
+            "args": settings_of(args),
+            "model_config": model_config(
+                model, args, settings, folders.train.class_names, teacher.record if teacher else None
+            ),
+            fingerprint.KEY: data,
+            global_batch.KEY: global_batch.batch_record(args.batch_size, args.grad_accum_steps, world.size),
+        },
+        updates_per_epoch=len(loader),
+    )
+    schedule = LrSchedule(args, lr, len(loader))
+    called = wrap_model(model if working_copy is None else working_copy.module, args, world)
+    average = None
+    if state.ema is not None and not args.model_ema_force_cpu:
+        average = compile_model(state.ema.module, args)
+    return Setup(state, called, average, loader, validation, objective, precision, schedule, formula, teacher)
+
+
+def find_labels(
+    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress
+) -> tuple[LabelReader | None, list[str], fingerprint.Fingerprint]:
+    """Open the token labels; return them, warnings, and what a checkpoint is to know images and labels by."""
+    labels, warnings = open_labels(args, folder, num_classes, found)
+    return labels, warnings, fingerprint.fingerprint(folder, labels)
+
+
+def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
+    """Load `--initial-checkpoint` or `--finetune`, and initialise the heads as the flags say."""
+    if args.initial_checkpoint:
+        logger.line(str(load_weights(model, the_checkpoint(args.initial_checkpoint, "--initial-checkpoint"))))
+    if args.finetune:
+        logger.line(str(load_finetune(model, the_checkpoint(args.finetune, "--finetune"))))
+    if args.head_init_scale is not None or args.head_init_bias is not None:
+        init_heads(model, args.head_init_scale, args.head_init_bias)
+
+
+def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
+    """The moving average of the weights, None without `--model-ema`."""
+    if not args.model_ema:
+        return None
+    device = "cpu" if args.model_ema_force_cpu else None
+    return ModelEmaV3(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
+
+
+def train_in(
+    directory: Path, lock: RunLock, args: Namespace, setup: Setup, world: World, logger: Logger, guard: StopGuard
+) -> None:
+    """Resume the run in `directory`, if asked to; train, and save where a signal or a fault stops it."""
+    setup, resumed = resume_run(args, setup, directory, lock, world, logger)
+    state = setup.state
+    describe(args, setup, world, logger)
+    if args.dry_run:
+        with primary_first():
+            if world.is_primary:
+                check_writable(directory, "--output")
+        tell_memory(args, setup, world, logger)
+        logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
+        return
+
+    with guard.stop.deferred(), open_run(args, setup, directory, lock, resumed, world, logger) as saver:
+        begun = state.update
+        begin(world)
+        if world.is_primary:
+            tell_batch_script("begun")
+        try:
+            with out_of_memory_explained(args):
+                train_epochs(args, setup, directory, saver, world, logger, guard)
+        except Stopped as stop:
+            logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
+            guard.watchdog.at("saving")
+            if state.update > begun:
+                saver.save_now(str(stop))
+            if world.is_primary:
+                # Before any rank leaves: where one node's processes have ended, others may be killed.
+                ask_for_requeue(stop, state.update, directory / LAST)
+            kill_workers()
+            leave_together(guard.watchdog)
+            raise
+    logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
+
+
+def train_epochs(
+    args: Namespace,
+    setup: Setup,
+    directory: Path,
+    saver: Saver,
+    world: World,
+    logger: Logger,
+    guard: StopGuard,
+) -> None:
+    """From where the state stands to the end of the schedule.
+
+    Raises:
+        Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end has not ended.
+    """
+    state = setup.state
+    feed = image_feed(args, setup.loader.dataset, world.device, available_cpus())
+    if args.torchcompile:
+        logger.watch_compile = CompileWatch(logger.line)
+    logger.watch_pace = Pace(world, Advisor(feed, lambda: setup.loader.megapixels), logger)
+    settings = LoopSettings(
+        args.seed,
+        args.log_interval,
+        args.freeze_bn,
+        on_batch=batch_watcher(args, setup, logger),
+        on_update=saver.after_update,
+        guard=guard.updates,
+        on_nonfinite=NonFiniteRecorder(
+            args, state, setup.loader, setup.precision, setup.schedule, world, directory, logger.event
+        ),
+    )
+    if args.finetune and state.update == 0:
+        before = evaluate(state.model, setup.validation, setup.precision, world, guard=guard.batches)
+        logger.line(f"before fine-tuning: {before}")
+    for epoch in range(state.epoch, setup.schedule.total_epochs):
+        logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
+        objective = objective_of_epoch(setup.objective, args, epoch)
+        totals = train_epoch(
+            setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
+        )
+        costs = teacher_costs(setup.teacher, totals.seconds, logger.line)
+        evaluations = validate_epoch(args, setup, epoch, world, logger, guard)
+        state.scores[epoch] = scores_of(evaluations)
+        state.end_epoch()
+        guard.watchdog.at("saving")
+        by = ranked_by(vars(args))
+        logger.epoch(epoch, totals, evaluations, best_score(state, by), costs)
+        if best := saver.after_epoch():
+            logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+        logger.curve()
+
+
+def objective_of_epoch(objective: Objective, args: Namespace, epoch: int) -> Objective:
+    """The objective, without Mixup and CutMix from `--mixup-off-epoch` on."""
+    if not args.mixup_off_epoch or epoch < args.mixup_off_epoch:
+        return objective
+    assert isinstance(objective, ClassObjective | TokenLabelObjective)
+    return replace(objective, mix=None)
+
+
+def validate_epoch(
+    args: Namespace, setup: Setup, epoch: int, world: World, logger: Logger, guard: StopGuard
+) -> dict[str, Evaluation]:
+    """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
+    state = setup.state
+    # The master weights where a copy of them computes: what is validated is what is saved.
+    models = {"model": (state.model, setup.model if setup.precision.working_copy is None else state.model)}
+    if state.ema is not None and setup.average is not None:
+        models["ema"] = (state.ema.module, setup.average)
+    if world.size > 1:
+        for bare, _ in models.values():
+            # Every rank has seen other images: all validate with the statistics that rank 0 saves.
+            distribute_bn(bare, world.size, reduce=args.dist_bn == "reduce")
+    if (epoch + 1) % args.val_interval and epoch + 1 != setup.schedule.total_epochs:
+        return {}
+    evaluations = {}
+    for name, (_, called) in models.items():
+        evaluations[name] = evaluate(called, setup.validation, setup.precision, world, guard=guard.batches)
+        logger.skipped("skipped-image", setup.validation.skips.take_new())
+        logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+    return evaluations
+
+
+def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
+    """Return all that can rank an epoch, named as in summary.csv: `top1`, of the average `top1_ema`, ..."""
+    return {
+        name if model == "model" else f"{name}_{model}": getattr(evaluation, name)
+        for model, evaluation in evaluations.items()
+        for name in ("top1", "top5", "loss")
+    }
+
+
+def best_score(state: TrainState, by: str) -> float | None:
+    """Return the best score of all epochs done; None where none is finite."""
+    scores = [found.get(by, math.nan) for epoch, found in state.scores.items() if epoch < state.epoch]
+    return (min if by.startswith("loss") else max)(filter(math.isfinite, scores), default=None)

@@ -1,0 +1,249 @@
+"""Measure the accuracy of a checkpoint, or of every checkpoint in a directory.
+
+    python validate.py DATA --checkpoint output/train/RUN/model_best.pth.tar
+
+A checkpoint of ours says which model it is and how its images were prepared; flags win over that. Every image counts
+once, for any number of processes (`torchrun --nproc-per-node N validate.py ...`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt.data.dataset import EvalDataset
+from tlt.data.loader import Batch, EvalLoader
+from tlt.data.sources.folder import check_num_classes, read_class_map
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.source import ImageSource
+from tlt.errors import UserError
+from tlt.io.names import printable
+from tlt.models.folding import fold_batchnorm
+from volo.checkpoint.checkpoint_file import checkpoints_in
+from volo.cluster.distributed import World, init_world, primary_first, shut_down
+from volo.record.metrics import Sums
+from volo.record.run_directory import check_writable
+from volo.train.compilation import compile_errors_told, compile_model
+from volo.train.convolutions import check_convolutions
+from volo.train.data import validation_loader
+from volo.train.loop import Evaluation, evaluate
+from volo.train.model import TimmModel, place_model
+from volo.train.precision import Precision, resolve_amp_dtype
+from volo.train.trained_model import load_trained
+
+
+def run(args: Namespace) -> int:
+    """Entry point, after the arguments are parsed."""
+    world = init_world(args.device)
+    try:
+        with compile_errors_told(args):
+            validate(args, world)
+    finally:
+        shut_down()
+    return 0
+
+
+def validate(args: Namespace, world: World) -> None:
+    """Evaluate every checkpoint, print a line for each and write the results file."""
+    if world.is_primary:
+        print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    if args.results_file:
+        check_writable(Path(args.results_file).parent, "--results-file")
+    rows: list[dict[str, Any]] = []
+    seen: dict[tuple[int, int], dict[str, Any]] = {}
+    for path in checkpoint_files(args.checkpoint):
+        inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
+        if inode not in seen:  # the names of one epoch share one file
+            seen[inode] = evaluate_checkpoint(args, path, world)
+        rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
+        if world.is_primary:
+            print(json.dumps(rows[-1]), flush=True)
+    if args.results_file:
+        with primary_first():
+            if world.is_primary:
+                write_results(Path(args.results_file), rows, args.results_format)
+
+
+def checkpoint_files(spec: str) -> list[Path | None]:
+    """The files that `--checkpoint` means, in natural order; `[None]` stands for pretrained weights.
+
+    Raises:
+        UserError: A directory without checkpoints.
+    """
+    if not spec or not os.path.isdir(spec):
+        return [Path(spec) if spec else None]
+    return [*checkpoints_in(Path(spec), "--checkpoint")]
+
+
+def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
+    """Evaluate one checkpoint; return its row of the results."""
+    trained = load_trained(args, path)
+    model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
+    _say(world, trained.notes)
+    parameters = sum(p.numel() for p in model.parameters())
+    fold_batchnorm(model)
+
+    folder = open_folder(args, config, model, world)
+    called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
+    called = place_model(called, args, world)
+    dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
+    _say(world, check_convolutions(model, settings["input_size"], dtype, world.device))
+    called = compile_model(called, args)
+    loader = validation_loader(args, folder, args.batch_size, settings, world)
+    known = loader.skips.known_images()
+    _say(world, [f"warning: left out {printable(image.path)}: {image.reason}" for image in known])
+    precision = Precision(world.device, dtype)
+    real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
+    watch = _Progress(args.log_freq, loader, world, real)
+    result = evaluate(called, loader, precision, world, watch)
+    for line in loader.skips.take_lines():
+        print(f"warning: {line}")
+    if world.is_primary:
+        print(result, flush=True)
+    return _row(args, parameters, settings, result) | (real.accuracy() if real else {})
+
+
+def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageSource:
+    """The validation images, their classes numbered as in training.
+
+    Raises:
+        UserError: A class folder that the checkpoint doesn't know, or more classes than outputs.
+    """
+    names = read_class_map(args.class_map) if args.class_map else config.get("class_names")
+    folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
+    outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
+    _say(world, [f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)])
+    return folder
+
+
+def _say(world: World, lines: list[str]) -> None:
+    for line in lines if world.is_primary else ():
+        print(line, flush=True)
+
+
+def _row(args: Namespace, parameters: int, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "ema": args.use_ema,
+        "top1": round(result.top1, 4),
+        "top5": round(result.top5, 4),
+        "loss": round(result.loss, 6),
+        "images": result.images,
+        "unreadable": result.unreadable,
+        "param_count_millions": round(parameters / 1e6, 3),
+        "img_size": "x".join(map(str, settings["input_size"][1:])),
+        "crop_pct": settings["crop_pct"],
+        "interpolation": settings["interpolation"],
+        "images_per_second": round(result.images / max(result.seconds, 1e-9), 1),
+    }
+
+
+def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
+    """Write the rows as CSV, with a header, or as a JSON list.
+
+    Raises:
+        UserError: The file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            if kind == "json":
+                json.dump(rows, file, indent=1)
+                return
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"--results-file {path}: {error.strerror}") from error
+
+
+def read_numbers(path: str) -> list[int]:
+    """The class numbers in a text file, one per line (`--valid-labels`).
+
+    Raises:
+        UserError: Not such a file.
+    """
+    try:
+        return [int(line) for line in Path(path).read_text().split()]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--valid-labels {path}: a text file with one class number per line is needed ({error})"
+        ) from error
+
+
+class ChosenClasses(nn.Module):
+    """A model whose outputs are some of another's: folder i of the data is class `numbers[i]` of the model."""
+
+    def __init__(self, model: TimmModel, numbers: list[int]) -> None:
+        super().__init__()
+        if not numbers or max(numbers) >= model.num_classes or min(numbers) < 0:
+            raise UserError(f"--valid-labels: the model has classes 0..{model.num_classes - 1}, the file names others")
+        self.model = model
+        self.register_buffer("numbers", torch.tensor(numbers), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)[:, self.numbers]
+
+
+class RealLabels:
+    """Accuracy on ImageNet's reassessed labels (Beyer et al. 2020, "Are we done with ImageNet?").
+
+    `real.json` is a list: entry i holds the classes of ILSVRC2012_val_{i + 1:08d}, images without any don't count.
+    """
+
+    def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
+        try:
+            entries = json.loads(Path(path).read_text())
+            self.labels = {
+                f"ILSVRC2012_val_{i:08d}": set(map(int, labels)) for i, labels in enumerate(entries, start=1)
+            }
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"--real-labels {path}: a JSON list of class lists is needed ({error})") from error
+        self.dataset = dataset
+        self.sums = Sums(("images", "top1", "top5"), world.device)
+
+    def add(self, logits: Tensor, indices: Tensor) -> None:
+        """Count a batch. Raises UserError for an image that is not of ImageNet's validation set."""
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices.tolist()
+        for index, ranked in zip(indices.tolist(), best, strict=True):
+            name = Path(self.dataset.path(index)).stem
+            if name not in self.labels:
+                raise UserError(f"--real-labels knows no image {name}: it is for ImageNet's validation images")
+            if true := self.labels[name]:
+                self.sums.add(1, ranked[0] in true, not true.isdisjoint(ranked))
+
+    def accuracy(self) -> dict[str, float]:
+        """Percentages over all ranks."""
+        totals = self.sums.totals()
+        images = max(totals["images"], 1.0)
+        return {
+            "real_top1": round(100 * totals["top1"] / images, 4),
+            "real_top5": round(100 * totals["top5"] / images, 4),
+            "real_images": int(totals["images"]),
+        }
+
+
+class _Progress:
+    """Called with each batch's outputs: feeds `RealLabels`, and prints a line every `every` batches."""
+
+    def __init__(self, every: int, loader: EvalLoader, world: World, real: RealLabels | None) -> None:
+        self.every, self.loader, self.real = every, loader, real
+        self.shown = world.is_primary
+        self.done, self.start = 0, time.perf_counter()
+
+    def __call__(self, logits: Tensor, batch: Batch) -> None:
+        if self.real is not None:
+            self.real.add(logits, batch.indices)
+        self.done += 1
+        if self.shown and self.done % self.every == 0:
+            rate = (time.perf_counter() - self.start) / self.done
+            left = (len(self.loader) - self.done) * rate
+            print(f"[{self.done}/{len(self.loader)}] {rate:.3f} s/batch, {left:.0f} s left", flush=True)

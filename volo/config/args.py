@@ -1,0 +1,143 @@
+"""The programs' command lines: parsers, recipes below them, and what is refused before anything starts.
+
+Reading order: `flag_table` (what a flag is), `flags_train`, `flags_data` and `flags_eval` (the flags), `config`
+(recipes), `flag_rules` (contradictions), this file.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tlt.errors import UserError
+from volo.config.config import load_yaml
+from volo.config.flag_needs import AUGMENTATION_FLAGS
+from volo.config.flag_rules import check_generate_label, check_train, check_validate, resolve_aliases
+from volo.config.flag_table import FlagParser
+from volo.config.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
+from volo.config.flags_train import TRAIN_GROUPS
+
+# Where the command line holds a flag of one side, a recipe's flags of the other side are void.
+_ALTERNATIVES: tuple[tuple[set[str], set[str]], ...] = (
+    ({"lr"}, {"lr_base", "lr_base_size", "lr_base_scale"}),
+    ({"img_size"}, {"input_size"}),
+    ({"validation_batch_size"}, {"validation_batch_size_multiplier"}),
+    ({"drop_path"}, {"drop_connect"}),
+    ({"finetune"}, {"initial_checkpoint", "pretrained"}),
+    ({"initial_checkpoint"}, {"pretrained"}),
+    ({"token_label_data"}, {"token_label_teacher"}),
+    ({"grad_checkpointing"}, {"activation_memory"}),
+)
+_TOKEN_LABEL_FLAGS = (
+    "token_label_data",
+    "token_label_teacher",
+    "token_label_teacher_checkpoint",
+    "token_label_teacher_top_k",
+    "token_label_size",
+    "token_label_area",
+    "uncovered",
+    "compat",
+    "bad_label",
+    "label_tail",
+    "no_mix_token",
+    "dense_weight",
+    "cls_weight",
+    "ground_truth",
+    "gt_weight_agree",
+    "gt_weight_disagree",
+)
+
+
+def train_parser() -> FlagParser:
+    """The parser of train.py; use `parse_train`, which also reads the recipe and checks."""
+    return FlagParser(
+        "train.py",
+        "train.py [-c RECIPE.yaml] DATA_DIR [flags]",
+        "Train VOLO, LV-ViT or any timm model, with or without token labels. Values in brackets are the defaults, "
+        "words in parentheses what happens without the flag. --no-X turns a switch off that a recipe turns on.",
+        TRAIN_GROUPS,
+        undo=True,
+    )
+
+
+def validate_parser() -> FlagParser:
+    """The parser of validate.py; use `parse_validate`, which also checks."""
+    return FlagParser(
+        "validate.py",
+        "validate.py DATA --checkpoint PATH [flags]",
+        "Measure the accuracy of a checkpoint, or of every checkpoint in a folder.",
+        VALIDATE_GROUPS,
+    )
+
+
+def generate_label_parser() -> FlagParser:
+    """The parser of generate_label.py."""
+    return FlagParser(
+        "generate_label.py",
+        "generate_label.py DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
+        "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
+        GENERATE_LABEL_GROUPS,
+    )
+
+
+def parse_train(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
+
+    Returns:
+        One attribute per flag, and `notes`: lines that rank 0 prints once.
+
+    Raises:
+        UserError: An unknown flag or key, a wrong value, a contradiction, or a flag that would have no effect.
+    """
+    parser = train_parser()
+    given = parser.explicit(argv)
+    recipe = load_yaml(given["config"], parser.flags) if given.get("config") else {}
+    args = Namespace(**(parser.defaults() | _not_overruled(recipe, given) | given))
+    _join_data_dir(args, "DATA_DIR")
+    args.notes = resolve_aliases(args) + check_train(args, parser.flags)
+    for dest in ("aug_order", "uncovered"):
+        if given.get(dest, getattr(args, dest)) != getattr(args, dest):
+            row = dest.replace("_", "-")
+            raise UserError(f"--{row} {given[dest]} contradicts --compat {row}: keep one of them (no-{row})")
+    return args
+
+
+def parse_validate(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse validate.py's command line. Returns and raises as `parse_train` does; the data folder is `data`."""
+    parser = validate_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    _join_data_dir(args, "DATA", "data")
+    args.notes = resolve_aliases(args) + check_validate(args, parser.flags)
+    return args
+
+
+def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse generate_label.py's command line. Returns and raises as `parse_train` does."""
+    parser = generate_label_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    args.notes = resolve_aliases(args) + check_generate_label(args, parser.flags)
+    return args
+
+
+def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe without what contradicts the command line, which wins."""
+    void: set[str] = set()
+    for one, other in _ALTERNATIVES:
+        void |= other if one & given.keys() else set()
+        void |= one if other & given.keys() else set()
+    if given.get("token_label") is False:
+        void.update(_TOKEN_LABEL_FLAGS)
+    if given.get("no_aug"):
+        void.update(AUGMENTATION_FLAGS)
+    if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
+        void.add("token_label_size")  # it belongs to the recipe's image size
+    return {dest: value for dest, value in recipe.items() if dest not in void}
+
+
+def _join_data_dir(args: Namespace, shown: str, dest: str = "data_dir") -> None:
+    option = args.__dict__.pop("data_dir_option")
+    positional = getattr(args, dest)
+    if option and positional and option != positional:
+        raise UserError(f"{shown} is given twice: {positional} and --data-dir {option}")
+    setattr(args, dest, positional or option)

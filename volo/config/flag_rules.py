@@ -1,0 +1,276 @@
+"""What the programs refuse before they start: contradictions, and flags that would have no effect."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+
+from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
+from tlt.errors import UserError
+from tlt.upstream import compat_rows
+from volo.config.flag_needs import (
+    COMPAT_NEEDS,
+    CYCLIC,
+    DENSE,
+    NEEDS_GENERATE_LABEL,
+    NEEDS_TRAIN,
+    NEEDS_VALIDATE,
+    REFUSED_TRAIN,
+    REFUSED_VALIDATE,
+    Need,
+    check_needs,
+    has_labels,
+    mixes,
+    with_value,
+)
+from volo.config.flag_table import Flag, nearest
+from volo.config.flags_train import CUDA_GRAPH_MODES, SCHEDULES
+
+
+def resolve_aliases(args: Namespace) -> list[str]:
+    """Map old flags onto new ones, in place; return what the user should be told about it."""
+    notes = []
+    for dest in ("apex_amp", "native_amp"):
+        if getattr(args, dest):
+            args.amp = True
+            said = "apex has removed its own" if dest == "apex_amp" else "the only one there is"
+            notes.append(f"--{dest.replace('_', '-')}: torch's mixed precision ({said}), as --amp")
+    if getattr(args, "drop_connect", None) is not None:
+        if args.drop_path not in (None, args.drop_connect):
+            shown = f"--drop-connect {args.drop_connect:g} and --drop-path {args.drop_path:g}"
+            raise UserError(f"{shown} set the same rate: keep --drop-path")
+        args.drop_path = args.drop_connect
+        notes.append(f"--drop-connect is the old name of --drop-path, which is now {args.drop_path:g}")
+    return notes
+
+
+def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what train.py cannot honour; settle `token_label_size`; return lines for the log.
+
+    Raises:
+        UserError: A contradiction, or a flag without effect.
+    """
+    _check_refused(args, flags, REFUSED_TRAIN)
+    _check_schedule(args)
+    _check_data(args)
+    _check_weights(args)
+    notes = _settle_token_labels(args)
+    notes += _settle_compat(args)
+    check_needs(args, flags, NEEDS_TRAIN)
+    _check_compile(args)
+    if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
+        raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
+    _check_mixing(args)
+    _check_drop_path(args)
+    if args.amp and args.model_dtype != "float32":
+        raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
+    return notes + _remarks(args)
+
+
+def check_generate_label(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what generate_label.py cannot honour; otherwise as `check_validate`."""
+    return check_validate(args, flags, NEEDS_GENERATE_LABEL)
+
+
+def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = NEEDS_VALIDATE) -> list[str]:
+    """Refuse what validate.py cannot honour; return lines for the log.
+
+    Raises:
+        UserError: As `check_train`.
+    """
+    _check_refused(args, flags, REFUSED_VALIDATE)
+    _check_dataset(args, args.data, "DATA")
+    check_pixels(args)
+    _check_workers(args)
+    return check_weights(args, flags, needs)
+
+
+def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = NEEDS_VALIDATE) -> list[str]:
+    """Settle where the weights come from, for every program but train.py; return lines for the log.
+
+    Raises:
+        UserError: Two sources, or none; a flag without effect.
+    """
+    check_needs(args, flags, needs)
+    if "torchcompile" in args:
+        _check_compile(args)
+    if args.checkpoint and args.pretrained:
+        raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
+    if args.model is None and not args.checkpoint:
+        raise UserError("--model is missing, or a --checkpoint that says what model it holds")
+    if args.checkpoint or args.pretrained:
+        return []
+    args.pretrained = True
+    return [f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
+
+
+def _check_refused(args: Namespace, flags: Mapping[str, Flag], refused: Mapping[str, str]) -> None:
+    for dest, reason in refused.items():
+        row = flags.get(dest)
+        if row is not None and getattr(args, dest) != row.default:
+            raise UserError(f"{with_value(row, getattr(args, dest))}: {reason}")
+
+
+def _check_schedule(args: Namespace) -> None:
+    if args.sched == "plateau":
+        raise UserError("--sched plateau: the schedule has to be a function of the update number; use cosine or step")
+    if args.sched not in SCHEDULES:
+        near = nearest(args.sched, SCHEDULES)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(SCHEDULES)}"
+        raise UserError(f"--sched {args.sched}: unknown schedule, {hint}")
+    lr_bases = (args.lr_base, args.lr_base_size, args.lr_base_scale)
+    if args.lr is not None and lr_bases != (1.6e-3, 1024, "linear"):
+        raise UserError(f"--lr {args.lr:g} is absolute and --lr-base... scales with the batch: keep one of them")
+    if args.lr_noise is not None and (len(args.lr_noise) > 2 or args.lr_noise != sorted(args.lr_noise)):
+        raise UserError("--lr-noise takes one or two parts of the epochs, the smaller first")
+    if args.lr_cycle_mul == 0 or args.decay_epochs == 0:
+        raise UserError("--lr-cycle-mul and --decay-epochs must be larger than 0")
+
+
+def _check_dataset(args: Namespace, root: str | None, shown: str) -> None:
+    kind, _ = parse_kind(args.dataset)
+    if kind and args.data_backend == "synthetic":
+        raise UserError(f"--dataset {args.dataset} has no effect with --data-backend synthetic: keep one of them")
+    if not root and args.data_backend != "synthetic" and needs_folder(args.dataset):
+        raise UserError(f"{shown} is missing: the folder that holds the images")
+
+
+def check_pixels(args: Namespace) -> None:
+    """Refuse pixel means, deviations and image sizes that can't be.
+
+    Raises:
+        UserError: Which.
+    """
+    for dest in ("mean", "std"):
+        values = getattr(args, dest)
+        if values is not None and len(values) not in (1, 3):
+            raise UserError(f"--{dest} takes one number, or three (red, green, blue): {len(values)} are given")
+    if args.input_size is None:
+        return
+    channels, height, width = args.input_size
+    shown = f"--input-size {channels} {height} {width}"
+    if channels != 3:
+        raise UserError(f"{shown}: images are read as RGB, the first number must be 3")
+    if args.img_size is not None and (height, width) != (args.img_size, args.img_size):
+        raise UserError(f"{shown} and --img-size {args.img_size} differ: keep one of them")
+
+
+def _check_workers(args: Namespace) -> None:
+    if args.worker_type is None:
+        return
+    shown = f"--worker-type {args.worker_type}"
+    if not args.workers:
+        raise UserError(f"{shown} has no effect without --workers above 0")
+    if args.worker_type == "process" and args.data_backend.startswith("dali"):
+        raise UserError(f"{shown}: a DALI pipeline can't be shared by processes; leave it out")
+
+
+def _check_data(args: Namespace) -> None:
+    _check_dataset(args, args.data_dir, "DATA_DIR")
+    check_pixels(args)
+    _check_workers(args)
+    if args.validation_batch_size is not None and args.validation_batch_size_multiplier != 1:
+        raise UserError("--validation-batch-size and --validation-batch-size-multiplier both set it: keep one of them")
+    for dest in ("scale", "ratio"):
+        values = getattr(args, dest)
+        if len(values) != 2 or not 0 < values[0] <= values[1]:
+            raise UserError(f"--{dest} {' '.join(f'{v:g}' for v in values)}: two numbers above 0, the smaller first")
+    if args.scale[1] > 1:
+        raise UserError(f"--scale {args.scale[0]:g} {args.scale[1]:g}: the crop cannot be larger than the image (1)")
+    if args.tta > 1:
+        raise UserError(f"--tta {args.tta}: test-time augmentation is not supported; remove the flag")
+
+
+def _check_weights(args: Namespace) -> None:
+    sources = [f"--{d.replace('_', '-')}" for d in ("pretrained", "initial_checkpoint", "finetune") if getattr(args, d)]
+    if len(sources) > 1:
+        raise UserError(f"{' and '.join(sources)} name different weights to start from: keep one of them")
+    # A job that is started again goes on from its own checkpoint; only its first start fine-tunes.
+    if sources and args.resume not in ("", "auto"):
+        raise UserError(f"{sources[0]} has no effect with --resume {args.resume}: keep one, or --resume auto")
+    if args.drop_block:
+        raise UserError(
+            f"--drop-block {args.drop_block:g}: no VOLO or LV-ViT has DropBlock; use --drop-path "
+            "(other models: --model-kwargs drop_block_rate=...)"
+        )
+
+
+def _settle_token_labels(args: Namespace) -> list[str]:
+    """Without labels the token-label size is 1, as published, unless the command line says otherwise."""
+    if args.token_label_data and args.token_label_teacher:
+        raise UserError(
+            f"--token-label-data {args.token_label_data} and --token-label-teacher {args.token_label_teacher} both "
+            "give labels: keep one of them"
+        )
+    if not args.token_label or has_labels(args):
+        return []
+    args.token_label_size = args.token_label_size or 1
+    what = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"
+    return [f"--token-label without --token-label-data trains {what}"]
+
+
+def _settle_compat(args: Namespace) -> list[str]:
+    """Replace `--compat` by the rows that change something in this run, and set the flags that are rows of it."""
+    if args.compat is None:
+        return []
+    rows, everything = compat_rows.resolve(args.compat)
+    idle = {row: need.of for need in reversed(COMPAT_NEEDS) if not need.met(args) for row in need.flags if row in rows}
+    if idle and not everything:
+        row, of = next(iter(idle.items()))
+        raise UserError(f"--compat {row} has no effect without {of}")
+    args.compat = [row for row in rows if row not in idle]
+    if not args.compat:
+        raise UserError("--compat upstream changes nothing here: there are neither token labels nor augmentation")
+    args.aug_order = "published" if "aug-order" in args.compat else args.aug_order
+    args.uncovered = "uniform" if "uncovered" in args.compat else args.uncovered
+    if "label-affine" in args.compat and args.aug_order != "published":
+        raise UserError(
+            "--compat label-affine needs the published order: add --compat aug-order (--aug-order published)"
+        )
+    if "roi-align" in args.compat and not (args.no_aug or "label-affine" in args.compat):
+        raise UserError(
+            "--compat roi-align reads plain windows: add --compat label-affine, which moves the maps instead"
+        )
+    if "roi-align" in args.compat and args.uncovered != "uniform":
+        raise UserError("--compat roi-align leaves nothing out: add --compat uncovered (--uncovered uniform)")
+    return [
+        f"--compat: {', '.join(args.compat)}" + (f" (nothing to change: {', '.join(idle)})" if idle else ""),
+    ]
+
+
+def _check_compile(args: Namespace) -> None:
+    if args.torchcompile_scope == "blocks" and args.torchcompile_mode in CUDA_GRAPH_MODES:
+        raise UserError(
+            f"--torchcompile-mode {args.torchcompile_mode} records where a graph's weights lie, and blocks of other "
+            "weights share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs"
+        )
+
+
+def _check_mixing(args: Namespace) -> None:
+    if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
+        raise UserError("--cutmix-minmax takes two numbers, the least and the most")
+
+
+def _check_drop_path(args: Namespace) -> None:
+    if args.drop_path_mode == "mask" or args.drop_path is None:
+        return
+    # Whole images are dropped, to the nearest number of them, and never all.
+    if args.batch_size == 1 or args.batch_size * args.drop_path < 0.5:
+        raise UserError(
+            f"--drop-path-mode {args.drop_path_mode} drops nothing at --drop-path {args.drop_path:g} with "
+            f"--batch-size {args.batch_size}: leave it out, or take larger batches"
+        )
+
+
+def _remarks(args: Namespace) -> list[str]:
+    """What is honoured but may surprise."""
+    notes = []
+    if args.token_label and mixes(args) and not args.no_mix_token:
+        notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
+    if args.aa and args.aa != "none" and args.color_jitter != 0.4:
+        notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
+    if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
+        notes.append(f"--warmup-epochs {args.warmup_epochs} covers all of --epochs {args.epochs}")
+    if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC:
+        notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")
+    return notes

@@ -1,0 +1,147 @@
+"""The flags of `validate.py` and `generate_label.py`; what both have stands in one table.
+
+validate.py keeps the 33 flags of the published program. `--model` has no default: a checkpoint of this project says
+what it is.
+"""
+
+from __future__ import annotations
+
+from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
+from volo.config.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, WORKER_TYPES
+from volo.config.flags_train import BIND, COMPILE, OUTLOOK_KERNEL, POOLS
+
+MODEL = (
+    flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
+    flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
+    switch("--pretrained", help="the published weights"),
+    switch("--use-ema", help="the moving average in the checkpoint; an error where there is none"),
+    flag("--num-classes", default=None, type=POSITIVE, metavar="N", help="number of classes (the model's own)"),
+    flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
+    flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
+)
+
+PREPROCESSING = (
+    flag("--img-size", default=None, type=POSITIVE, metavar="N", help="image side in px (the model's own)"),
+    flag("--input-size", default=None, type=POSITIVE, nargs=3, metavar="N", help="channels, height and width in px"),
+    flag("--crop-pct", default=None, type=ABOVE_ZERO, metavar="R", help="crop / resized side (the model's own)"),
+    flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
+    flag("--std", default=None, type=ABOVE_ZERO, nargs="+", metavar="S", help="their deviations (the model's own)"),
+    flag("--interpolation", default="", choices=INTERPOLATIONS, help="resize filter (the model's own)"),
+)
+
+_IMAGES = (
+    *PREPROCESSING,
+    flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes or threads per rank; 0: none"),
+    flag(
+        "--worker-type",
+        default=None,
+        choices=WORKER_TYPES,
+        help="processes, or threads of the rank's own process (process; dali-*: thread)",
+    ),
+    switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
+    switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
+    flag("--data-backend", default="torchvision", choices=FILE_BACKENDS, help="who decodes and resizes"),
+    flag(
+        "--max-bad-images", default=None, type=COUNT, metavar="N", help="unreadable images to bear (0.1 %%, 10 to 100)"
+    ),
+    flag(
+        "--max-pixels",
+        default=50_000_000,
+        type=POSITIVE,
+        metavar="N",
+        help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
+    ),
+    flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
+)
+
+_PRECISION = (
+    flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+    switch("--amp", help="mixed precision"),
+    flag("--amp-dtype", default=None, choices=("float16", "bfloat16"), help="(float16 on GPUs, bfloat16 on CPUs)"),
+    switch("--apex-amp", help="the same as --amp"),
+    switch("--native-amp", help="the same as --amp"),
+    switch("--channels-last", help="channels-last memory layout"),
+    *COMPILE,
+    OUTLOOK_KERNEL,
+    switch("--torchscript", help="refused: use --torchcompile"),
+    switch("--legacy-jit", help="refused: use --torchcompile"),
+)
+
+_DEBUG = switch("--debug", help="show the traceback of an error that is normally told in one line")
+
+
+def _batch_size(default: int) -> Flag:
+    return flag("-b", "--batch-size", default=default, type=POSITIVE, metavar="N", help="images per device")
+
+
+VALIDATE_GROUPS = (
+    Group(
+        "Data",
+        (
+            flag("data", default=None, nargs="?", metavar="DATA", help="dataset: DATA/SPLIT/CLASS/IMAGE, or shards"),
+            flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
+            DATASET,
+            flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
+            flag("--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs"),
+            _batch_size(256),
+            *_IMAGES,
+            switch("--tf-preprocessing", help="refused"),
+        ),
+    ),
+    Group("Model", (*MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
+    Group(
+        "Results",
+        (
+            flag(
+                "--real-labels", default="", metavar="FILE", help="real.json: accuracy on ImageNet's reassessed labels"
+            ),
+            flag(
+                "--valid-labels", default="", metavar="FILE", help="class numbers, one per line: rank among these alone"
+            ),
+            flag("--results-file", default="", metavar="FILE", help="write the results there"),
+            flag("--results-format", default="csv", choices=("csv", "json"), help="format of --results-file"),
+            flag("--log-freq", default=50, type=POSITIVE, metavar="N", help="batches between lines of the log"),
+            _DEBUG,
+        ),
+    ),
+    Group("Precision and speed", _PRECISION),
+    Group(
+        "Distributed",
+        (flag("--num-gpu", default=1, type=COUNT, metavar="N", help="1; start more with torchrun"), BIND),
+    ),
+)
+
+GENERATE_LABEL_GROUPS = (
+    Group(
+        "Data",
+        (
+            flag(
+                "data", default=None, metavar="DATA", help="images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards"
+            ),
+            flag("token_label_root", default=None, metavar="OUT", help="folder for the label maps, or archive"),
+            DATASET,
+            flag("--split", default="train", metavar="NAME", help="folder of the images"),
+            _batch_size(32),
+            *_IMAGES,
+        ),
+    ),
+    Group("Model", MODEL),
+    Group(
+        "Labels",
+        (
+            flag(
+                "--format",
+                default="tree",
+                choices=("tree", "archive"),
+                help="one file per image, as published, or the few files of a label archive",
+            ),
+            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
+            switch("--no-log-sum-exp", help="an archive without what --label-tail exact needs, a sixth smaller"),
+            switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
+            switch("--overwrite", help="write label maps that exist already anew"),
+            _DEBUG,
+        ),
+    ),
+    Group("Precision and speed", _PRECISION),
+    Group("Distributed", (BIND,)),
+)

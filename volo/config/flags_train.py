@@ -1,0 +1,308 @@
+"""The flags of `train.py`: one row each; `TRAIN_GROUPS` has the order in which `--help` shows them.
+
+Those about images and labels are in `flags_data`.
+
+Names, types, defaults and meanings are those of the published VOLO `main.py` (103 flags; the two whose absence now
+means something, `--lr` and `--token-label-size`, are told in docs/flags.md); newer ones borrow timm's names.
+"""
+
+from __future__ import annotations
+
+from volo.config.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, INT, POSITIVE, SEED, SHARE, Group, flag, switch
+from volo.config.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
+
+POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference", "slices")
+DROP_PATH_MODES = ("mask", "subset")
+SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+COMPILE = (
+    flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
+    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    flag(
+        "--torchcompile-scope",
+        default=None,
+        choices=("blocks", "model"),
+        help="one graph for all blocks of a kind, or one of the model (blocks of VOLO and LV-ViT without CUDA graphs)",
+    ),
+)
+OUTLOOK_KERNEL = flag(
+    "--outlook-kernel", default="auto", choices=OUTLOOK_KERNELS, help="how VOLO's outlook attention is computed"
+)
+BIND = flag(
+    "--bind",
+    default="auto",
+    choices=("auto", "none", "cpu", "cpu+mem"),
+    help="keep each rank on the CPUs, the memory and the network card nearest its GPU",
+)
+
+
+def _gib_or_auto(text: str) -> float | str:
+    return text if text == "auto" else ABOVE_ZERO(text)
+
+
+RUN = Group(
+    "Run",
+    (
+        flag("-c", "--config", default="", metavar="FILE", help="YAML recipe; flags on the command line win over it"),
+        flag("--output", default="", metavar="DIR", help="folder for run directories (output/train)"),
+        flag("--experiment", default="", metavar="NAME", help="name of the run directory (TIME-MODEL-SIZE)"),
+        flag(
+            "--seed", default=42, type=SEED, metavar="N", help="seed of weights, data order, augmentation and MixToken"
+        ),
+        flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+        switch("--dry-run", help="check flags, data and model, print what would run, and stop before the first step"),
+        switch("--debug", help="show the traceback of an error that is normally told in one line"),
+    ),
+)
+
+MODEL = Group(
+    "Model",
+    (
+        flag("--model", default="volo_d1", metavar="NAME", help="volo_d1..d5, lvvit_t/s/m/l or any timm model"),
+        switch("--pretrained", help="start from the published weights"),
+        flag(
+            "--initial-checkpoint", default="", metavar="PATH", help="start from these weights, which must fit exactly"
+        ),
+        flag("--finetune", default="", metavar="PATH", help="start from weights of another image size or class count"),
+        flag(
+            "--num-classes", default=None, type=POSITIVE, metavar="N", help="number of classes (the model's own, 1000)"
+        ),
+        flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
+        flag("--head-init-scale", default=None, type=FLOAT, metavar="R", help="multiply the heads' initial weights"),
+        flag("--head-init-bias", default=None, type=FLOAT, metavar="B", help="initial value of the heads' biases"),
+        flag(
+            "--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"
+        ),
+    ),
+)
+
+OPTIMIZER = Group(
+    "Optimizer",
+    (
+        flag("--opt", default="adamw", metavar="NAME", help="any of timm's; fused... from apex where it is installed"),
+        flag("--opt-eps", default=None, type=AMOUNT, metavar="E", help="epsilon (the optimizer's own)"),
+        flag("--opt-betas", default=None, type=FLOAT, nargs="+", metavar="B", help="betas (the optimizer's own)"),
+        flag("--momentum", default=0.9, type=SHARE, metavar="M", help="momentum, where the optimizer has one"),
+        flag("--weight-decay", default=0.05, type=AMOUNT, metavar="W", help="weight decay"),
+        flag("--layer-decay", default=None, type=SHARE, metavar="R", help="learning rate factor from layer to layer"),
+        flag("--clip-grad", default=None, type=ABOVE_ZERO, metavar="N", help="gradient clipping threshold (none)"),
+        flag(
+            "--clip-mode", default="norm", choices=("norm", "value", "agc"), help="what is clipped; agc: not the heads"
+        ),
+        flag("--grad-accum-steps", default=1, type=POSITIVE, metavar="N", help="batches per update"),
+    ),
+)
+
+SCHEDULE = Group(
+    "Schedule",
+    (
+        flag("--lr", default=None, type=AMOUNT, metavar="LR", help="learning rate, absolute (else from --lr-base)"),
+        flag("--lr-base", default=1.6e-3, type=AMOUNT, metavar="LR", help="learning rate at --lr-base-size images"),
+        flag(
+            "--lr-base-size", default=1024, type=POSITIVE, metavar="N", help="global batch that --lr-base is meant for"
+        ),
+        flag(
+            "--lr-base-scale", default="linear", choices=("linear", "sqrt"), help="how it grows with the global batch"
+        ),
+        flag("--sched", default="cosine", metavar="NAME", help=f"schedule: {', '.join(SCHEDULES)}"),
+        switch("--sched-on-updates", help="change the learning rate at every update, not every epoch"),
+        flag("--epochs", default=300, type=POSITIVE, metavar="N", help="epochs without the cool-down"),
+        flag("--warmup-epochs", default=20, type=COUNT, metavar="N", help="epochs of linear warm-up"),
+        flag("--warmup-lr", default=1e-6, type=AMOUNT, metavar="LR", help="learning rate at the start of the warm-up"),
+        switch("--warmup-prefix", help="put the warm-up before --epochs, not into them"),
+        flag("--cooldown-epochs", default=10, type=COUNT, metavar="N", help="epochs at --min-lr after the schedule"),
+        flag("--min-lr", default=1e-5, type=AMOUNT, metavar="LR", help="learning rate at the end"),
+        flag(
+            "--start-epoch",
+            default=None,
+            type=COUNT,
+            metavar="N",
+            help="first epoch (the checkpoint's, or 0); what --resume auto finds beyond it goes on from there",
+        ),
+        flag("--decay-epochs", default=30.0, type=AMOUNT, metavar="N", help="epochs between decays (step)"),
+        flag(
+            "--decay-rate",
+            "--dr",
+            default=0.1,
+            type=AMOUNT,
+            metavar="R",
+            help="decay per step (step) or cycle (cosine); exponent (poly)",
+        ),
+        flag(
+            "--patience-epochs", default=10, type=COUNT, metavar="N", help="of the plateau schedule, which is refused"
+        ),
+        flag("--lr-cycle-mul", default=1.0, type=AMOUNT, metavar="R", help="length of a cycle over the one before"),
+        flag("--lr-cycle-limit", default=1, type=POSITIVE, metavar="N", help="number of cycles"),
+        flag(
+            "--lr-noise",
+            default=None,
+            type=AMOUNT,
+            nargs="+",
+            metavar="R",
+            help="noise from (to) this part of the epochs",
+        ),
+        flag("--lr-noise-pct", default=0.67, type=AMOUNT, metavar="R", help="largest relative noise"),
+        flag("--lr-noise-std", default=1.0, type=AMOUNT, metavar="R", help="relative standard deviation of the noise"),
+    ),
+)
+
+REGULARISATION = Group(
+    "Regularisation",
+    (
+        flag("--smoothing", default=0.1, type=SHARE, metavar="S", help="label smoothing"),
+        flag("--drop", default=0.0, type=SHARE, metavar="P", help="dropout rate"),
+        flag("--drop-path", default=None, type=SHARE, metavar="P", help="stochastic depth rate (the model's own)"),
+        flag(
+            "--drop-path-mode", default="mask", choices=DROP_PATH_MODES, help="mask what is dropped, or skip its work"
+        ),
+        flag("--drop-connect", default=None, type=SHARE, metavar="P", help="old name of --drop-path"),
+        flag("--drop-block", default=None, type=SHARE, metavar="P", help="DropBlock rate; no model here has it"),
+        switch("--outlooker-drop-path", help="stochastic depth in the outlooker stage as well (published: not there)"),
+        flag("--mixup", default=0.0, type=AMOUNT, metavar="A", help="Mixup alpha; 0: off"),
+        flag("--cutmix", default=0.0, type=AMOUNT, metavar="A", help="CutMix alpha; 0: off"),
+        flag(
+            "--cutmix-minmax", default=None, type=SHARE, nargs="+", metavar="R", help="CutMix box sides, least and most"
+        ),
+        flag("--mixup-prob", default=1.0, type=SHARE, metavar="P", help="probability of Mixup or CutMix"),
+        flag(
+            "--mixup-switch-prob", default=0.5, type=SHARE, metavar="P", help="probability of CutMix where both are on"
+        ),
+        flag("--mixup-mode", default="batch", choices=("batch", "pair", "elem"), help="mix per batch, pair or image"),
+        flag("--mixup-off-epoch", default=0, type=COUNT, metavar="N", help="stop mixing at this epoch; 0: never"),
+        flag("--aug-splits", default=0, type=COUNT, metavar="N", help="AugMix splits; refused"),
+        switch("--jsd", help="Jensen-Shannon loss over the splits; refused"),
+        switch("--resplit", help="no erasing on the first split; refused"),
+    ),
+)
+
+BATCH_NORM = Group(
+    "BatchNorm",
+    (
+        flag("--bn-momentum", default=None, type=SHARE, metavar="M", help="momentum of every BatchNorm"),
+        flag("--bn-eps", default=None, type=ABOVE_ZERO, metavar="E", help="epsilon of every BatchNorm"),
+        switch("--bn-tf", help="TensorFlow's momentum 0.01 and epsilon 1e-3"),
+        switch("--sync-bn", help="statistics over all ranks"),
+        switch("--freeze-bn", help="normalise by the running statistics and leave them as they are"),
+        flag(
+            "--dist-bn",
+            default="",
+            choices=("", "broadcast", "reduce"),
+            help="share running statistics after each epoch",
+        ),
+        switch("--split-bn", help="a BatchNorm per augmentation split; refused"),
+    ),
+)
+
+EMA = Group(
+    "EMA",
+    (
+        switch("--model-ema", help="keep a moving average of the weights and validate it too"),
+        flag("--model-ema-decay", default=0.99992, type=SHARE, metavar="R", help="share of the old average per update"),
+        switch("--model-ema-warmup", help="let the decay grow from small values at the start"),
+        switch("--model-ema-force-cpu", help="keep the average on the CPU of rank 0; it is not validated then"),
+    ),
+)
+
+PRECISION = Group(
+    "Precision and speed",
+    (
+        switch("--amp", help="mixed precision"),
+        flag("--amp-dtype", default=None, choices=("float16", "bfloat16"), help="(float16 on GPUs, bfloat16 on CPUs)"),
+        flag(
+            "--model-dtype",
+            default="float32",
+            choices=("float32", "bfloat16"),
+            help="bfloat16: compute in bfloat16 throughout, with float32 master weights",
+        ),
+        switch("--apex-amp", help="the same as --amp"),
+        switch("--native-amp", help="the same as --amp"),
+        switch("--channels-last", help="channels-last memory layout"),
+        switch("--grad-checkpointing", help="recompute activations in the backward pass to save memory"),
+        flag(
+            "--activation-memory",
+            default=None,
+            type=_gib_or_auto,
+            metavar="GIB",
+            help="recompute as few of them as fit into so many GiB of a device; auto: into what a GPU has left",
+        ),
+        *COMPILE,
+        OUTLOOK_KERNEL,
+        switch("--torchscript", help="refused: use --torchcompile"),
+    ),
+)
+
+CHECKPOINTS = Group(
+    "Checkpoints and logging",
+    (
+        flag("--resume", default="", metavar="PATH", help="checkpoint to go on from, or auto: the newest of the run"),
+        switch("--no-resume-opt", help="take weights alone from --resume"),
+        switch("--allow-changed-data", help="resume on other images or labels than the checkpoint's"),
+        flag("--checkpoint-hist", default=10, type=POSITIVE, metavar="N", help="best checkpoints to keep"),
+        flag(
+            "--recovery-interval", default=0, type=COUNT, metavar="N", help="updates between saves in an epoch; 0: none"
+        ),
+        flag("--checkpoint-minutes", default=0.0, type=AMOUNT, metavar="M", help="minutes between saves; 0: none"),
+        switch("--checkpoint-sync", help="wait for every save; without, training goes on from a copy in host memory"),
+        flag("--max-failed-saves", default=10, type=COUNT, metavar="N", help="stop after more failed saves in a row"),
+        flag(
+            "--eval-metric", default="top1", choices=("top1", "top5", "loss"), help="what makes a checkpoint the best"
+        ),
+        flag("--val-interval", default=1, type=POSITIVE, metavar="N", help="epochs between validations"),
+        flag("--log-interval", default=50, type=POSITIVE, metavar="N", help="updates between lines of the log"),
+        flag(
+            "--max-nonfinite",
+            "--skip-nonfinite",
+            default=10,
+            type=COUNT,
+            metavar="N",
+            help="skip up to N updates in a row whose gradients are not finite, stop after more",
+        ),
+        flag("--tta", default=0, type=COUNT, metavar="N", help="test-time augmentation; more than 1 is refused"),
+    ),
+)
+
+DISTRIBUTED = Group(
+    "Distributed",
+    (
+        flag(
+            "--grad-compression",
+            default="none",
+            choices=("none", "bf16"),
+            help="bf16: sum gradients over the ranks in bfloat16, half the bytes",
+        ),
+        flag(
+            "--local_rank",
+            "--local-rank",
+            default=0,
+            type=INT,
+            metavar="N",
+            help="from old launchers; LOCAL_RANK or SLURM_LOCALID in the environment wins",
+        ),
+        flag(
+            "--dist-timeout",
+            default=120,
+            type=POSITIVE,
+            metavar="S",
+            help="seconds without progress after which a hung run ends (600 before the first step and while saving)",
+        ),
+        BIND,
+    ),
+)
+
+TRAIN_GROUPS = (
+    RUN,
+    DATA,
+    MODEL,
+    TOKEN_LABELS,
+    OPTIMIZER,
+    SCHEDULE,
+    AUGMENTATION,
+    REGULARISATION,
+    BATCH_NORM,
+    EMA,
+    PRECISION,
+    CHECKPOINTS,
+    DISTRIBUTED,
+)

@@ -1,1 +1,0 @@
-"""Everything between the command line and the model: arguments, optimisation, checkpoints, the training loop."""

@@ -1,0 +1,1 @@
+"""What fits: the memory of a step, predicted before the first one."""

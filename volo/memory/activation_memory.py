@@ -1,0 +1,188 @@
+"""How much memory activations take, and which blocks compute them anew so that they fit (`--activation-memory`).
+
+What a step keeps is read off forward passes on tensors without contents (`volo.memory.fake_step`), one for each level
+of recomputation: a fixed part and a share for each image. Predictions are of eager mode; torch.compile keeps less.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
+from tlt.models.token_labeling import TokenLabelModel
+from volo.memory.fake_step import Mark, StepShape, forward_marks
+
+# Gradients that a block's backward pass has at the most at once, in outputs of the block: its own and its MLP's hidden
+# layer's, which is three to four times as wide.
+_IN_FLIGHT = 4
+_BATCHES = 16, 32  # that the two terms are read off; no batch costs more than another
+MOST_IMAGES = 1 << 16  # that a batch is searched up to
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes that grow with the batch."""
+
+    fixed: float
+    per_image: float
+
+    def at(self, batch: int) -> float:
+        """Bytes for `batch` images."""
+        return self.fixed + self.per_image * batch
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block keeps and computes.
+
+    Attributes:
+        kept: By level of recomputation.
+        flops: Of an image, computed anew at each level.
+    """
+
+    name: str
+    kept: dict[str, Size]
+    flops: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a step keeps for its backward pass.
+
+    Attributes:
+        blocks: In the order in which they run; none for models that can't recompute single ones.
+        between: Kept before the first block, between two, and after the last up to the loss.
+    """
+
+    blocks: tuple[Block, ...]
+    between: tuple[Size, ...]
+
+    def peak(self, batch: int, levels: Sequence[str]) -> float:
+        """Bytes held at the most: at the end of the forward pass, or when a block, computed anew, is gone through.
+
+        By then the blocks behind it have been let go, those before it have not.
+
+        Args:
+            batch: Images.
+            levels: Of recomputation, block by block.
+        """
+        held = highest = 0.0
+        for block, before, level in zip(self.blocks, self.between, levels, strict=False):
+            held += before.at(batch)
+            kept = block.kept[level].at(batch)
+            gradients = _IN_FLIGHT * block.kept[EVERYTHING].per_image * batch
+            highest = max(highest, held + max(kept, block.kept[NOTHING].at(batch)) + gradients)
+            held += kept
+        return max(highest, held + self.between[-1].at(batch))
+
+    def per_image(self, levels: Sequence[str]) -> float:
+        """What one more image takes where there are many."""
+        return (self.peak(MOST_IMAGES, levels) - self.peak(MOST_IMAGES // 2, levels)) / (MOST_IMAGES // 2)
+
+    def largest_batch(self, budget: float, levels: Sequence[str]) -> int:
+        """Images whose activations fit into `budget` bytes; 0 where none do."""
+        return bisect.bisect_right(range(1, MOST_IMAGES + 1), budget, key=lambda batch: self.peak(batch, levels))
+
+    def everywhere(self, level: str) -> list[str]:
+        """The same level for each block."""
+        return [level] * len(self.blocks)
+
+    def fit(self, batch: int, budget: float, choice: Sequence[str] = LEVELS) -> list[str]:
+        """Levels with which the activations fit, cheapest first: the most bytes for an operation done twice.
+
+        Of blocks alike the first goes first: by the time it is computed anew, those behind it have been let go. Where
+        nothing fits, everything is computed anew.
+
+        Args:
+            choice: Levels that may be used, from the most memory to the least.
+        """
+        levels = self.everywhere(NOTHING)
+        for index, level in self._candidates(choice):
+            if self.peak(batch, levels) <= budget:
+                break
+            levels[index] = max(level, levels[index], key=choice.index)
+        return self._given_back(levels, batch, budget, choice)
+
+    def _given_back(self, levels: list[str], batch: int, budget: float, choice: Sequence[str]) -> list[str]:
+        """Blocks keep again what fits after all, those first that compute most anew."""
+        for index in sorted(range(len(levels)), key=lambda i: -self.blocks[i].flops[levels[i]]):
+            for less in choice[: choice.index(levels[index])]:
+                tried = [*levels[:index], less, *levels[index + 1 :]]
+                if self.peak(batch, tried) <= budget:
+                    levels = tried
+                    break
+        return levels
+
+    def repeated(self, levels: Sequence[str]) -> float:
+        """Operations done twice, as a share of those of the blocks in a forward and a backward pass."""
+        anew = sum(block.flops[level] for block, level in zip(self.blocks, levels, strict=True))
+        return anew / max(3 * sum(block.flops[EVERYTHING] for block in self.blocks), 1)
+
+    def _candidates(self, choice: Sequence[str]) -> list[tuple[int, str]]:
+        """(Block, level) by operations done twice for each byte that is freed, each compared with the level before."""
+        prices = {}
+        for index, block in enumerate(self.blocks):
+            for before, level in itertools.pairwise(choice):
+                freed = block.kept[before].per_image - block.kept[level].per_image
+                if freed > 0:
+                    prices[index, level] = (block.flops[level] - block.flops[before]) / freed
+        return sorted(prices, key=prices.__getitem__)
+
+
+def activations_of(model: nn.Module, shape: StepShape) -> Activations:
+    """Predict what a training step keeps; the model is in the mode in which it will be trained.
+
+    Raises:
+        NotImplementedError, RuntimeError: The model does something that takes values; VOLO and LV-ViT don't.
+    """
+    if not isinstance(model, TokenLabelModel):
+        ends = [_marks(model, shape, batch)[-1].held for batch in _BATCHES]
+        return Activations((), (_size(*ends),))
+    names = [name for name, _ in model.named_blocks()]
+    chosen, checkpointing, marks = model.recompute, model.grad_checkpointing, {}
+    try:
+        for level in reversed(LEVELS):
+            model.set_recompute(dict.fromkeys(names, level))
+            marks[level] = _marks(model, shape, _BATCHES[-1])
+        fewer = _marks(model, shape, _BATCHES[0])
+    finally:
+        model.set_recompute({} if checkpointing else chosen)
+        model.set_grad_checkpointing(checkpointing)
+    return _assemble(names, marks, fewer)
+
+
+def _marks(model: nn.Module, shape: StepShape, batch: int) -> list[Mark]:
+    blocks = [block for _, block in model.named_blocks()] if isinstance(model, TokenLabelModel) else []
+    return forward_marks(model, shape, batch, blocks)
+
+
+def _assemble(names: list[str], marks: dict[str, list[Mark]], fewer: list[Mark]) -> Activations:
+    """Marks stand where block 0 begins and ends, where block 1 begins and ends, ... and at the end."""
+    grown = [_size(*pair) for pair in zip(_growth(fewer), _growth(marks[NOTHING]), strict=True)]
+    growths = {level: _growth(each) for level, each in marks.items()}
+    blocks = []
+    for index, name in enumerate(names):
+        first, last = marks[NOTHING][2 * index : 2 * index + 2]
+        # What doesn't grow with the batch is the weights in the type of autocast, at any level.
+        fixed = grown[2 * index + 1].fixed
+        kept = {level: Size(fixed, (growths[level][2 * index + 1] - fixed) / _BATCHES[-1]) for level in LEVELS}
+        rest = (last.rest - first.rest) / _BATCHES[-1]
+        products = (last.products - first.products) / _BATCHES[-1]
+        blocks.append(Block(name, kept, {NOTHING: 0.0, POINTWISE: rest, EVERYTHING: products + rest}))
+    return Activations(tuple(blocks), tuple(grown[::2]))
+
+
+def _growth(marks: list[Mark]) -> list[int]:
+    """Bytes that have come from mark to mark."""
+    held = [0, *(mark.held for mark in marks)]
+    return [after - before for before, after in itertools.pairwise(held)]
+
+
+def _size(fewer: float, more: float) -> Size:
+    per_image = (more - fewer) / (_BATCHES[1] - _BATCHES[0])
+    return Size(fewer - per_image * _BATCHES[0], per_image)

@@ -1,0 +1,1 @@
+"""What a run leaves to read: its directory, events, metrics, curves."""

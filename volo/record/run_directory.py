@@ -1,0 +1,359 @@
+"""The directory of one run: what was asked for, what it ran on, what came out. Only rank 0 writes.
+
+args.yaml        resolved arguments; `-c args.yaml` repeats the run
+run.json         one record per start: command line, versions, host, world size
+log.txt          the console's lines
+events.jsonl     what happened, when and where (`volo.record.events`; every rank writes)
+metrics.jsonl    one record per report and per epoch
+summary.csv      one row per epoch
+superseded-metrics.jsonl   records that a resumed run has made again, or will
+curve.png        learning curves (where matplotlib is installed)
+first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.first_batch`)
+*.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import os
+import platform
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from tlt.errors import UserError
+from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
+from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
+from volo.record.json_lines import LineFile, strict_json
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
+SUPERSEDED = "superseded-metrics.jsonl"
+# What differs between two runs that do the same, in metrics.jsonl and summary.csv.
+TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
+DEFAULT_ROOT = "output/train"
+_NOT_A_SETTING = {
+    "config",
+    "notes",
+    "local_rank",
+    "debug",
+    "resume",
+    "no_resume_opt",
+    "allow_changed_data",
+    "start_epoch",
+    "dry_run",
+}
+
+
+# What makes a run the experiment that it is, unlike where its files lie and what it runs on.
+_OF_EXPERIMENT = {
+    flag.dest
+    for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
+    for flag in group.flags
+} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # the steps change with the number of processes
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Try to write where results shall be, before hours are spent on them: in `folder`, or where it would be made.
+
+    A folder is made there and removed at once; permissions alone say too little (root, read-only mounts).
+
+    Raises:
+        UserError: Nothing can be written there.
+    """
+    there = folder
+    try:
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        TemporaryDirectory(dir=there, prefix=".writable-").cleanup()
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: nothing can be written in {there} ({error.strerror})") from error
+
+
+def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print) -> Path:
+    """Return where this run writes; creates nothing.
+
+    `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`.
+    With `--resume FILE` it is the directory of the file, if that is a run's and neither flag names another place; with
+    `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed, labels,
+    optimizer, schedule, augmentation and regularisation.
+
+    Args:
+        tell: Told of a newer run that is not continued, because it is another experiment.
+
+    Raises:
+        UserError: The directory holds another run's checkpoints and nobody asked to resume it, or is not in ROOT.
+    """
+    root = Path(args.output or DEFAULT_ROOT)
+    suffix = f"-{args.model.replace('/', '_')}-{max(image_size)}"
+    resumed = Path(args.resume).parent if args.resume not in ("", "auto") else None
+    if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
+        return resumed
+    if not args.experiment:
+        return (args.resume == "auto" and _newest_alike(root, suffix, args, tell)) or _unused(root, suffix)
+    if Path(args.experiment).is_absolute() or ".." in Path(args.experiment).parts:
+        raise UserError(f"--experiment {args.experiment} leads out of {root}: give a name, and its folder as --output")
+    directory = root / args.experiment
+    if args.resume != "auto" and any(directory.glob("*.pth.tar")):
+        raise UserError(
+            f"{directory} already holds checkpoints: continue it with --resume auto, or name another --experiment"
+        )
+    return directory
+
+
+def _newest_alike(root: Path, suffix: str, args: Namespace, tell: Callable[[str], None]) -> Path | None:
+    """The newest run with the settings of `args`; None if there is none."""
+    alike, passed_over = None, ""
+    for file in sorted(root.glob(f"*{suffix}/args.yaml"), reverse=True):
+        if not (changes := _other_experiment(file, args)):
+            alike = file.parent
+            break
+        passed_over = passed_over or (
+            f"--resume auto leaves {file.parent} alone, another experiment ({'; '.join(changes)}): "
+            f"--experiment {file.parent.name} would go on with it"
+        )
+    if passed_over:
+        tell(passed_over)
+    return alike
+
+
+def _other_experiment(file: Path, args: Namespace) -> list[str]:
+    """What an args.yaml has otherwise; nothing if it is damaged: the run's checkpoints tell what it is."""
+    try:
+        recorded = yaml.safe_load(file.read_bytes())
+    except (OSError, yaml.YAMLError):
+        return []
+    return changed_settings(recorded, {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT})
+
+
+def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
+    """Compare recorded settings with the present ones: one line for each of `now` that differs."""
+    if not isinstance(recorded, dict):
+        return []
+    differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != plain(now[k])]
+    return [f"{k}: {recorded[k]!r} before, {now[k]!r} now" for k in differing]
+
+
+def _is_named(directory: Path, args: Namespace) -> bool:
+    """Whether `--output` and `--experiment`, where given, mean `directory`."""
+    if args.experiment:
+        return (Path(args.output or DEFAULT_ROOT) / args.experiment).resolve() == directory.resolve()
+    return not args.output or Path(args.output).resolve() == directory.resolve().parent
+
+
+def _unused(root: Path, suffix: str) -> Path:
+    """A directory named after the present second, with a number where another run has started in it."""
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([now], (f"{now}-{number}" for number in itertools.count(2)))
+    return next(path for path in (root / (name + suffix) for name in names) if not path.exists())
+
+
+class RunDirectory:
+    """Writes the records of one run. Construct it on rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._log, self._metrics = LineFile(path / "log.txt"), LineFile(path / METRICS)
+        self._rows: list[dict[str, Any]] = []  # of summary.csv that could not be written yet
+        self._started: dict[str, bytes] = {}  # files of this start
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
+
+    def record_start(self, args: Namespace, world_size: int, device: str, launch: str | None = None) -> None:
+        """Write args.yaml and add a record to run.json; `launch` is the launcher's id."""
+        starts = self._starts()
+        starts.append(
+            {
+                "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+                "command": sys.argv,
+                "working_directory": os.getcwd(),
+                "launch": launch,
+                "host": socket.gethostname(),
+                "python": platform.python_version(),
+                "versions": versions(),
+                "world_size": world_size,
+                "device": device,
+            }
+        )
+        self._started = {
+            "args.yaml": yaml.safe_dump(settings_of(args), sort_keys=True).encode(),
+            "run.json": (json.dumps(starts, indent=1) + "\n").encode(),
+        }
+        for name, content in self._started.items():
+            _write(self.path / name, content)
+
+    def _starts(self) -> list[dict[str, Any]]:
+        try:
+            starts = json.loads((self.path / "run.json").read_bytes())
+        except (OSError, ValueError):  # not there, or damaged: events.jsonl knows the starts, too
+            return []
+        return starts if isinstance(starts, list) else []
+
+    def rewind(self, epoch: int, update: int) -> int:
+        """Take the records from after a position out of metrics.jsonl and summary.csv: they will be made again.
+
+        Args:
+            epoch: Epochs finished.
+            update: Optimizer steps done.
+
+        Returns:
+            How many lines were moved from metrics.jsonl to superseded-metrics.jsonl.
+
+        Raises:
+            UserError: The files can't be written.
+        """
+        metrics, summary = self.path / METRICS, self.path / SUMMARY
+        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
+        kept: list[bytes] = []
+        dropped: list[bytes] = []
+        for line in lines:
+            whole = line.endswith(b"\n")
+            (kept if whole and _is_before(line, epoch, update) else dropped).append(line if whole else line + b"\n")
+        rows = read_summary(summary)
+        try:
+            if dropped:
+                with (self.path / SUPERSEDED).open("ab") as file:
+                    file.write(b"".join(dropped))
+                _write(metrics, b"".join(kept))
+            if any(int(row["epoch"]) >= epoch for row in rows):
+                _write(summary, _as_csv([row for row in rows if int(row["epoch"]) < epoch]))
+        except OSError as error:
+            raise UserError(f"{self.path}: the records can't be written ({error.strerror}): make room there") from error
+        return len(dropped)
+
+    def sync(self) -> None:
+        """Return when the records are on the disk, as far as it can be: a checkpoint must not outlive them.
+
+        Those of the start are written again if they were removed.
+        """
+        for name in [name for name in self._started if not (self.path / name).exists()]:
+            with suppress(OSError):
+                _write(self.path / name, self._started[name])
+        for name in (METRICS, SUMMARY):
+            with suppress(OSError), (self.path / name).open("rb") as file:
+                os.fsync(file.fileno())
+
+    def log(self, line: str) -> None:
+        """Add a line to log.txt."""
+        self._log.append(line)
+
+    def metrics(self, record: dict[str, Any]) -> None:
+        """Add a record to metrics.jsonl."""
+        self._metrics.append(strict_json(record))
+
+    def summary(self, row: dict[str, Any]) -> None:
+        """Add an epoch's row to summary.csv; rows of the same or later epochs, from before a resume, are dropped.
+
+        While the disk is full rows wait for the next one.
+        """
+        self._rows.append({k: str(v) for k, v in row.items()})
+        file, first = self.path / SUMMARY, int(self._rows[0]["epoch"])
+        with suppress(OSError):
+            _write(file, _as_csv([r for r in read_summary(file) if int(r["epoch"]) < first] + self._rows))
+            self._rows.clear()
+
+    def draw_curve(self) -> Path:
+        """Draw curve.png from summary.csv. Raises whatever matplotlib raises."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
+
+
+def versions() -> dict[str, str]:
+    """What the run is made of."""
+    return {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy")}
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """The arguments that make the run what it is, as plain types: not those that only say how it was started."""
+    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_A_SETTING})
+
+
+def read_summary(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a summary.csv that tell their epoch, none if there is no such file."""
+    if not file.is_file():
+        return []
+    with file.open(newline="", encoding="utf-8", errors="replace") as lines:
+        rows = csv.DictReader(line.replace("\0", "") for line in lines)
+        return [row for row in rows if (row.get("epoch") or "").isdecimal()]
+
+
+def _as_csv(rows: list[dict[str, str]]) -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def _is_before(line: bytes, epoch: int, update: int) -> bool:
+    """Whether a record is of what was done at a position. The epoch decides first: epochs may change their length."""
+    try:
+        record = json.loads(line)
+        if record["event"] == "epoch" or record["epoch"] != epoch:
+            return record["epoch"] < epoch
+        return record["update"] <= update
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+def plain(value: Any) -> Any:
+    """Return `value` with everything that is not a plain type turned into one (tuples into lists, paths into text)."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _draw(rows: list[dict[str, str]], file: Path) -> Path:
+    from matplotlib import pyplot as plt
+
+    figure, (losses, accuracy) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    for axes, names, label in (
+        (losses, ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"), "loss"),
+        (accuracy, ("eval_top1", "eval_top5", "eval_top1_ema"), "accuracy (%)"),
+    ):
+        for name in names:
+            points = [(int(r["epoch"]), float(r[name])) for r in rows if r.get(name)]
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), label=name.replace("_", " "), marker="." if len(points) < 30 else ""
+                )
+        axes.set(xlabel="epoch", ylabel=label)
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+    return file
+
+
+def _write(file: Path, content: bytes) -> None:
+    staged = file.with_name(file.name + ".tmp")
+    staged.write_bytes(content)
+    staged.replace(file)
+
+
+def _version(name: str) -> str:
+    """The version that runs, with the build that torch adds to it (+cu130); of the metadata where not imported."""
+    module = sys.modules.get(name)
+    if module is not None and hasattr(module, "__version__"):
+        return str(module.__version__)
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

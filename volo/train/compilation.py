@@ -1,0 +1,178 @@
+"""`--torchcompile`: what is compiled, what its failures are called, and a note where it doesn't come to an end.
+
+Compiled block by block ("blocks"), the blocks of a kind share one graph and the rest of the model stays as it is: one
+layer of each kind is compiled instead of all. "model" is one graph of everything, which CUDA graphs want.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tlt.errors import UserError
+from tlt.models.token_labeling import TokenLabelModel
+from volo.config.flags_train import CUDA_GRAPH_MODES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
+_LONGEST = 300  # characters of torch's message that are shown
+_NEEDS_COMPILER = "install a C++ compiler (apt-get install g++) or name yours in CXX"
+# By the name of torch's exception.
+_REMEDIES = {
+    "InvalidCxxCompiler": _NEEDS_COMPILER,
+    "CppCompileError": _NEEDS_COMPILER,
+    "TritonMissing": "install triton (pip install triton)",
+}
+
+
+def compile_model(model: Any, args: Namespace) -> Any:
+    """Compile a model as `--torchcompile` and its companions say, and return what is to be called.
+
+    Blocks are compiled in place and keep their names; copies that are made of the model later are not compiled.
+
+    Args:
+        model: Bare, or in DistributedDataParallel or another module.
+
+    Raises:
+        UserError: torch knows no such backend, or the model has no blocks to be compiled apart.
+    """
+    if not args.torchcompile:
+        return model
+    check_scope(args, model)
+    compiled = _compiler(args)
+    if _scope(args, model) == "model":
+        return compiled(model)
+    for block in _blocks(model):
+        block.compile(**compiled.keywords)
+    return model
+
+
+def feature_compiler(model: nn.Module, args: Namespace) -> Callable[[F], F]:
+    """Compile `model` for a function that calls parts of it, and return what is to be done to that function.
+
+    Raises:
+        UserError: torch knows no such backend.
+    """
+    if args.torchcompile and _scope(args, model) == "model":
+        return _compiler(args)
+    compile_model(model, args)
+    return lambda function: function
+
+
+def check_scope(args: Namespace, model: nn.Module) -> None:
+    """Refuse `--torchcompile-scope blocks` for a model that names no blocks."""
+    if args.torchcompile_scope == "blocks" and not _blocks(model):
+        raise UserError(
+            f"--torchcompile-scope blocks: only VOLO and LV-ViT name their blocks, {args.model} is compiled as a "
+            "whole: --torchcompile-scope model"
+        )
+
+
+def _scope(args: Namespace, model: nn.Module) -> str:
+    """What is to be compiled of a model: "blocks" or "model"."""
+    if not _blocks(model):
+        return "model"
+    return args.torchcompile_scope or ("model" if args.torchcompile_mode in CUDA_GRAPH_MODES else "blocks")
+
+
+def begin_step() -> None:
+    """Tell CUDA graphs that what they returned so far is done with. Where there are none, nothing happens.
+
+    To be called before the first forward pass of each update, not between its micro-batches: the gradients that these
+    add up lie where the graphs put them.
+    """
+    if _CUDA_GRAPHS in sys.modules:
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+@contextmanager
+def compile_errors_told(args: Namespace) -> Iterator[None]:
+    """Tell in one line where torch can't compile.
+
+    Raises:
+        UserError: In place of torch's own exception.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not args.torchcompile or not _is_compile_error(error):
+            raise
+        raise UserError(
+            f"--torchcompile {args.torchcompile}: torch can't compile this ({_summary(error)}): {_remedy(error)}, or "
+            "leave --torchcompile out; --debug shows all"
+        ) from error
+
+
+class CompileWatch:
+    """Counts what torch compiles from interval to interval of training; the first one's is what it takes to start."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell = tell
+        self.started = False
+        self._graphs, self._seconds = _compiled_so_far()
+
+    def skip(self) -> None:
+        """What was compiled since the last interval was for something else."""
+        self._graphs, self._seconds = _compiled_so_far()
+
+    def interval(self, first: int, last: int) -> None:
+        """Look at the updates from `first` to `last`."""
+        graphs, seconds = _compiled_so_far()
+        new = graphs - self._graphs
+        if new and not self.started:
+            self.tell(f"torch.compile: {new} graphs in {seconds - self._seconds:.0f} s")
+        elif new:
+            self.tell(
+                f"warning: torch compiled {new} graphs anew in updates {first} to {last}, "
+                f"{seconds - self._seconds:.0f} s ({graphs} so far): an epoch's last, smaller batch does it once; "
+                "TORCH_LOGS=recompiles shows others"
+            )
+        self.started = True
+        self._graphs, self._seconds = graphs, seconds
+
+
+def _compiled_so_far() -> tuple[int, float]:
+    """Graphs that torch has compiled in this process, and the seconds that it took."""
+    dynamo = torch._dynamo.utils
+    return dynamo.counters["stats"]["unique_graphs"], dynamo.calculate_time_spent()["total_wall_time"]
+
+
+def _compiler(args: Namespace) -> partial[Any]:
+    """torch.compile with the backend and mode of the flags."""
+    if args.torchcompile not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise UserError(f"--torchcompile {args.torchcompile}: no such backend, there are {known}")
+    if args.torchcompile_mode in CUDA_GRAPH_MODES:
+        importlib.import_module(_CUDA_GRAPHS)  # `begin_step` counts from the first step on
+    return partial(torch.compile, backend=args.torchcompile, mode=args.torchcompile_mode)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of the VOLO or LV-ViT in a model."""
+    return [block for m in model.modules() if isinstance(m, TokenLabelModel) for _, block in m.named_blocks()]
+
+
+def _is_compile_error(error: Exception) -> bool:
+    """Whether it comes from torch's compiler, or from Triton, where Inductor compiles a program not before it runs."""
+    return type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
+
+
+def _summary(error: Exception) -> str:
+    """What torch says, without its advice on how to debug torch."""
+    inner = getattr(error, "inner_exception", None) or error
+    text = " ".join(f"{type(inner).__name__}: {inner}".split())
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def _remedy(error: Exception) -> str:
+    kind = type(getattr(error, "inner_exception", None) or error).__name__
+    return _REMEDIES.get(kind, "try another --torchcompile-scope")

@@ -1,0 +1,211 @@
+"""From arguments to data: which images, which labels, which augmentation, which loader."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tlt.data.augment.device_stage import DeviceStage, EvalStage
+from tlt.data.augment.index_stream import IndexStream
+from tlt.data.augment.plan import AugmentConfig
+from tlt.data.backends.decode import Backend, create_backend
+from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
+from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
+from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.sources.folder import ImageFolder, compare_classes
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.shards import ShardedImages
+from tlt.data.sources.source import ImageSource
+from tlt.errors import UserError
+from tlt.io.progress import SearchProgress
+from tlt.labels.labels import open_labels as open_label_store
+from tlt.upstream.published import check_half_ids
+from volo.cluster.distributed import World
+from volo.cluster.ranks import local_size_from_environment
+from volo.record.data_wait import Feed, cpus_of_rank
+
+# Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
+SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Training and validation images with one class list."""
+
+    train: ImageSource
+    validation: ImageSource
+    warnings: list[str] = field(default_factory=list)
+
+
+def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
+    """Find the images of both splits. Long searches call `found`.
+
+    Raises:
+        UserError: A split is missing or empty, or the splits' classes differ.
+    """
+    if args.data_backend == "synthetic":
+        classes = args.num_classes or 1000
+        batch = args.batch_size * args.grad_accum_steps * world_size
+        return Folders(
+            synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
+            synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
+        )
+    train = open_images(args.data_dir, args.train_split, args.dataset, found=found, split_flag="--train-split")
+    validation = open_images(
+        args.data_dir, args.val_split, args.dataset, train.class_names, found=found, split_flag="--val-split"
+    )
+    compare_classes(train, validation)
+    return Folders(train, validation, train.warnings + validation.warnings)
+
+
+def open_labels(
+    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
+) -> tuple[LabelReader | None, list[str]]:
+    """Find the token labels of the training images. Returns (labels or None, warnings). Long searches call `found`.
+
+    Raises:
+        UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
+    """
+    if not args.token_label_data:
+        return None, []
+    if args.data_backend == "synthetic":
+        if args.label_tail != "zero":
+            raise UserError(f"--label-tail {args.label_tail}: synthetic maps have no log-sum-exp; leave it out")
+        return SyntheticLabels(folder), [
+            f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
+        ]
+    rows = args.compat or ()
+    if "half-ids" in rows:
+        check_half_ids(num_classes)
+    labels = open_label_store(
+        args.token_label_data,
+        folder.paths,
+        area=args.token_label_area,
+        num_classes=num_classes,
+        bad_label=args.bad_label,
+        class_names=folder.class_names,
+        published_names="label-names" in rows,
+        label_tail=args.label_tail,
+        found=found,
+    )
+    return labels, labels.warnings
+
+
+def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:
+    """The training augmentation that the flags describe."""
+    return AugmentConfig(
+        size=settings["input_size"][1:],
+        scale=tuple(args.scale),
+        ratio=tuple(args.ratio),
+        hflip=args.hflip,
+        vflip=args.vflip,
+        auto_augment=None if args.aa in ("", "none") else args.aa,
+        color_jitter=args.color_jitter,
+        interpolation=args.train_interpolation or "random",
+        reprob=args.reprob,
+        remode=args.remode,
+        recount=args.recount,
+        mean=tuple(settings["mean"]),
+        no_aug=args.no_aug,
+        aug_order=args.aug_order,
+    )
+
+
+def train_loader(
+    args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
+) -> TrainLoader:
+    """The training batches of this rank.
+
+    Raises:
+        UserError: Fewer images than one global batch, or too many that are known to be unreadable.
+    """
+    config = augment_config(args, settings)
+    stream = IndexStream(
+        len(folder),
+        args.batch_size * args.grad_accum_steps * world.size,
+        args.seed,
+        world.size,
+        world.rank,
+        args.grad_accum_steps,
+        args.drop_last,
+    )
+    # Training alone decodes huge images scaled down: validation keeps to the filters of other backends.
+    backend = _backend(args, world, dct_scaling=not args.full_decode)
+    return TrainLoader(
+        TrainDataset(folder, config, args.seed, labels, backend, args.compat or ()),
+        stream,
+        DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
+        **_loader_options(args, folder, world),
+        persistent_workers=args.use_multi_epochs_loader,
+    )
+
+
+def validation_loader(
+    args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
+) -> EvalLoader:
+    """The validation batches of this rank. Raises UserError: too many images are known to be unreadable."""
+    dataset = EvalDataset(
+        folder,
+        settings["input_size"][1:],
+        settings["crop_pct"],
+        settings["crop_mode"],
+        settings["interpolation"],
+        fill=[min(255, round(255 * value)) for value in settings["mean"]],
+        backend=_backend(args, world),
+    )
+    return EvalLoader(
+        dataset,
+        batch_size,
+        EvalStage(settings["mean"], settings["std"]).to(world.device),
+        **_loader_options(args, folder, world),
+        persistent_workers=getattr(args, "use_multi_epochs_loader", False),
+        world_size=world.size,
+        rank=world.rank,
+        may_be_empty=world.size > 1,  # whether anything is left is known over all ranks: `evaluate` sees to it
+    )
+
+
+def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backend:
+    if args.data_backend == "synthetic":
+        return SyntheticBackend()
+    return create_backend(args.data_backend, args.max_pixels, args.workers, world.device, dct_scaling)
+
+
+def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, allowed_cpus: float) -> Feed:
+    """How this rank gets its images, for advice on a run that waits for them.
+
+    Args:
+        allowed_cpus: That this process may use.
+    """
+    ranks = local_size_from_environment(os.environ) or 1
+    kinds = {ImageFolder: "folder", ShardedImages: "shards"}
+    return Feed(
+        workers=args.workers,
+        cpus=cpus_of_rank(allowed_cpus, ranks),
+        ranks=ranks,
+        backend=args.data_backend,
+        source=kinds.get(type(dataset.source), "other"),
+        on_gpu=device.type == "cuda",
+        image_size=dataset.config.size,
+        batch_size=args.batch_size,
+        in_processes=args.worker_type != "thread" and not dataset.backend.in_threads,
+    )
+
+
+def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
+    skips = SkipCounter(len(folder), args.max_bad_images, folder.unreadable(args.max_pixels))
+    skips.check()
+    return {
+        "device": world.device,
+        "workers": args.workers,
+        "worker_type": args.worker_type or "process",
+        "pin_memory": args.pin_mem,
+        "prefetch": not args.no_prefetcher,
+        "timeout": float(args.loader_timeout),
+        "skips": skips,
+    }

@@ -1,0 +1,301 @@
+"""From arguments to a model: built by timm, then switched as the flags say."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from argparse import Namespace
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_data_config
+from timm.layers import convert_sync_batchnorm, to_2tuple
+from torch import nn
+
+from tlt.errors import UserError
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
+from volo.cluster.ddp import DdpSettings, distribute
+from volo.cluster.distributed import World
+from volo.models import VOLO
+from volo.train.compilation import compile_model
+
+# A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
+TimmModel = Any
+
+# TensorFlow's BatchNorm: --bn-tf
+_SMALL = 10_000_000  # weights that may be built whatever a checkpoint says
+_MANY_CLASSES = 100_000
+_TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
+_LABEL_SETTINGS = ("aug_order", "uncovered", "label_tail")
+
+
+def image_size_of(args: Namespace) -> tuple[int, int] | None:
+    """Return (H, W) as asked for by `--input-size` or `--img-size`, None if neither is given."""
+    if args.input_size is not None:
+        return args.input_size[1], args.input_size[2]
+    if args.img_size is None:
+        return None
+    return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
+
+
+def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
+    """Build `args.model` on the CPU.
+
+    Args:
+        recorded: Keyword arguments of the model from a checkpoint; flags win over them.
+        weights: Of those arguments' checkpoint: a model that is far larger isn't built.
+
+    Raises:
+        UserError: Unknown model name (the nearest ones are shown), arguments that the model doesn't know or that it
+            can't run with, a model that is too large, published weights that don't exist or can't be fetched, or a flag
+            for a part that the model doesn't have.
+    """
+    name = args.model
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(
+            f"--model {name}: timm knows no such model" + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
+    kwargs = (recorded or {}) | _model_kwargs(args)
+    fetched = kwargs.get("pretrained")
+    try:
+        if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
+            _refuse_huge(name, kwargs, weights if recorded else None)
+        model = timm.create_model(name, **kwargs)
+        if getattr(args, "model_kwargs", None):
+            with torch.no_grad():  # what contradicts itself shows here, not at the first step
+                model.eval()(torch.zeros(1, *eval_settings(args, model)["input_size"]))
+            model.train()
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        if fetched and isinstance(error, RuntimeError):
+            raise UserError(_not_fetched(name, error)) from error
+        raise UserError(f"--model {name} cannot be built with {kwargs}: {_first_line(error)}") from error
+    except OSError as error:  # what a hub raises without a network derives from it
+        if not fetched:
+            raise
+        raise UserError(_not_fetched(name, error)) from error
+    set_outlook_kernel(model, getattr(args, "outlook_kernel", "auto"))
+    set_drop_path_mode(model, getattr(args, "drop_path_mode", "mask"))
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _not_fetched(name: str, error: Exception) -> str:
+    return (
+        f"--model {name}: its published weights can't be fetched ({' '.join(str(error).split())}): name a file of them "
+        "with --initial-checkpoint (validate.py, generate_label.py: --checkpoint)"
+    )
+
+
+def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None:
+    """Refuse a model that this machine can't hold, or that is far larger than the `weights` of its checkpoint."""
+    with torch.device("meta"):
+        wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
+    if weights is not None and wanted > 4 * weights + _SMALL:
+        raise UserError(
+            f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
+        )
+    needed, memory = 4 * wanted / 2**30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if needed > memory:
+        raise UserError(
+            f"--model {name} with {kwargs.get('num_classes', 1000):,} classes (--num-classes) takes {needed:,.0f} GiB, "
+            f"this machine has {memory:,.0f}"
+        )
+
+
+def _model_kwargs(args: Namespace) -> dict[str, Any]:
+    """The flags that concern the model's constructor; None means the model's own default."""
+    kwargs: dict[str, Any] = {
+        "pretrained": getattr(args, "pretrained", False),
+        "num_classes": args.num_classes,
+        "in_chans": args.input_size[0] if args.input_size else None,
+        "global_pool": args.gp,
+        "drop_rate": getattr(args, "drop", None) or None,
+        "drop_path_rate": getattr(args, "drop_path", None),
+        "outlooker_drop_path": getattr(args, "outlooker_drop_path", False) or None,
+    }
+    if image_size_of(args) is not None and _takes_image_size(args.model):
+        kwargs["img_size"] = image_size_of(args)
+    kwargs = {k: v for k, v in kwargs.items() if v is not None and v is not False}
+    for key, given in (getattr(args, "model_kwargs", None) or {}).items():
+        value = to_2tuple(given) if key == "img_size" else given
+        if kwargs.setdefault(key, value) != value:
+            raise UserError(
+                f"--model-kwargs {key}={value} contradicts the flag for it, which says {kwargs[key]}: keep one of them"
+            )
+    return kwargs
+
+
+def _takes_image_size(name: str) -> bool:
+    """Whether the model is built for one size: ours, and timm's vision transformers."""
+    if is_ours(name):
+        return True
+    config = timm.get_pretrained_cfg(name)
+    return config is not None and bool(config.fixed_input_size)
+
+
+def is_ours(name: str) -> bool:
+    """Whether the registered model `name` is one of this project's."""
+    return timm.model_entrypoint(name).__module__.split(".")[0] in ("volo", "tlt")
+
+
+def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Resolve input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
+
+    Flags win, then what a checkpoint recorded (so that training and validation agree), then the model's own.
+    """
+    known = {"crop_pct", "mean", "std", "interpolation", "crop_mode"}
+    asked = {k: v for k, v in vars(args).items() if v not in (None, "")}
+    settings = {k: v for k, v in (recorded or {}).items() if k in known and v not in (None, "")}
+    size = image_size_of(args) or getattr(model, "img_size", None)
+    if size is not None:
+        asked["input_size"] = (getattr(model, "in_chans", 3), *size)
+    asked.pop("img_size", None)
+    return resolve_data_config(settings | asked, model=model, use_test_size=False)
+
+
+def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:
+    """Make a timm model fit for `--token-label`; VOLO and LV-ViT are, and without the flag nothing happens.
+
+    Raises:
+        UserError: It has no spatial features, or MixToken is on and images can't be mixed behind its embedding.
+    """
+    if not args.token_label:
+        return model
+    model = with_dense_head(model, image_size)
+    if isinstance(model, WithDenseHead):
+        if not args.no_mix_token:
+            model.check_mix_token()
+        if args.token_label_size == 1:  # nothing trains it then
+            model.set_dense_head(False)
+    return model
+
+
+def prepare_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+    """Apply BatchNorm flags, gradient checkpointing, memory format and SyncBN, and move the model to its device."""
+    set_batchnorm(model, args)
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing(True)
+    if args.sync_bn and world.size > 1:
+        if world.device.type != "cuda":
+            raise UserError("--sync-bn needs GPUs (torch has no SyncBatchNorm for the CPU); use --dist-bn reduce")
+        model = convert_sync_batchnorm(model)
+    return place_model(model, args, world)
+
+
+def set_outlook_kernel(model: nn.Module, kernel: str) -> None:
+    """Apply `--outlook-kernel`.
+
+    Raises:
+        UserError: The model has no outlook attention.
+    """
+    if kernel == "auto":
+        return
+    if not isinstance(model, VOLO):
+        raise UserError(f"--outlook-kernel {kernel} has no effect: only VOLO has outlook attention; leave it out")
+    model.set_outlook_kernel(kernel)
+
+
+def set_drop_path_mode(model: nn.Module, mode: str) -> None:
+    """Apply `--drop-path-mode`.
+
+    Raises:
+        UserError: The model's residual branches are none of ours.
+    """
+    if mode == "mask":
+        return
+    if not isinstance(model, TokenLabelModel):
+        raise UserError(f"--drop-path-mode {mode} needs --model volo_... or lvvit_...: others can't skip branches")
+    model.set_drop_path_mode(mode)
+
+
+def place_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+    """Move the model to its device, in the memory format of `--channels-last`."""
+    return model.to(device=world.device, memory_format=torch.channels_last if args.channels_last else None)
+
+
+def set_batchnorm(model: nn.Module, args: Namespace) -> None:
+    """Set momentum and epsilon of every BatchNorm layer from `--bn-tf`, `--bn-momentum` and `--bn-eps`."""
+    values = dict(_TF_BATCHNORM) if args.bn_tf else {}
+    values |= {k: v for k, v in (("momentum", args.bn_momentum), ("eps", args.bn_eps)) if v is not None}
+    if not values:
+        return
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if not layers:
+        raise UserError(f"--model {args.model} has no BatchNorm layer: remove --bn-tf, --bn-momentum, --bn-eps")
+    for layer in layers:
+        for name, value in values.items():
+            setattr(layer, name, value)
+
+
+def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+    """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say.
+
+    Raises:
+        UserError: Gradients are to be compressed, and there is nobody to send them to.
+    """
+    if world.size > 1:
+        # Without a class loss the class head and its attention take part in nothing.
+        unused = args.token_label and args.cls_weight == 0
+        model = distribute(model, world.device, DdpSettings(args.grad_compression), unused)
+    elif args.grad_compression != "none":
+        raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")
+    return compile_model(model, args)
+
+
+def heads_of(model: TimmModel) -> list[nn.Module]:
+    """The class head or heads, and the dense head where the model has one."""
+    classifier = model.get_classifier()
+    heads = list(classifier) if isinstance(classifier, tuple) else [classifier]
+    return heads + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
+
+
+def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:
+    """Multiply the heads' initial weights by `scale` and set their biases (`--head-init-scale`, `--head-init-bias`)."""
+    for head in heads_of(model):
+        if not isinstance(head, nn.Linear):
+            raise UserError("--head-init-scale and --head-init-bias need a linear head")
+        with torch.no_grad():
+            if scale is not None:
+                head.weight.mul_(scale)
+                head.bias.mul_(scale)
+            if bias is not None:
+                head.bias.fill_(bias)
+
+
+def label_settings(args: Namespace) -> dict[str, Any] | None:
+    """How the token labels of a run were read, None for a run without."""
+    if not args.token_label:
+        return None
+    return {"compat": args.compat or []} | {name: getattr(args, name) for name in _LABEL_SETTINGS}
+
+
+def model_config(
+    model: TimmModel,
+    args: Namespace,
+    settings: dict[str, Any],
+    class_names: list[str],
+    teacher: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a checkpoint records so that others build and evaluate the model as it was trained.
+
+    Args:
+        teacher: Who made the labels, where a network did in the run itself.
+    """
+    labels = label_settings(args)
+    return {
+        "name": args.model,
+        "kwargs": ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
+        "num_classes": model.num_classes,
+        "img_size": list(settings["input_size"][1:]),
+        "in_chans": settings["input_size"][0],
+        "dense_head": getattr(model, "dense_head", None),
+        **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
+        "class_names": class_names,
+        "labels": labels if teacher is None else (labels or {}) | teacher,
+    }

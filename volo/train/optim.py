@@ -1,0 +1,91 @@
+"""The optimizer: timm's by name, with this model's weight-decay exclusions and layer decay."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from torch import nn
+from torch.optim import Optimizer
+
+from tlt.errors import UserError
+from volo.config.flag_table import nearest
+
+# torch has one kernel per step for these. On a CPU it takes for granted that gradients and moments have the strides of
+# their parameters: autograd sees to the gradients, `volo.checkpoint.optimizer_state` to loaded moments.
+_FUSED = ("adam", "adamw", "sgd")
+
+
+def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
+    """Build the optimizer of `args.opt` over the trainable parameters of the bare (unwrapped) model.
+
+    No weight decay on one-dimensional parameters, biases and what `model.no_weight_decay()` names. With layer decay,
+    groups hold `lr_scale`. Learning rates are placeholders until `set_lr`.
+
+    Args:
+        args: The flags of the group "Optimizer", and `lr` or `lr_base`.
+        model: Already on its device.
+        device: Where the parameters are (the first parameter's device where None).
+
+    Raises:
+        UserError: Unknown optimizer, one that is not installed, or a flag that it has no use for.
+    """
+    device = device or next(model.parameters()).device
+    name = _check_optimizer(args, device)
+    options: dict[str, Any] = {}
+    if args.opt_eps is not None:
+        options["eps"] = args.opt_eps
+    if args.opt_betas is not None:
+        options["betas"] = tuple(args.opt_betas)
+    if device.type in ("cuda", "cpu") and name in _FUSED:
+        options["fused"] = True
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=args.opt,
+            lr=args.lr_base if args.lr is None else args.lr,
+            weight_decay=args.weight_decay,
+            momentum=args.momentum,
+            layer_decay=args.layer_decay,
+            **options,
+        )
+    except (ImportError, ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"--opt {args.opt}: {' '.join(str(error).split())}") from error
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Give every parameter group `lr`, times its `lr_scale` where layer decay set one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def _check_optimizer(args: Namespace, device: torch.device) -> str:
+    """Return timm's name of `args.opt` without the prefix `lookahead_`; raise UserError as `create_optimizer` does."""
+    name = args.opt.lower().removeprefix("lookahead_")
+    if name not in list_optimizers():
+        near = nearest(name, list_optimizers())
+        raise UserError(f"--opt {args.opt}: timm has no such optimizer" + (f", did you mean {near}?" if near else ""))
+    info = get_optimizer_info(name)
+    if info.second_order:
+        raise UserError(f"--opt {args.opt} needs second derivatives, which the training step does not compute")
+    package = info.opt_class.partition(".")[0] if isinstance(info.opt_class, str) else ""
+    if package and importlib.util.find_spec(package) is None:
+        how = "NVIDIA's PyTorch container ships it" if package == "apex" else f"pip install {package}"
+        raise UserError(f"--opt {args.opt} needs {package}, which is not installed ({how}); --opt adamw needs nothing")
+    if package and device.type != "cuda":
+        raise UserError(f"--opt {args.opt} runs on GPUs alone, this run is on the {device.type}: --opt adamw")
+    _check_unused(args, info)
+    return name
+
+
+def _check_unused(args: Namespace, info: Any) -> None:
+    if args.momentum != 0.9 and not info.has_momentum:
+        raise UserError(f"--momentum {args.momentum:g} has no effect: --opt {args.opt} has no momentum")
+    if args.opt_eps is not None and not info.has_eps:
+        raise UserError(f"--opt-eps {args.opt_eps:g} has no effect: --opt {args.opt} has no epsilon")
+    betas = info.num_betas if info.has_betas else 0
+    if args.opt_betas is not None and len(args.opt_betas) != betas:
+        raise UserError(f"--opt-betas: --opt {args.opt} takes {betas} betas, {len(args.opt_betas)} are given")

@@ -1,0 +1,191 @@
+"""Mixed precision and the guarded optimizer step.
+
+On CUDA `--amp` means float16 autocast with loss scaling (bfloat16 without, on request); on the CPU it means bfloat16,
+because float16 there is about 50 times slower. A step whose gradients are not finite changes no weight.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from timm.utils.agc import adaptive_clip_grad
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+from volo.train.master_weights import WorkingCopy
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class NonFiniteError(UserError):
+    """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
+
+    exit_code = 3
+
+
+def resolve_amp_dtype(amp: bool, requested: str | None, device: torch.device) -> torch.dtype | None:
+    """Return the autocast dtype, or None for float32.
+
+    Raises:
+        UserError: float16 is asked for on a CPU.
+    """
+    if not amp:
+        return None
+    if device.type == "cpu" and requested == "float16":
+        raise UserError("--amp-dtype float16 is about 50 times slower than float32 on a CPU; use --amp-dtype bfloat16")
+    return DTYPES[requested or ("float16" if device.type == "cuda" else "bfloat16")]
+
+
+def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
+    """The autocast dtype of `--model-dtype` or `--amp`, None for float32; raises as `resolve_amp_dtype`."""
+    if getattr(args, "model_dtype", "float32") == "bfloat16":  # runs of before know no such flag
+        return torch.bfloat16
+    return resolve_amp_dtype(args.amp, args.amp_dtype, device)
+
+
+def total_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients, a scalar tensor; not finite if any element isn't."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+class Precision:
+    """Autocast, loss scaling, clipping, and the step that skips non-finite gradients.
+
+    Args:
+        device: Where the model trains.
+        amp_dtype: Autocast dtype, None for float32.
+        clip_grad: Clipping threshold, None for none.
+        clip_mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
+        max_nonfinite: `check()` raises after more than this many skipped steps in a row.
+        working_copy: The bfloat16 copy of the model that computes, None where the model itself does.
+        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        amp_dtype: torch.dtype | None = None,
+        clip_grad: float | None = None,
+        clip_mode: str = "norm",
+        max_nonfinite: int = 10,
+        working_copy: WorkingCopy | None = None,
+        heads: Iterable[nn.Module] = (),
+    ) -> None:
+        self.device, self.amp_dtype, self.working_copy = device, amp_dtype, working_copy
+        self.clip_grad, self.clip_mode = clip_grad, clip_mode
+        self._head_parameters = {parameter for head in heads for parameter in head.parameters()}
+        scaled = amp_dtype is torch.float16 and device.type == "cuda"
+        self.scaler = torch.amp.GradScaler(device.type) if scaled else None
+        # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
+        self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
+        self._consecutive = torch.zeros((), dtype=torch.int32, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the present step
+        self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
+
+    def begin(self) -> None:
+        """Before training goes on: what was loaded into the model is what computes."""
+        if self.working_copy is not None:
+            self.working_copy.take_weights()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context in which the forward pass and the loss run."""
+        if self.amp_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.amp_dtype)
+
+    def backward(self, loss: Tensor, reduced: bool = False) -> None:
+        """Accumulate the gradients of `loss`, scaled where float16 needs it.
+
+        Args:
+            reduced: This backward pass averages what was accumulated over the ranks.
+        """
+        self._loss_broken = self._loss_broken | ~torch.isfinite(loss.detach())
+        if self.working_copy is not None and reduced:
+            self.working_copy.take_gradients_back()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.working_copy is not None:
+            self.working_copy.give_gradients()
+
+    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
+        """Clip, step unless a gradient is not finite, clear the gradients.
+
+        Returns the 2-norm of the gradients before clipping, a scalar on the device. All ranks agree on whether to step,
+        because they hold the same all-reduced gradients.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        norm = total_norm(parameters)
+        broken = ~torch.isfinite(norm)
+        self._consecutive = torch.where(broken, self._consecutive + 1, 0)
+        self._skipped += broken
+        self._steps.append(torch.stack([broken, self._loss_broken]))
+        self._loss_broken = torch.zeros_like(self._loss_broken)
+        self._clip(parameters, norm)
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            _step_unless(broken, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        if self.working_copy is not None:
+            self.working_copy.take_weights()
+        return norm
+
+    def _clip(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        if self.clip_grad is None:
+            return
+        if self.clip_mode == "norm":
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_grad, norm)
+        elif self.clip_mode == "value":
+            nn.utils.clip_grad_value_(parameters, self.clip_grad)
+        else:
+            clipped = [parameter for parameter in parameters if parameter not in self._head_parameters]
+            adaptive_clip_grad(clipped, self.clip_grad, norm_type=2.0)
+
+    def take_broken(self) -> dict[int, bool]:
+        """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
+
+        Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `check`.
+        """
+        steps, self._steps = self._steps, []
+        told = torch.stack(steps).tolist() if steps else []
+        return {number - len(told): own for number, (broken, own) in enumerate(told) if broken}
+
+    def counts(self) -> list[int]:
+        """Steps skipped in a row just now, and in the whole run. Synchronises with the device."""
+        return torch.stack([self._consecutive, self._skipped]).tolist()
+
+    def restore_counts(self, consecutive: int, skipped: int) -> None:
+        """Go on counting from what `counts` returned."""
+        self._consecutive.fill_(consecutive)
+        self._skipped.fill_(skipped)
+
+    def check(self) -> int:
+        """Return how many steps were skipped in the whole run. Synchronises: call it once per log interval.
+
+        Raises:
+            NonFiniteError: More than `max_nonfinite` steps in a row were skipped.
+        """
+        consecutive, skipped = self.counts()
+        if consecutive > self.max_nonfinite:
+            raise NonFiniteError(
+                f"the gradients of {consecutive} steps in a row were not finite (--skip-nonfinite): weights were left "
+                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; python -m volo.commands.replay "
+                "RUN/nonfinite/*.json shows where it begins"
+            )
+        return skipped
+
+
+def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step if `broken` is false: on the device where the optimizer is fused, else after one host synchronisation."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and broken.is_cuda:
+        optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif not bool(broken):
+        optimizer.step()

@@ -1,0 +1,75 @@
+"""A model as it is used: built as its checkpoint says, with its weights, in evaluation."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.errors import UserError
+from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
+from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.wrap import dense_head_of, with_dense_head
+from volo.checkpoint.finetune import load_weights
+from volo.checkpoint.model_config import model_config_of
+from volo.train.model import TimmModel, build_model, eval_settings, image_size_of
+
+
+@dataclass
+class TrainedModel:
+    """What `load_trained` returns."""
+
+    model: TimmModel  # on the CPU, in evaluation
+    args: Namespace  # the flags, with what the checkpoint says filled in where they leave it open
+    config: dict[str, Any]  # the checkpoint's `model_config`, empty where it has none
+    settings: dict[str, Any]  # how images are prepared, of `eval_settings`
+    notes: list[str]  # what a user should know
+
+
+def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) -> TrainedModel:
+    """Build the model that a checkpoint holds, or a published one, and load its weights.
+
+    Args:
+        path: The checkpoint; None for `args.pretrained`.
+        dense: Also the dense head that token labeling gave to a timm model, where the checkpoint has one.
+
+    Raises:
+        UserError: No such model or file, or weights that don't fit.
+    """
+    checkpoint = read_checkpoint(path) if path is not None else {}
+    config = model_config_of(checkpoint, path or "") or {}
+    args = with_recorded(args, config, checkpoint, path)
+    kwargs = config.get("kwargs") if args.model == config.get("name") else None
+    model = build_model(args, kwargs, count_weights(checkpoint))
+    if path is not None:
+        if dense and dense_head_of(checkpoint, args.use_ema, path):
+            model = with_dense_head(model, image_size_of(args))
+        load_weights(model, path, args.use_ema, checkpoint)
+    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
+        model.set_dense_head(False)
+    notes = []
+    if not args.use_ema and any(key in checkpoint for key in EMA_KEYS):
+        # Where the average is validated, it is what a run's epochs are ranked by.
+        notes.append(
+            f"{path} holds a moving average of the weights too (--use-ema takes it): these are the plain weights"
+        )
+    return TrainedModel(model.eval(), args, config, eval_settings(args, model, config), notes)
+
+
+def with_recorded(
+    args: Namespace, config: dict[str, Any], checkpoint: dict[str, Any], path: str | Path | None
+) -> Namespace:
+    """Fill in what the flags leave open: model, class count and image size, from the checkpoint.
+
+    Raises:
+        UserError: Nobody says which model it is.
+    """
+    filled = Namespace(**vars(args))
+    filled.model = args.model or config.get("name") or checkpoint.get("arch")
+    if not filled.model:
+        raise UserError(f"{path} doesn't say which model it is: give --model")
+    filled.num_classes = args.num_classes or config.get("num_classes")
+    if args.img_size is None and args.input_size is None and "img_size" in config:
+        filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
+    return filled
