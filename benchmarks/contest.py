@@ -8,30 +8,18 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from benchmarks.arms import OURS, Arm
 from benchmarks.peak_flops import measured_peak, shown_peak
-from benchmarks.phases import Phases
+from benchmarks.phases import Runner
 from benchmarks.profile import profile_of
 from benchmarks.rounds import Timing, by_clocks, cpu_seconds
 from tlt.errors import UserError
 from volo.train.compilation import compile_errors_told
 from volo.train.precision import compute_dtype
-
-
-class Runner(Protocol):
-    """What is timed of an arm."""
-
-    phases: Phases
-
-    def run(self, steps: int) -> int:
-        """Do so many batches; returns how many images they had. `phases` has their parts."""
-
-    def memory(self) -> dict[str, float]:
-        """Bytes per image at a peak, by what the peak is of."""
 
 
 class NoPeerError(UserError):

@@ -33,7 +33,8 @@ from benchmarks.rounds import by_clocks, cpu_seconds
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
-from tlt.data.backends.decode import BACKENDS, create_backend
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import BACKENDS
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import TrainDataset
 from tlt.data.loader import TrainLoader

@@ -26,8 +26,8 @@ import torch
 from benchmarks.loss import Case, random_labels
 from benchmarks.memory import Resident, resident
 from benchmarks.rounds import Timing, Work, interleaved, machine
-from tlt.data.workers import START_METHOD
 from tlt.errors import UserError
+from tlt.io.processes import START_METHOD
 from tlt.label_map import LabelMap
 from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header

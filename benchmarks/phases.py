@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,3 +51,15 @@ def synchronize(device: torch.device) -> None:
 def _between(before: Any, after: Any) -> float:
     seconds: float = before.elapsed_time(after) / 1e3 if isinstance(before, torch.cuda.Event) else after - before
     return seconds
+
+
+class Runner(Protocol):
+    """What is timed of an arm."""
+
+    phases: Phases
+
+    def run(self, steps: int) -> int:
+        """Do so many batches; returns how many images they had. `phases` has their parts."""
+
+    def memory(self) -> dict[str, float]:
+        """Bytes per image at a peak, by what the peak is of."""

@@ -22,6 +22,7 @@ from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.label_map import LabelMap
 from tlt.labels.label_store import LabelStore
 from tlt.labels.store import write_map
+from tlt.upstream.published import views
 
 SHOTS = 8
 SEED = 3
@@ -93,7 +94,7 @@ def load_batch(
     for folder in shots:
         stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
         stream = IndexStream(len(folder), len(folder), seed=SEED)
-        dataset = TrainDataset(folder, config, SEED, labels, backend, rows)
+        dataset = TrainDataset(folder, config, SEED, labels, backend, views(rows))
         loader = TrainLoader(dataset, stream, stage, device, workers)
         ((_, _, batch),) = loader.epoch(1)
         batches.append(batch)

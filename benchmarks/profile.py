@@ -12,15 +12,12 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.phases import synchronize
-
-if TYPE_CHECKING:
-    from benchmarks.contest import Runner
+from benchmarks.phases import Runner, synchronize
 
 _BATCHES = 3
 _SHOWN = 60

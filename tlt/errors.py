@@ -20,6 +20,12 @@ class MissingSplit(UserError):
     """No such split. `tlt.data.sources.open_images` adds the flag that would name another one."""
 
 
+class NonFiniteError(UserError):
+    """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
+
+    exit_code = 3
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional package where it is used.
 

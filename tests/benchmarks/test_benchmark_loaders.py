@@ -18,7 +18,8 @@ from benchmarks.flags_benchmark import DATA_BACKENDS
 from benchmarks.rounds import cpu_seconds
 from tests.conftest import LIMIT
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.backends.decode import Backend, create_backend
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import Backend
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
 from volo import cli

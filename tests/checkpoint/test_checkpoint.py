@@ -13,10 +13,9 @@ from packaging.version import Version
 from timm.utils import CheckpointSaver
 
 from tests.train.small_run import build, epoch_of, names, resumed, save, train
-from tlt.errors import UserError
+from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir
-from volo.train.precision import NonFiniteError
 
 
 def test_top_k_is_timms(tmp_path: Path) -> None:

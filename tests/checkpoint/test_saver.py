@@ -14,12 +14,12 @@ import torch
 import volo.checkpoint.checkpoint as checkpoint_module
 import volo.checkpoint.saver as module
 from tests.train.small_run import build, names, payload_of, resumed, same, tensors, train
+from tlt.errors import NonFiniteError
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, TrainState
 from volo.checkpoint.checkpoint_file import NotWrittenError, save_checkpoint
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.snapshot import HostSnapshot
-from volo.train.precision import NonFiniteError
 
 
 class Told:

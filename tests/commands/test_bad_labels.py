@@ -1,7 +1,7 @@
 """Token labels that are damaged, foreign or gone, as a user meets them: one line, exit code 2, nothing written lost.
 
 Rows that other files cover in full: a label that is missing in a tree (`test_train.py`, fault 45), every way to damage
-an archive (`tests/labels/test_pack.py`), what makes a label file unusable and whose label it is
+an archive (`tests/tools/test_pack.py`), what makes a label file unusable and whose label it is
 (`tests/labels/test_store.py`).
 """
 

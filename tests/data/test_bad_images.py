@@ -16,7 +16,8 @@ from timm.data import create_transform
 
 from tests.data.backends.test_decode import picture
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.backends.decode import BACKENDS, Backend, Crop, Encoded, Size, create_backend
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import BACKENDS, Backend, Crop, Encoded, Size
 from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, TrainDataset
 from tlt.data.sources.folder import ImageFolder, scan_folder
 

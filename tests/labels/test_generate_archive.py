@@ -31,7 +31,7 @@ from tlt.labels import annotate
 from tlt.labels.annotate import Annotator
 from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_format import Manifest, file_places
-from tlt.labels.store import TreeMetadata
+from tlt.labels.metadata import TreeMetadata
 from tlt.tools.check import check
 from tlt.tools.pack import pack, unpack
 from volo.cli import generate_label

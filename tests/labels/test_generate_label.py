@@ -16,7 +16,8 @@ from timm.data import create_transform
 import volo  # noqa: F401  (registers the models)
 from tlt.data.sources.folder import scan_folder
 from tlt.io.progress import Progress
-from tlt.labels.store import PublishedTree, TreeMetadata, read_map
+from tlt.labels.metadata import TreeMetadata
+from tlt.labels.store import PublishedTree, read_map
 from volo.cli import generate_label
 
 SIZE = 64

@@ -14,7 +14,8 @@ import torch
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
 from tlt.labels.label_files import label_names, published_label_name
-from tlt.labels.store import PublishedTree, TreeMetadata, read_map, write_map
+from tlt.labels.metadata import TreeMetadata
+from tlt.labels.store import PublishedTree, read_map, write_map
 
 NAMES = ["c0/0.jpg", "c0/1.png", "c1/0.jpg"]
 SHAPE = (2, 3, 4)

@@ -19,7 +19,8 @@ from tests.properties.outcomes import result_or_refusal, spoilt
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
 from tlt.label_map import LabelMap
 from tlt.labels.archive import LabelArchive
-from tlt.labels.store import TreeMetadata, read_map, write_map
+from tlt.labels.metadata import TreeMetadata
+from tlt.labels.store import read_map, write_map
 from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.train_state import TrainState

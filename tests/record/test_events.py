@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from tlt.data.dataset import Skipped
-from tlt.errors import UserError
+from tlt.errors import NonFiniteError, UserError
 from volo.cluster.distributed import World
 from volo.record import json_lines
 from volo.record.events import FILE, EventLog
 from volo.record.json_lines import LineFile, read_json_lines, strict_json
 from volo.record.logger import Logger
-from volo.train.precision import NonFiniteError
 
 
 def _logger(rank: int = 0) -> Logger:

@@ -8,9 +8,9 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
-from tlt.errors import UserError
+from tlt.errors import NonFiniteError, UserError
 from volo.train.model import heads_of
-from volo.train.precision import NonFiniteError, Precision, resolve_amp_dtype
+from volo.train.precision import Precision, resolve_amp_dtype
 
 CPU = torch.device("cpu")
 

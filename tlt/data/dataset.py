@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -22,16 +22,14 @@ from torch.utils.data import Dataset
 
 from tlt import geometry
 from tlt.data.augment.counter import uniform
-from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, draw_steps, make_plan
+from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, Steps, draw_steps, make_plan
 from tlt.data.backends.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.reading_board import ReadingBoard
 from tlt.data.sources.image_file import BadImage, check_size
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.label_map import LabelBatch, LabelMap
-from tlt.upstream import published
-from tlt.upstream.compat_rows import LABEL_ROWS
 
 MAX_ATTEMPTS = 20  # images tried for one place in a batch before the data set is called unreadable
 CROP_MODES = ("center", "squash", "border")
@@ -101,6 +99,11 @@ class Fault:
     no_memory: bool = False
 
 
+# From the configuration, the steps that a plan was composed of, the plan and the labels of a batch: the labels, and the
+# affine (B, 2, 3) and visible part (B, 4) with which they are read in place of the plan's.
+LabelView = Callable[[AugmentConfig, Steps, Plan, LabelBatch], tuple[LabelBatch, Tensor, Tensor]]
+
+
 class LabelReader(Protocol):
     """Token labels by image index (`tlt.labels.store`)."""
 
@@ -164,7 +167,7 @@ class TrainDataset(BatchDataset):
         seed: Of crops, augmentation and replacements.
         labels: Token labels in the folder's order, or None.
         backend: Decoder; None: torchvision's.
-        compat: Rows of `tlt.upstream.compat_rows` that the labels follow.
+        label_view: How the maps of a batch are read in place of the plan's own way (`tlt.upstream.published.views`).
     """
 
     def __init__(
@@ -174,13 +177,13 @@ class TrainDataset(BatchDataset):
         seed: int,
         labels: LabelReader | None = None,
         backend: Backend | None = None,
-        compat: Collection[str] = (),
+        label_view: LabelView | None = None,
     ) -> None:
         super().__init__(folder, backend or TorchvisionBackend())
         self.config = config
         self.seed = seed
         self.labels = labels
-        self.label_rows = frozenset(LABEL_ROWS).intersection(compat)
+        self.label_view = label_view
 
     def load(self, key: BatchKey) -> HostBatch:
         slots = _Slots(self, key)
@@ -226,9 +229,9 @@ class TrainDataset(BatchDataset):
     def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> HostBatch:
         labels, bad_labels = self._labels(slots.indices, plan.source.tolist())
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-        if labels is not None and self.label_rows:
+        if labels is not None and self.label_view is not None:
             steps = draw_steps(self.config, self.seed, key.epoch, np.array(slots.indices), plan.source)
-            labels, affine, visible = published.label_view(self.label_rows, self.config, steps, plan, labels)
+            labels, affine, visible = self.label_view(self.config, steps, plan, labels)
         return HostBatch(
             key=key,
             images=images,

@@ -20,7 +20,7 @@ from tlt.data.dataset import BatchDataset, BatchKey, EvalDataset, HostBatch, Ski
 from tlt.data.threads import ThreadWorkers
 from tlt.data.workers import Workers
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.label_map import LabelBatch
 
 DEFAULT_TIMEOUT = 300.0  # seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import multiprocessing
@@ -23,18 +22,12 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, ReadingBoard
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.processes import START_METHOD, end_with_main_process
+from tlt.io.text import printable
 
-# How processes are started, on every Python: on Linux by fork, which Python 3.14 does only where asked. They share the
-# data set and all modules with the main process, and begin at once. By "forkserver", each loads torch and unpickles the
-# data set: 490 MB of its own in place of 20 (1.28 million images). The price is what Python warns of from 3.12 on: a
-# thread may hold a lock at that moment. Python and glibc see to their own; a worker that hangs is replaced
-# (`Workers._begin`).
-START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 PREFETCH_FACTOR = 2  # batches ready or in the making per worker
 _DEATH_NOTICE = 2.0  # seconds
 _FORKS, _FORK_PATIENCE = 3, 10.0  # times that workers are started, and seconds that they have to begin
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LESS = "lower --workers or --batch-size, and in a container give /dev/shm more room (docker --shm-size)"
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid\D*[\d, ]+\) (is killed by signal: [^.]*|exited unexpectedly)")
 
@@ -279,11 +272,6 @@ def _obey_main_process(worker: int) -> None:
 def _give_up(error: Exception, batch: object) -> None:
     print(f"a data worker could not send a batch: {error}", file=sys.stderr, flush=True)
     os._exit(1)
-
-
-def end_with_main_process() -> None:
-    """Let the kernel end this process when the one that started it is no more (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_when_told(main_process: int) -> None:

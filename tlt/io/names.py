@@ -1,4 +1,4 @@
-"""A list of many names in little memory, and names in messages."""
+"""A list of many names in little memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
-
-NAMES_SHOWN = 5  # in a message
 
 
 class Names(Sequence[str]):
@@ -79,16 +77,3 @@ class Names(Sequence[str]):
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3])) + (", ..." if len(self) > 3 else "")
         return f"Names([{shown}])"
-
-
-def printable(name: str) -> str:
-    """The name on one line and safe for any terminal: line breaks and bytes that are not UTF-8 are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
-
-
-def some_names(names: Sequence[str]) -> str:
-    """The first few names of a list for a message."""
-    if not names:
-        return "none"
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(repr(printable(name)) if " " in name else printable(name) for name in names[:NAMES_SHOWN]) + more

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.names import Names, printable
+from tlt.io.files import sha256_of
+from tlt.io.names import Names
+from tlt.io.text import printable
 from tlt.labels.archive_format import (
     MANIFEST_NAME,
     NAMES_NAME,
@@ -26,7 +28,6 @@ from tlt.labels.archive_format import (
     Manifest,
     MappedFile,
     row_crc,
-    sha256_of,
     shard_name,
 )
 from tlt.labels.label_files import find_labels, find_published

@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.files import sync_folder
+from tlt.io.tensor_file import numpy_dtype
+from tlt.io.text import printable
 from tlt.label_map import Area
 
 FORMAT = "volo-tlt label archive, version 1"
@@ -38,7 +40,6 @@ SHARD_RECORDS = 65_536
 UNKNOWN_AREA = (-1.0, -1.0, -1.0, -1.0)  # of maps of the centred square of an image whose size is not known
 
 _ALIGNMENT = 64
-_DTYPES = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "U8": "|u1"}
 
 Fields = dict[str, tuple[str, tuple[int, ...]]]  # name -> (safetensors dtype, shape), in file order
 
@@ -194,15 +195,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def sync_folder(folder: str | Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def file_header(tensors: Fields) -> bytes:
     """The start of a safetensors file: its length, then names, types, shapes and places as JSON."""
     entries, offset = {}, 0
@@ -225,12 +217,7 @@ def file_places(tensors: Fields) -> tuple[dict[str, int], int]:
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * np.dtype(_DTYPES[dtype]).itemsize
-
-
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """numpy's name of a safetensors type."""
-    return np.dtype(_DTYPES[dtype])
+    return int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
 
 
 class MappedFile:
@@ -287,12 +274,3 @@ def row_crc(rows: Iterable[np.ndarray], row: int, crc: int) -> int:
 def row_bytes(tensors: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """(n, bytes) uint8 views of the tensors of a shard that a row's crc32 covers."""
     return [tensors[name].reshape(len(tensors[name]), -1).view(np.uint8) for name in ROW_FIELDS if name in tensors]
-
-
-def sha256_of(path: str | Path) -> str:
-    """The sha256 of a file."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.files import sha256_of, sync_folder
+from tlt.io.tensor_file import numpy_dtype
+from tlt.io.text import printable
 from tlt.label_map import Area, LabelMap
 from tlt.labels.agreement import Agreement
 from tlt.labels.archive import Rows
@@ -30,14 +32,11 @@ from tlt.labels.archive_format import (
     file_header,
     file_places,
     names_fields,
-    numpy_dtype,
     row_bytes,
     row_crc,
-    sha256_of,
     shard_name,
-    sync_folder,
 )
-from tlt.labels.store import TreeMetadata
+from tlt.labels.metadata import TreeMetadata
 
 
 def id_type(num_classes: int) -> str:

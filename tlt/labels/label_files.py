@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tlt.data.sources.natural import natural_key
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.natural import natural_key
 from tlt.io.progress import SearchProgress
+from tlt.io.text import printable
 
 
 def label_names(names: Sequence[str]) -> list[str]:

@@ -6,17 +6,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING
 
 from tlt.errors import UserError
-from tlt.io.names import Names, printable
+from tlt.io.names import Names
+from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.label_files import published_label_name
+from tlt.labels.metadata import AREAS, TreeMetadata
 
-if TYPE_CHECKING:
-    from tlt.labels.store import TreeMetadata
-
-AREAS = ("full", "center")
 BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
 
 

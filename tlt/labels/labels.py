@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.labels.archive import LabelArchive, is_archive
 from tlt.labels.label_store import LabelStore
 from tlt.labels.shard_labels import ShardLabels, shard_folder

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from tlt.errors import UserError
-from tlt.io.names import printable
 from tlt.io.tail import relative_to_tail
+from tlt.io.text import printable
 from tlt.label_map import Area, LabelMap
 from tlt.labels.label_store import LabelStore
-from tlt.labels.store import TreeMetadata
+from tlt.labels.metadata import TreeMetadata
 
 GRID_FIELDS = ("values", "ids", "log_sum_exp")
 RECORD_FIELDS = (*GRID_FIELDS, "area", "size")

@@ -25,7 +25,7 @@ from tlt.data.sources.folder import TRAIN_SPLITS
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.shards import INDEX_NAME, ShardIndex
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.label_store import LabelStore
 from tlt.labels.recorded_labels import MapForm, RecordedLabels

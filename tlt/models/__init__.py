@@ -1,8 +1,9 @@
 """LV-ViT and what all models trained with token labels share. Importing it registers the models with timm."""
 
 from tlt.models import lvvit as lvvit
+from tlt.models.fit import adapt_state_dict
 from tlt.models.lvvit import ENTRYPOINTS, LVViT
-from tlt.models.pos_embed import adapt_state_dict, resize_pos_embed
+from tlt.models.pos_embed import resize_pos_embed
 from tlt.models.token_labeling import TokenLabelModel
 
 globals().update(ENTRYPOINTS)  # tlt.models.lvvit_s(...), the published names; `lvvit` stays the module

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.natural import natural_key
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.natural import natural_key
 from tlt.io.progress import Progress
+from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import Agreement
 from tlt.labels.label_files import label_files_below

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlt.errors import UserError, require
-from tlt.io.names import printable
+from tlt.io.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,8 +20,8 @@ from tlt.data.sources.shards import is_sharded
 from tlt.data.sources.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
 from tlt.io.processes import available_cpus, in_processes
+from tlt.io.text import printable
 
 SPLITS = ("train", "validation")
 _BLOCK = 64  # images

@@ -12,19 +12,20 @@ import numpy as np
 import torch
 
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.natural import natural_key
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.natural import natural_key
 from tlt.io.progress import Progress
+from tlt.io.text import printable
 from tlt.label_map import Area, centre_square
 from tlt.labels.agreement import Agreement
 from tlt.labels.archive import Rows, read_manifest
 from tlt.labels.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import TreeListing, find_labels, label_files_below
-from tlt.labels.store import METADATA_NAME, TreeMetadata, map_of, most_classes, read_tensor
+from tlt.labels.metadata import METADATA_NAME, TreeMetadata
+from tlt.labels.store import map_of, most_classes, read_tensor
 
 
 @dataclass(frozen=True)

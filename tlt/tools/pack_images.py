@@ -29,9 +29,9 @@ from tlt.data.sources.shard_scan import ShardRows
 from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardIndex
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.files import sync_folder
 from tlt.io.processes import in_processes
-from tlt.labels.archive_format import sync_folder
+from tlt.io.text import printable
 from tlt.labels.label_store import LabelStore
 from tlt.labels.labels import open_labels
 from tlt.labels.shard_labels import describe_labels

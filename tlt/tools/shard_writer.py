@@ -20,8 +20,8 @@ from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.data.sources.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
-from tlt.labels.archive_format import sync_folder
+from tlt.io.files import sync_folder
+from tlt.io.text import printable
 from tlt.labels.label_store import LabelStore
 from tlt.labels.shard_labels import label_record
 
@@ -168,7 +168,7 @@ def read_image(source: ImageSource, row: int) -> bytearray:
 
 def _shrunk(shrinking: Shrinking, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
     """The image, made smaller where it is too large, and its new size; as it is, and None, where not."""
-    from tlt.data.sources.shrink import shrink
+    from tlt.tools.shrink import shrink
 
     try:
         small = shrink(image, shrinking.max_side, shrinking.quality)

@@ -19,12 +19,13 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.labels.label_store import LabelStore
 from tlt.labels.labels import open_labels
 from tlt.sparse_targets import make_sparse_targets
 from tlt.tools.drawing import check_format, save_figure
 from tlt.tools.label_page import MAX_IMAGES, draw_page, read_examples
+from tlt.upstream.published import views
 
 _IMAGES = 8  # where nobody says how many
 _TOKEN_PIXELS = 16
@@ -50,7 +51,7 @@ def show(args: Namespace) -> list[str]:
     )
     if "label-affine" in args.compat and args.aug_order != "published":
         raise UserError("--compat label-affine needs the published order: add --aug-order published")
-    dataset = TrainDataset(folder, config, args.seed, store, compat=args.compat)
+    dataset = TrainDataset(folder, config, args.seed, store, label_view=views(args.compat))
     batch, shown = load_batch(dataset, rows, args.epoch)
     assert batch.labels is not None
     num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, scan_folder
 from tlt.data.sources.image_file import JPEG_SUFFIXES, BadImage
-from tlt.data.sources.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Picture, fitted_size, tile_starts
 from tlt.errors import UserError
-from tlt.io.names import Names, printable
+from tlt.io.files import sync_folder
+from tlt.io.names import Names
 from tlt.io.processes import available_cpus, in_processes
-from tlt.labels.archive_format import sync_folder
+from tlt.io.text import printable
+from tlt.tools.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Picture, fitted_size, tile_starts
 
 RECORD_NAME = "shrink.json"
 _TILE = re.compile(r"(.*)_\d+_\d+")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,15 +23,23 @@ from torchvision.ops import roi_align
 from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig, Plan, Steps, flips_and_operations
 from tlt.data.augment.rand_augment import Kernel
+from tlt.data.dataset import LabelView
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.sparse_targets import SparseLabels, SparseTargets
 from tlt.targets import Targets, check_size, dense_maps, known, one_hot, smooth
+from tlt.upstream.compat_rows import LABEL_ROWS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 T = TypeVar("T", Targets, SparseTargets)
 TargetMaker = Callable[..., Any]  # with the arguments and results of `tlt.targets.make_targets`
+
+
+def views(rows: Collection[str]) -> LabelView | None:
+    """`label_view` of those rows, for `tlt.data.dataset.TrainDataset`; None where none of them concerns it."""
+    chosen = frozenset(LABEL_ROWS).intersection(rows)
+    return partial(label_view, chosen) if chosen else None
 
 
 def label_view(

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import UserError
+from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
 from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
-from volo.train.precision import NonFiniteError
 
 __all__ = [
     "CheckpointDir",

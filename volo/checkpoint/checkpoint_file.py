@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tlt.data.sources.natural import natural_key
 from tlt.errors import UserError
+from tlt.io.natural import natural_key
 
 STAGED = ".staged-"
 ENDINGS = (".pth", ".pt", ".tar", ".safetensors")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
-import re
 import sys
 import traceback
 from argparse import Namespace
@@ -20,12 +19,10 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
 
 from tlt.errors import UserError
+from tlt.io.text import printable, safe_text
 from volo.cluster.binding import bind_process
 from volo.cluster.preempt import STOP, Stopped
 from volo.cluster.ranks import adopt_mpi
-
-# Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
-_COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
 
 
 def run_program(
@@ -42,11 +39,6 @@ def run_program(
     output.end()
     errors.end()
     return code
-
-
-def safe_text(text: str) -> str:
-    """Escape what would command a terminal: names of files and folders may hold anything."""
-    return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Output:
@@ -97,8 +89,6 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
         if debug:
             raise
         STOP.too_late()
-        from tlt.io.names import printable  # imports torch, which `--help` must not
-
         if not error.told:
             # What a message quotes (a flag, a file's name) may break lines.
             _tell(f"error: {printable(str(error))}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError, require
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names

@@ -26,18 +26,18 @@ import torch
 from torch import nn
 
 from tlt.data.augment.device_stage import EvalStage
-from tlt.data.backends.decode import create_backend
+from tlt.data.backends.choice import create_backend
 from tlt.data.dataset import EvalDataset, Skipped
 from tlt.data.loader import Batch, EvalLoader, SkipCounter
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.files import sha256_of
 from tlt.io.progress import Progress
+from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
-from tlt.labels.archive_format import sha256_of
-from tlt.labels.store import TreeMetadata
+from tlt.labels.metadata import TreeMetadata
 from volo.cluster.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
 from volo.record.metrics import Sums
 from volo.train.annotator import load_annotator

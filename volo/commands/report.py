@@ -7,13 +7,12 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import table
 from volo.commands.console import run_program
 from volo.config.flags_report import parse_report
 from volo.record.events import duration
@@ -73,13 +72,6 @@ def _compare(run: Path, other: Path) -> None:
             if one != two:
                 raise UserError(f"{name} differs in line {line}: {one} in {run}, {two} in {other}")
         print(f"{name}: {len(mine)} lines, the same in {run} and {other} but for {', '.join(TIME_KEYS)}")
-
-
-def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Align the columns of rows of equal length, the first of which is the heading."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _head(history: History) -> list[str]:

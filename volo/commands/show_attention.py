@@ -19,7 +19,7 @@ from tlt.data.augment.device_stage import EvalStage
 from tlt.data.dataset import BatchKey, EvalDataset
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.tools.drawing import check_format, save_figure
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import choose_device

@@ -49,14 +49,15 @@ from volo.commands.setup import Setup, describe, tell_memory
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.data_wait import Advisor
 from volo.record.logger import Logger
-from volo.record.pace import Pace
+from volo.record.metrics import Evaluation
+from volo.record.pace import CompileWatch, Pace
 from volo.record.run_directory import check_writable, choose_directory, settings_of
 from volo.record.run_lock import RunLock
 from volo.train.batch_watch import batch_watcher
-from volo.train.compilation import CompileWatch, compile_errors_told, compile_model
+from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.data import image_feed, open_folders, open_labels, train_loader, validation_loader
-from volo.train.loop import Evaluation, LoopSettings, evaluate, train_epoch
+from volo.train.loop import LoopSettings, evaluate, train_epoch
 from volo.train.master_weights import WorkingCopy
 from volo.train.model import (
     TimmModel,
@@ -262,7 +263,13 @@ def train_epochs(
         args.seed,
         args.log_interval,
         args.freeze_bn,
-        on_batch=batch_watcher(args, setup, logger),
+        on_batch=batch_watcher(
+            setup.loader,
+            setup.objective,
+            state.metadata["model_config"],
+            args.log_interval if args.save_images else 0,
+            logger,
+        ),
         on_update=saver.after_update,
         guard=guard.updates,
         on_nonfinite=NonFiniteRecorder(

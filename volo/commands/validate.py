@@ -25,16 +25,16 @@ from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import checkpoints_in
 from volo.cluster.distributed import World, init_world, primary_first, shut_down
-from volo.record.metrics import Sums
+from volo.record.metrics import Evaluation, Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
-from volo.train.loop import Evaluation, evaluate
+from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, resolve_amp_dtype
 from volo.train.trained_model import load_trained

@@ -14,14 +14,12 @@ from typing import Any, Literal, Protocol
 from tqdm import tqdm
 
 from tlt.data.dataset import Skipped
-from tlt.io.names import printable
+from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
-from volo.commands.console import safe_text
 from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now
-from volo.record.pace import Pace
+from volo.record.metrics import EpochTotals, Evaluation, Interval
+from volo.record.pace import CompileWatch, Pace
 from volo.record.run_directory import RunDirectory
-from volo.train.compilation import CompileWatch
-from volo.train.loop import EpochTotals, Evaluation, Interval
 
 
 class Position(Protocol):

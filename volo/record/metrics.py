@@ -1,8 +1,9 @@
-"""Sums that stay on the device until somebody asks, and are then added up over all ranks."""
+"""What is measured of training and validation: sums that stay on the device until somebody asks, and what is told."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,3 +61,67 @@ def correct_in_top(logits: Tensor, classes: Tensor, ks: tuple[int, ...] = (1, 5)
     largest = logits.topk(min(max(ks), logits.shape[1]), dim=1).indices  # (B, k)
     hits = largest == classes[:, None]
     return [hits[:, :k].any(dim=1).sum() for k in ks]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What happened since the last report. Losses and images are over all ranks; times are this rank's."""
+
+    epoch: int
+    update: int  # done in the whole run
+    update_in_epoch: int
+    updates_per_epoch: int
+    updates: int  # in this interval
+    images: int
+    loss: float
+    cls_loss: float
+    dense_loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    wait_seconds: float  # of them, waiting for data
+    skipped_steps: int  # in the whole run
+
+    @property
+    def images_per_second(self) -> float:
+        """Global throughput."""
+        return self.images / max(self.seconds, 1e-9)
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time spent waiting for data, in [0, 1]."""
+        return self.wait_seconds / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class EpochTotals:
+    """Means over the epoch's images, over all ranks."""
+
+    images: int
+    unreadable: int
+    seconds: float
+    loss: float
+    cls_loss: float
+    dense_loss: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy over a validation set, each image counted once. Percentages."""
+
+    top1: float
+    top5: float
+    loss: float
+    images: int
+    unreadable: int
+    seconds: float
+
+    def __str__(self) -> str:
+        of = f" of {self.images + self.unreadable}" if self.unreadable else ""
+        broken = f", {self.unreadable} unreadable images left out" if self.unreadable else ""
+        rate = self.images / max(self.seconds, 1e-9)
+        return (
+            f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} "
+            f"over {self.images}{of} images{broken} ({rate:.0f} images/s)"
+        )

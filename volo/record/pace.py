@@ -1,4 +1,5 @@
-"""Warnings about a run that is slower than it need be: too little data, or one rank that all others wait for."""
+"""Warnings about a run that is slower than it need be: too little data, one rank that all others wait for, code that is
+compiled again and again."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import socket
 import statistics
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import torch
 
 from volo.cluster.distributed import World, from_all
 
@@ -79,3 +82,37 @@ class Pace:
             return False
         self._warned[kind] = epoch
         return True
+
+
+class CompileWatch:
+    """Counts what torch compiles from interval to interval of training; the first one's is what it takes to start."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell = tell
+        self.started = False
+        self._graphs, self._seconds = _compiled_so_far()
+
+    def skip(self) -> None:
+        """What was compiled since the last interval was for something else."""
+        self._graphs, self._seconds = _compiled_so_far()
+
+    def interval(self, first: int, last: int) -> None:
+        """Look at the updates from `first` to `last`."""
+        graphs, seconds = _compiled_so_far()
+        new = graphs - self._graphs
+        if new and not self.started:
+            self.tell(f"torch.compile: {new} graphs in {seconds - self._seconds:.0f} s")
+        elif new:
+            self.tell(
+                f"warning: torch compiled {new} graphs anew in updates {first} to {last}, "
+                f"{seconds - self._seconds:.0f} s ({graphs} so far): an epoch's last, smaller batch does it once; "
+                "TORCH_LOGS=recompiles shows others"
+            )
+        self.started = True
+        self._graphs, self._seconds = graphs, seconds
+
+
+def _compiled_so_far() -> tuple[int, float]:
+    """Graphs that torch has compiled in this process, and the seconds that it took."""
+    dynamo = torch._dynamo.utils
+    return dynamo.counters["stats"]["unique_graphs"], dynamo.calculate_time_spent()["total_wall_time"]

@@ -13,7 +13,8 @@ import torch
 from tlt.data.augment.device_stage import DeviceStage, EvalStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.backends.decode import Backend, create_backend
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import Backend
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
@@ -24,7 +25,7 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
 from tlt.labels.labels import open_labels as open_label_store
-from tlt.upstream.published import check_half_ids
+from tlt.upstream.published import check_half_ids, views
 from volo.cluster.distributed import World
 from volo.cluster.ranks import local_size_from_environment
 from volo.record.data_wait import Feed, cpus_of_rank
@@ -137,7 +138,7 @@ def train_loader(
     # Training alone decodes huge images scaled down: validation keeps to the filters of other backends.
     backend = _backend(args, world, dct_scaling=not args.full_decode)
     return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, backend, args.compat or ()),
+        TrainDataset(folder, config, args.seed, labels, backend, views(args.compat or ())),
         stream,
         DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),

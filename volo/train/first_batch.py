@@ -45,7 +45,7 @@ def first_batch_drawer(
             targets = objective.targets(few) if isinstance(objective, TokenLabelObjective) else None
             examples = read_examples(dataset, few, targets, config["mean"], config["std"])  # host synchronisation
             title = f"the first {len(examples)} images of update {update}, as the model sees them"
-            if dataset.label_rows:
+            if dataset.label_view is not None:
                 title += "\n(--compat: the window is where the labels are read, not where the image is cut)"
             save_figure(draw_page(examples, config["class_names"], title, "smoothed probability of the class"), file)
         except Exception as error:  # whatever it is: no run may end because of a picture

@@ -20,14 +20,15 @@ import numpy as np
 
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import Agreement
 from tlt.labels.archive import is_archive
 from tlt.labels.archive_format import FILE_DTYPES, MANIFEST_NAME, PARTIAL_NAME, Form, Manifest
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import label_names
-from tlt.labels.store import METADATA_NAME, TreeMetadata, label_dtype, read_map, write_map
+from tlt.labels.metadata import METADATA_NAME, TreeMetadata
+from tlt.labels.store import label_dtype, read_map, write_map
 
 TREE_PARTIAL_NAME = "labels.partial.json"
 

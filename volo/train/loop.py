@@ -17,7 +17,7 @@ from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.checkpoint.train_state import TrainState
 from volo.cluster.distributed import World
-from volo.record.metrics import Sums, correct_in_top
+from volo.record.metrics import EpochTotals, Evaluation, Interval, Sums, correct_in_top
 from volo.train.compilation import begin_step
 from volo.train.objective import Objective, StepKey
 from volo.train.optim import set_lr
@@ -25,49 +25,6 @@ from volo.train.precision import Precision
 
 T = TypeVar("T")
 MicroBatch = tuple[bool, int, Batch]  # is the last of its update, images of this rank in the update, batch
-
-
-@dataclass(frozen=True)
-class Interval:
-    """What happened since the last report. Losses and images are over all ranks; times are this rank's."""
-
-    epoch: int
-    update: int  # done in the whole run
-    update_in_epoch: int
-    updates_per_epoch: int
-    updates: int  # in this interval
-    images: int
-    loss: float
-    cls_loss: float
-    dense_loss: float
-    lr: float
-    grad_norm: float
-    seconds: float
-    wait_seconds: float  # of them, waiting for data
-    skipped_steps: int  # in the whole run
-
-    @property
-    def images_per_second(self) -> float:
-        """Global throughput."""
-        return self.images / max(self.seconds, 1e-9)
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the time spent waiting for data, in [0, 1]."""
-        return self.wait_seconds / max(self.seconds, 1e-9)
-
-
-@dataclass(frozen=True)
-class EpochTotals:
-    """Means over the epoch's images, over all ranks."""
-
-    images: int
-    unreadable: int
-    seconds: float
-    loss: float
-    cls_loss: float
-    dense_loss: float
-    lr: float
 
 
 class Reporter(Protocol):
@@ -293,27 +250,6 @@ class _Meter:
 def _mean_losses(totals: dict[str, float]) -> dict[str, float]:
     images = max(totals["images"], 1.0)
     return {"loss": totals["loss"] / images, "cls_loss": totals["cls"] / images, "dense_loss": totals["dense"] / images}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Accuracy over a validation set, each image counted once. Percentages."""
-
-    top1: float
-    top5: float
-    loss: float
-    images: int
-    unreadable: int
-    seconds: float
-
-    def __str__(self) -> str:
-        of = f" of {self.images + self.unreadable}" if self.unreadable else ""
-        broken = f", {self.unreadable} unreadable images left out" if self.unreadable else ""
-        rate = self.images / max(self.seconds, 1e-9)
-        return (
-            f"top-1 {self.top1:.3f} %, top-5 {self.top5:.3f} %, loss {self.loss:.4f} "
-            f"over {self.images}{of} images{broken} ({rate:.0f} images/s)"
-        )
 
 
 @torch.inference_mode()

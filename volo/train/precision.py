@@ -15,16 +15,10 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
-from tlt.errors import UserError
+from tlt.errors import NonFiniteError, UserError
 from volo.train.master_weights import WorkingCopy
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-class NonFiniteError(UserError):
-    """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
-
-    exit_code = 3
 
 
 def resolve_amp_dtype(amp: bool, requested: str | None, device: torch.device) -> torch.dtype | None:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from tlt.data.loader import Batch
 from tlt.errors import UserError
+from tlt.io.files import sha256_of
 from tlt.io.tail import relative_to_tail
 from tlt.io.weights import clean_state_dict
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
-from tlt.labels.archive_format import sha256_of
 from tlt.models.flops import flops_per_image
 from volo.cluster.distributed import World
 from volo.train.annotator import load_annotator

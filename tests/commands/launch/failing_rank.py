@@ -10,10 +10,9 @@ from typing import Any
 
 from tests.commands.conftest import UPDATES
 from tlt.data.loader import Batch, TrainLoader
-from tlt.errors import UserError
+from tlt.errors import NonFiniteError, UserError
 from volo import cli
 from volo.commands import train as program
-from volo.train.precision import NonFiniteError
 
 
 def _exception(batch: Batch) -> None:

@@ -18,8 +18,9 @@ from tests.data.backends.test_decode import picture
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends import dali
+from tlt.data.backends.choice import create_backend
 from tlt.data.backends.dali import DaliBackend, is_sound
-from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, TorchvisionBackend, create_backend
+from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, TorchvisionBackend
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder

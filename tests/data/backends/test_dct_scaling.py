@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 
 from tlt.data.backends import decode
-from tlt.data.backends.decode import Crop, Encoded, PilBackend, Size, TorchvisionBackend, create_backend, dct_divisor
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import Crop, Encoded, PilBackend, Size, TorchvisionBackend, dct_divisor
 from tlt.data.sources.image_file import BadImage
 from volo.cluster.distributed import World
 from volo.config.args import parse_train

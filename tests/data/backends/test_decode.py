@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, create_backend, resized_crop
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, resized_crop
 from tlt.data.sources.image_file import BadImage, image_extensions, read_file, read_size
 from tlt.errors import UserError
 

@@ -33,9 +33,10 @@ from tlt.data.loader import EvalLoader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from volo.cluster.distributed import World
+from volo.record.metrics import Evaluation
 from volo.train import data as train_data
 from volo.train.data import validation_loader
-from volo.train.loop import Evaluation, evaluate
+from volo.train.loop import evaluate
 from volo.train.precision import Precision
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than CPUs

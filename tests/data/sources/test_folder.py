@@ -18,10 +18,10 @@ from timm.utils.misc import natural_key as timm_key
 from tlt.data.sources.folder import check_num_classes, compare_classes, find_split, read_class_map, scan_folder
 from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.image_file import image_extensions
-from tlt.data.sources.natural import natural_key, natural_sorted
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.natural import natural_key, natural_sorted
 from tlt.io.progress import SearchProgress
+from tlt.io.text import printable
 
 
 def image(path: Path) -> Path:

@@ -22,9 +22,9 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shard_scan import scan_shard
 from tlt.data.sources.shards import FORMAT, INDEX_NAME, ShardIndex, open_shards
-from tlt.data.sources.tensor_file import write_tensors
 from tlt.errors import UserError
 from tlt.io.names import Names
+from tlt.io.tensor_file import write_tensors
 from tlt.tools.cli import main
 
 

@@ -24,9 +24,9 @@ from tlt.data.sources.folder_listing import FolderListing
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.size_index import SizeIndex, index_file, write_index
-from tlt.data.sources.tensor_file import write_tensors
 from tlt.errors import UserError
 from tlt.io.names import Names
+from tlt.io.tensor_file import write_tensors
 from tlt.tools import cli, index
 
 CONFIG = AugmentConfig(size=(16, 16))

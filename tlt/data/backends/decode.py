@@ -31,7 +31,6 @@ from tlt.data.sources.image_file import (
     read_file,
     read_size,
 )
-from tlt.errors import UserError
 
 JPEG_MAGIC = b"\xff\xd8\xff"
 DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
@@ -196,39 +195,6 @@ class TorchvisionBackend(PilBackend):
 
 
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
-
-
-DALI_BACKENDS = ("dali-cpu", "dali-gpu")  # `tlt.data.backends.dali`, an optional package
-
-
-def create_backend(
-    name: str,
-    max_pixels: int = DEFAULT_MAX_PIXELS,
-    threads: int = 1,
-    device: torch.device | str = "cpu",
-    dct_scaling: bool = False,
-) -> Backend:
-    """The file backend of a name of `BACKENDS` or `DALI_BACKENDS`.
-
-    Args:
-        max_pixels: Larger images are bad.
-        threads: CPU threads of a DALI backend.
-        device: Training device, on which dali-gpu decodes.
-        dct_scaling: See `TorchvisionBackend`; for it and dali-cpu, whose pixels are the same.
-
-    Raises:
-        UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
-    """
-    if name in DALI_BACKENDS:
-        from tlt.data.backends.dali import DaliBackend
-
-        return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None, dct_scaling)
-    if name not in BACKENDS:
-        known = ", ".join((*BACKENDS, *DALI_BACKENDS))
-        raise UserError(f"--data-backend {name}: known ones for image files are {known}")
-    return (
-        TorchvisionBackend(max_pixels, dct_scaling) if name == TorchvisionBackend.name else BACKENDS[name](max_pixels)
-    )
 
 
 def cut(pixels: Tensor, top: int, left: int, size: Size, fill: Sequence[int] = (0, 0, 0)) -> Tensor:

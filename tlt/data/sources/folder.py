@@ -15,10 +15,10 @@ import numpy as np
 
 from tlt.data.sources.folder_listing import FolderListing, list_folder
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file, read_file_size
-from tlt.data.sources.natural import natural_key
 from tlt.data.sources.source import ImageSource
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import NAMES_SHOWN, printable, some_names
+from tlt.io.natural import natural_key
+from tlt.io.text import NAMES_SHOWN, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt.data.sources.image_file import image_extensions
-from tlt.data.sources.natural import natural_key, natural_sorted
 from tlt.errors import UserError
-from tlt.io.names import Names, printable, some_names
+from tlt.io.names import Names
+from tlt.io.natural import natural_key, natural_sorted
 from tlt.io.progress import SearchProgress
+from tlt.io.text import printable, some_names
 
 _USUAL = ("jpeg", "jpg", "png", "webp")  # looked for first
 _SORTED_AT_ONCE = 4096  # names, of folders that may have few each

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from tlt.data.sources.class_list import numbered_names, renumber
 from tlt.data.sources.image_file import BadImage, read_file
-from tlt.data.sources.source import ImageSource
+from tlt.data.sources.source import ImageSource, numbered_names, renumber
 from tlt.errors import MissingSplit, UserError, require
-from tlt.io.names import printable
+from tlt.io.text import printable
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tlt.data.sources.shards import ShardedImages, open_shards
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from tlt.data.sources.shard_scan import ShardRows, image_size
 from tlt.data.sources.shards import HEAD_BYTES
 from tlt.data.sources.tar_members import Listing
 from tlt.errors import UserError, require
-from tlt.io.names import printable
-from tlt.labels.archive_format import sha256_of
+from tlt.io.files import sha256_of
+from tlt.io.text import printable
 
 # Names of the features: TensorFlow's image records, then tensorflow_datasets'.
 _IMAGE = ("image/encoded", "image")

@@ -30,13 +30,14 @@ from typing import Any
 
 import numpy as np
 
-from tlt.data.sources.natural import natural_key
 from tlt.data.sources.shard_scan import ShardRows, scan_shard
 from tlt.data.sources.shards import FORMAT, INDEX_NAME, ShardIndex, tar_files
-from tlt.data.sources.tensor_file import write_tensors
 from tlt.errors import UserError
-from tlt.io.names import Names, printable
+from tlt.io.names import Names
+from tlt.io.natural import natural_key
 from tlt.io.processes import in_processes
+from tlt.io.tensor_file import write_tensors
+from tlt.io.text import printable
 
 
 @dataclass

@@ -14,8 +14,8 @@ from tlt.data.sources.image_file import UNLIMITED, BadImage, image_extensions, r
 from tlt.data.sources.shards import HEAD_BYTES
 from tlt.data.sources.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
-from tlt.io.names import printable
-from tlt.labels.archive_format import sha256_of
+from tlt.io.files import sha256_of
+from tlt.io.text import printable
 
 LABEL_EXTENSION = "labels.safetensors"
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls

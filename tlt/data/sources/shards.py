@@ -19,10 +19,11 @@ import numpy as np
 
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
-from tlt.data.sources.tensor_file import MappedTensors
 from tlt.errors import UserError
-from tlt.io.names import Names, printable
-from tlt.labels.archive_format import sha256_of
+from tlt.io.files import sha256_of
+from tlt.io.names import Names
+from tlt.io.tensor_file import MappedTensors
+from tlt.io.text import printable
 
 INDEX_NAME = "shards.safetensors"
 PARTIAL_NAME = "packing.json"  # what is being packed, while it is

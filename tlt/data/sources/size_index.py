@@ -18,9 +18,10 @@ from tlt.data.sources.folder import ImageFolder, image_folder, scan_folder
 from tlt.data.sources.folder_listing import FolderListing
 from tlt.data.sources.image_file import UNLIMITED, BadImage, image_extensions
 from tlt.data.sources.source import ImageSource
-from tlt.data.sources.tensor_file import MappedTensors, write_tensors
 from tlt.errors import UserError
-from tlt.io.names import Names, printable
+from tlt.io.names import Names
+from tlt.io.tensor_file import MappedTensors, write_tensors
+from tlt.io.text import printable
 
 ENDING = ".index"
 LARGEST_SIDE = 65_535

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 
 
 class Place(NamedTuple):

@@ -12,10 +12,10 @@ import re
 from typing import Any
 
 from tlt.data.sources.folder import split_names
-from tlt.data.sources.natural import natural_key
 from tlt.data.sources.tfrecords import INDEX_SUFFIX, RecordFiles
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import printable
+from tlt.io.natural import natural_key
+from tlt.io.text import printable
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 

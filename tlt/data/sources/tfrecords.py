@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt.data.sources.class_list import class_folder, numbered_names, renumber
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.indexed_files import IndexedFiles
-from tlt.data.sources.natural import natural_key
 from tlt.data.sources.record_scan import RecordRows, scan_records
 from tlt.data.sources.shard_index import Contents, write_index
+from tlt.data.sources.source import class_folder, numbered_names, renumber
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import printable
+from tlt.io.natural import natural_key
 from tlt.io.processes import in_processes
+from tlt.io.text import printable
 
 INDEX_SUFFIX = "records.safetensors"
 _RECORDS = re.compile(r"(?!\.).*(\.tfrecords?(-\d+-of-\d+)?|-\d{5,}-of-\d{5,})")

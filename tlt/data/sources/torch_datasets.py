@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torchvision import datasets
 
-from tlt.data.sources.class_list import numbered_names, renumber
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
-from tlt.data.sources.source import ImageSource
+from tlt.data.sources.source import ImageSource, numbered_names, renumber
 from tlt.errors import UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 
 _CLASSES = {
     "cifar10": datasets.CIFAR10,

@@ -23,7 +23,7 @@ from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shard_scan import LABEL_KEY
 from tlt.data.sources.shards import ShardedImages
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import printable
+from tlt.io.text import printable
 
 _INFO = ("_info.json", "info.json")
 _BRACES = re.compile(r"\{([^{}]*)\}")

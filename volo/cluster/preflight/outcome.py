@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tlt.io.text import table
 from volo.cluster.preflight.bandwidth import Bandwidths, Measured, node_bandwidths
 from volo.cluster.preflight.findings import Finding
 from volo.cluster.preflight.node_report import ACTIVE, NodeReport
-from volo.commands.report import table
 
 _HEADING = ("node", "rank", "address", "GPUs", "CPUs", "cards", "shm GB", "memlock GB", "free GB", "clock ms")
 

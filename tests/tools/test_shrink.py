@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.shrink import Picture, fitted_size, shrink, tile_starts
 from tlt.errors import UserError
+from tlt.tools.shrink import Picture, fitted_size, shrink, tile_starts
 
 pyvips = pytest.importorskip("pyvips")
 LANCZOS = Image.Resampling.LANCZOS

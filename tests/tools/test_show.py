@@ -26,6 +26,7 @@ from tlt.tools.cli import main, parser
 from tlt.tools.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
 from tlt.tools.label_page import Example, draw_page, read_examples
 from tlt.tools.show import find_images, load_batch, spread
+from tlt.upstream.published import views
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
 GRID = (4, 6)
@@ -214,7 +215,9 @@ def test_the_window_is_the_images_also_where_the_labels_have_another(data: tuple
     folder = scan_folder(data[0])
     store = open_labels(data[1], folder.paths)
     usual, _ = load_batch(TrainDataset(folder, CONFIG, 1, store), [0, 1, 2], epoch=2)
-    labels, shown = load_batch(TrainDataset(folder, CONFIG, 1, store, compat=["label-crop"]), [0, 1, 2], epoch=2)
+    labels, shown = load_batch(
+        TrainDataset(folder, CONFIG, 1, store, label_view=views(["label-crop"])), [0, 1, 2], epoch=2
+    )
     assert torch.equal(shown.affine, usual.affine) and torch.equal(shown.visible, usual.visible)
     assert not torch.allclose(labels.affine, usual.affine, atol=0.01)
 

@@ -13,10 +13,16 @@ import numpy as np
 from safetensors.numpy import save
 
 from tlt.errors import UserError
-from tlt.io.names import printable
-from tlt.labels.archive_format import numpy_dtype, sync_folder
+from tlt.io.files import sync_folder
+from tlt.io.text import printable
 
 _KEY = "volo-tlt"
+DTYPES = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "U8": "|u1"}
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """numpy's name of a safetensors type."""
+    return np.dtype(DTYPES[dtype])
 
 
 def write_tensors(path: str, format_name: str, tensors: Mapping[str, np.ndarray], description: Any) -> None:

@@ -21,13 +21,14 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from tlt.data.sources.natural import natural_key
 from tlt.errors import UserError
+from tlt.io.natural import natural_key
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
 from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.labels import open_labels
-from tlt.labels.store import PublishedTree, TreeMetadata, write_map
+from tlt.labels.metadata import TreeMetadata
+from tlt.labels.store import PublishedTree, write_map
 from tlt.tools.pack import pack, unpack
 
 K, H, W = SHAPE = (2, 3, 4)

@@ -19,10 +19,10 @@ from tests.commands.conftest import Running, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import wait_until
 from tlt.data.sources.folder import scan_folder
-from tlt.data.sources.shrink import shrink
 from tlt.errors import UserError
 from tlt.labels.label_files import find_labels, label_names
 from tlt.tools.cli import main
+from tlt.tools.shrink import shrink
 from tlt.tools.shrink_folder import Settings, jpeg_names, shrink_folder
 
 pytest.importorskip("pyvips")

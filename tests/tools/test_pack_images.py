@@ -29,8 +29,8 @@ from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
 from tlt.errors import UserError
 from tlt.labels.labels import open_labels
+from tlt.labels.metadata import TreeMetadata
 from tlt.labels.shard_labels import ShardLabels
-from tlt.labels.store import TreeMetadata
 from tlt.tools import shard_writer
 from tlt.tools.cli import main
 from tlt.tools.pack_images import pack_images
