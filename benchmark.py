@@ -3,7 +3,7 @@
 
 import sys
 
-from volo.cli import benchmark
+from volo.cli import run
 
 if __name__ == "__main__":
-    sys.exit(benchmark())
+    sys.exit(run("benchmark"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from volo.cli import generate_label
+from volo.cli import run
 
 if __name__ == "__main__":
-    sys.exit(generate_label())
+    sys.exit(run("label"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from volo.cli import train
+from volo.cli import run
 
 if __name__ == "__main__":
-    sys.exit(train())
+    sys.exit(run("train"))

@@ -3,7 +3,7 @@
 
 import sys
 
-from volo.cli import validate
+from volo.cli import run
 
 if __name__ == "__main__":
-    sys.exit(validate())
+    sys.exit(run("validate"))

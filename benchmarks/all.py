@@ -32,7 +32,7 @@ from volo.cluster.distributed import choose_device
 
 _ROOT = str(Path(__file__).resolve().parents[1])
 # Under its own name, so that nothing heavy is imported before the flags are checked.
-_PROGRAM = "import sys; sys.argv[0] = 'volo-benchmark'; from volo.cli import benchmark; sys.exit(benchmark())"
+_PROGRAM = "import sys; sys.argv[0] = 'volo'; from volo.cli import run; sys.exit(run('benchmark'))"
 _MINUTES, _PART_MINUTES = 20.0, 9.0  # a part, its start and its end fit into a command of ten minutes
 _KEPT = 12  # lines that a script printed
 _NOT_BEGUN = "it has not begun"

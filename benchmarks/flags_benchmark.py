@@ -385,11 +385,10 @@ def benchmark_parser(command: str | None = None) -> FlagParser:
     """The parser of one subcommand, or of the program itself."""
     if command is not None:
         chosen = COMMANDS[command]
-        prog = f"benchmark.py {command}"
-        return FlagParser(prog, f"{prog} [flags]", chosen.description, chosen.groups)
+        return FlagParser(f"benchmark {command}", "[flags]", chosen.description, chosen.groups)
     row = flag("command", default=None, choices=tuple(COMMANDS), help="what to measure; COMMAND --help shows its flags")
-    usage = "benchmark.py COMMAND [flags], or benchmark.py --all [flags]"
-    return FlagParser("benchmark.py", usage, "Measure this machine.", (Group("Command", (row,)),))
+    usage = "COMMAND [flags], or --all [flags]"
+    return FlagParser("benchmark", usage, "Measure this machine.", (Group("Command", (row,)),))
 
 
 def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:

@@ -13,6 +13,6 @@ while [ "$1" != -- ]; do
 done
 shift
 if [ ${#preflight[@]} -gt 0 ]; then
-  "$PYTHON" -m volo.cluster.preflight "${preflight[@]}" || exit
+  "$PYTHON" -m volo preflight "${preflight[@]}" || exit
 fi
 exec ./distributed_train.sh "$@" >>"$LOGS/$SLURM_JOB_ID-${SLURMD_NODENAME:-$(hostname -s)}.log" 2>&1

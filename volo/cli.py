@@ -1,52 +1,93 @@
-"""Entry points of the programs: arguments are parsed before torch is imported, so that `--help` answers at once."""
+"""`volo COMMAND`: which programs there are, and how each starts.
+
+Their flags are parsed before torch is imported, so that `--help` and mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
-import importlib
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from typing import NamedTuple
 
+from tlt.errors import UserError
 from volo.cluster.preempt import STOP
 from volo.commands.console import run_program
-from volo.config import args, flags_attention, flags_export, flags_preflight, flags_report
+from volo.config.flag_table import nearest
 
 
-def train(argv: Sequence[str] | None = None) -> int:
-    """`python train.py`, `volo-train`: train a model (`volo.commands.train`)."""
-    with STOP.heeded():
-        return run_program(args.parse_train, "volo.commands.train", argv)
+class Command(NamedTuple):
+    """A program: what it does, which function reads its command line, and which module has its `run(args)`."""
+
+    does: str
+    parser: str
+    program: str
 
 
-def validate(argv: Sequence[str] | None = None) -> int:
-    """`python validate.py`, `volo-validate`: evaluate checkpoints (`volo.commands.validate`)."""
-    return run_program(args.parse_validate, "volo.commands.validate", argv)
+COMMANDS = {
+    "train": Command("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
+    "validate": Command(
+        "measure the accuracy of checkpoints (validate.py)", "volo.config.args:parse_validate", "volo.commands.validate"
+    ),
+    "label": Command(
+        "write token labels for a folder of images (generate_label.py)",
+        "volo.config.args:parse_generate_label",
+        "volo.commands.generate_label",
+    ),
+    "export": Command(
+        "write a model as ONNX or torch.export", "volo.config.flags_export:parse_export", "volo.commands.export"
+    ),
+    "report": Command("what happened to a run", "volo.config.flags_report:parse_report", "volo.commands.report"),
+    "attention": Command(
+        "draw what the attention layers look at",
+        "volo.config.flags_attention:parse_attention",
+        "volo.commands.attention",
+    ),
+    "preflight": Command(
+        "are these machines fit for a run?",
+        "volo.config.flags_preflight:parse_preflight",
+        "volo.cluster.preflight.program",
+    ),
+    "benchmark": Command(
+        "measure this machine (benchmark.py; in a checkout)",
+        "benchmarks.flags_benchmark:parse_benchmark",
+        "benchmarks.program",
+    ),
+}
 
 
-def generate_label(argv: Sequence[str] | None = None) -> int:
-    """`python generate_label.py`, `volo-generate-label`: make token labels (`volo.commands.generate_label`)."""
-    return run_program(args.parse_generate_label, "volo.commands.generate_label", argv)
+def main() -> int:
+    """`volo COMMAND [flags]`. Returns the exit code."""
+    name, *flags = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: volo COMMAND [flags]      volo COMMAND --help\n")
+        print("\n".join(f"  {name:<12}{command.does}" for name, command in COMMANDS.items()))
+        return 0
+    if name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(COMMANDS)}"
+        print(f"error: volo {name}: no such command, {hint} (see volo --help)", file=sys.stderr)
+        return UserError.exit_code
+    return run(name, flags)
 
 
-def benchmark(argv: Sequence[str] | None = None) -> int:
-    """`python benchmark.py`, `volo-benchmark`: measure this machine (`benchmarks.program`)."""
-    flags = importlib.import_module("benchmarks.flags_benchmark")
-    return run_program(flags.parse_benchmark, "benchmarks.program", argv)
+def run(name: str, flags: Sequence[str] | None = None) -> int:
+    """Run a program and return its exit code.
+
+    Args:
+        name: Of `COMMANDS`.
+        flags: None: those of the command line, where a script of its own was started (`python train.py`).
+    """
+    command = COMMANDS[name]
+    # A run listens to signals from its first moment on.
+    with STOP.heeded() if name == "train" else nullcontext():
+        return run_program(partial(_parse, command), command.program, flags)
 
 
-def report(argv: Sequence[str] | None = None) -> int:
-    """`python report.py`, `volo-report`: what happened to a run (`volo.commands.report`)."""
-    return run_program(flags_report.parse_report, "volo.commands.report", argv)
-
-
-def show_attention(argv: Sequence[str] | None = None) -> int:
-    """`python show_attention.py`, `volo-show-attention`: draw attention maps (`volo.commands.show_attention`)."""
-    return run_program(flags_attention.parse_show_attention, "volo.commands.show_attention", argv)
-
-
-def export(argv: Sequence[str] | None = None) -> int:
-    """`python export.py`, `volo-export`: write a model for other programs (`volo.commands.export`)."""
-    return run_program(flags_export.parse_export, "volo.commands.export", argv)
-
-
-def preflight(argv: Sequence[str] | None = None) -> int:
-    """`python -m volo.cluster.preflight`, `volo-preflight`: are the machines fit? (`volo.cluster.preflight`)."""
-    return run_program(flags_preflight.parse_preflight, "volo.cluster.preflight.program", argv)
+def _parse(command: Command, flags: Sequence[str] | None) -> Namespace:
+    module, _, function = command.parser.partition(":")
+    parsed: Namespace = getattr(import_module(module), function)(flags)
+    return parsed

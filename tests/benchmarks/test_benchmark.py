@@ -25,8 +25,8 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="r
 @pytest.mark.parametrize("line", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(line: list[str]) -> None:
     code = (
-        f"import sys\nsys.argv = ['benchmark.py', *{line!r}]\nfrom volo.cli import benchmark\n"
-        "try:\n    benchmark()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"import sys\nsys.argv = ['benchmark.py', *{line!r}]\nfrom volo.cli import run\n"
+        "try:\n    run('benchmark')\nexcept SystemExit as end:\n    assert not end.code\n"
         "print('HEAVY', sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -48,7 +48,7 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.benchmark(line.split()) == 2
+    assert cli.run("benchmark", line.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -91,7 +91,7 @@ def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
 @LINUX
 def test_loss_compares_both_forms_of_one_loss(capsys: pytest.CaptureFixture[str]) -> None:
     line = "loss -b 24 --grid 6 6 --num-classes 3000 --map-size 7 7 --device cpu --repeats 1"
-    assert cli.benchmark([*line.split(), "--json"]) == 0
+    assert cli.run("benchmark", [*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     dense, sparse = found["dense"], found["sparse"]
     assert dense["value"] == pytest.approx(sparse["value"], rel=1e-5)
@@ -118,7 +118,7 @@ def test_checkpoint_tells_both_ways_of_saving_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str
 ) -> None:
     line = f"checkpoint --model volo_test --repeats 2 --device cpu --json --output {tmp_path} {more}"
-    assert cli.benchmark(line.split()) == 0
+    assert cli.run("benchmark", line.split()) == 0
     found = json.loads(capsys.readouterr().out)
     tensors = sum(value.numel() for value in timm.create_model("volo_test").state_dict().values()) * 4
     copies = 3 if more else 4  # weights, two moments, average
@@ -128,20 +128,20 @@ def test_checkpoint_tells_both_ways_of_saving_and_leaves_nothing(
 
 
 def test_checkpoint_in_a_directory_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.benchmark(["checkpoint", "--model", "volo_test", "--output", "nowhere"]) == 2
+    assert cli.run("benchmark", ["checkpoint", "--model", "volo_test", "--output", "nowhere"]) == 2
     assert "--output nowhere is not a directory" in capsys.readouterr().err
 
 
 def test_alignment_prints_ours_and_the_published_error(capsys: pytest.CaptureFixture[str]) -> None:
     line = "alignment --images 2 --crops 50 --size 96 96 --shapes 100x75 --area center"
-    assert cli.benchmark([*line.split(), "--json"]) == 0
+    assert cli.run("benchmark", [*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     overlap, pixels = found["overlap"]["100x75"], found["pixels"]["100x75"]
     assert overlap["ours"] > 0.97 and overlap["published"] < 0.7
     for ways in pixels.values():
         assert ways["ours"]["mean"] < 0.2 and ways["ours"]["lost"] == 0
         assert ways["published"]["mean"] > 2
-    assert cli.benchmark(line.split()) == 0
+    assert cli.run("benchmark", line.split()) == 0
     assert "100x75    TranslateXRel" in capsys.readouterr().out
 
 
@@ -162,8 +162,8 @@ def test_startup_measures_every_way_to_find_the_same_images(
             super().__init__(workers)
 
     monkeypatch.setattr(startup, "ProcessPoolExecutor", Here)
-    ended = cli.benchmark(
-        ["startup", "--images", "30", "--classes", "3", "--rounds", "1", "--directory", str(tmp_path)]
+    ended = cli.run(
+        "benchmark", ["startup", "--images", "30", "--classes", "3", "--rounds", "1", "--directory", str(tmp_path)]
     )
     rows = capsys.readouterr().out.splitlines()[3:]
     assert ended == 0 and [row.split("  ")[1].strip() for row in map(str.strip, rows)] == list(startup.ARMS)

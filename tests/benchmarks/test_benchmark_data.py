@@ -70,7 +70,7 @@ def test_labels_table_and_json_agree_and_pages_are_shared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = "labels --records 1500 --map-size 18 18 --rounds 3 --workers 3"
-    assert cli.benchmark([*line.split(), "--json"]) == 0
+    assert cli.run("benchmark", [*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     seconds, ratios = found["seconds"], found[f"{labels.PUBLISHED}/arm"]
     for name, ratio in ratios.items():
@@ -82,7 +82,7 @@ def test_labels_table_and_json_agree_and_pages_are_shared(
     assert copies["private"] > 0.9 * size and copies["pss"] > 2.7 * size
 
     monkeypatch.setattr(labels, "resident", lambda: None)  # a system without /proc
-    assert cli.benchmark(["labels", "--records", "3", "--map-size", "2", "2", "--rounds", "1"]) == 0
+    assert cli.run("benchmark", ["labels", "--records", "3", "--map-size", "2", "2", "--rounds", "1"]) == 0
     assert "memory of workers: not measured" in capsys.readouterr().out
 
 
@@ -149,7 +149,7 @@ def test_augmentation_json_follows_from_what_was_timed(capsys: pytest.CaptureFix
     line = "augmentation --images 6 --image-size 60 48 --img-size 24 -b 4 --rounds 1 --workers 1"
     torch.set_num_threads(2)
     try:
-        assert cli.benchmark([*line.split(), "--json"]) == 0
+        assert cli.run("benchmark", [*line.split(), "--json"]) == 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -166,7 +166,7 @@ def test_augmentation_json_follows_from_what_was_timed(capsys: pytest.CaptureFix
 def test_images_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     images.make_images(tmp_path / "train", 7, (40, 30))
     line = f"augmentation --data-dir {tmp_path} --img-size 16 --rounds 1 --workers 0 --images"
-    assert cli.benchmark([*line.split(), "4"]) == 0
+    assert cli.run("benchmark", [*line.split(), "4"]) == 0
     assert "4 images (the first 40 x 30)" in capsys.readouterr().out
-    assert cli.benchmark([*line.split(), "8"]) == 2
+    assert cli.run("benchmark", [*line.split(), "8"]) == 2
     assert "--images 8: --data-dir" in capsys.readouterr().err

@@ -97,7 +97,9 @@ def test_cpu_time_is_that_of_living_children_too() -> None:
 def test_what_is_printed_follows_from_what_was_timed(capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(2)
     try:
-        assert cli.benchmark([*LINE.split(), *["--backend", "pil", "synthetic", "--workers", "1", "--json"]]) == 0
+        assert (
+            cli.run("benchmark", [*LINE.split(), *["--backend", "pil", "synthetic", "--workers", "1", "--json"]]) == 0
+        )
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -130,7 +132,7 @@ def test_a_backend_that_is_not_there_is_a_row(
         return create_backend(name, **options)
 
     monkeypatch.setattr(data, "create_backend", without_dali)
-    assert cli.benchmark([*LINE.split(), "--workers", "0", "--aa", "none"]) == 0
+    assert cli.run("benchmark", [*LINE.split(), "--workers", "0", "--aa", "none"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line.split(" | ") for line in lines if line.startswith("| ")]
     assert [row[0].strip("| ") for row in table if "not measured" not in row[1]][1:] == [
@@ -163,7 +165,7 @@ def test_workers_share_packed_names_but_not_a_list(tmp_path: Path, monkeypatch: 
 def test_memory_is_told_of_two_sizes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_memory, "WORKERS", (0, 1))
     monkeypatch.setattr(data_memory, "_in_own_process", data_memory.measure)
-    assert cli.benchmark(["data", "--entries", "2000", "--json"]) == 0
+    assert cli.run("benchmark", ["data", "--entries", "2000", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["memory"]
     assert [(row["entries"], row["workers"], row["names"]) for row in rows] == [
         (128, 0, data_memory.PACKED),
@@ -192,9 +194,9 @@ def test_mistakes_are_told_in_one_line(capsys: pytest.CaptureFixture[str], monke
         "--images 2 -b 3": "--images 2 are fewer than one --batch-size 3",
         "--device tpu": "--device tpu",
     }.items():
-        assert cli.benchmark(["data", *line.split()]) == 2
+        assert cli.run("benchmark", ["data", *line.split()]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     monkeypatch.setattr(data_memory, "resident", lambda: None)  # a system without /proc
-    assert cli.benchmark(["data", "--entries", "200"]) == 2
+    assert cli.run("benchmark", ["data", "--entries", "200"]) == 2
     assert "which only Linux has" in capsys.readouterr().err

@@ -18,7 +18,7 @@ LINE = "outlook -b 2 --shapes 5x4x8x2 --rounds 1 --device cpu --json"
 
 
 def called(capsys: pytest.CaptureFixture[str], flags: str) -> list[dict[str, Any]]:
-    assert cli.benchmark(f"{LINE} {flags}".split()) == 0, capsys.readouterr().err
+    assert cli.run("benchmark", f"{LINE} {flags}".split()) == 0, capsys.readouterr().err
     cases: list[dict[str, Any]] = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]
     return cases
 
@@ -53,7 +53,7 @@ def test_an_arm_that_computes_something_else_is_no_peer(
 ) -> None:
     right = windows.outlook_attention
     monkeypatch.setattr(windows, "outlook_attention", lambda v, logits, *rest: right(v, logits * 1.001, *rest))
-    assert cli.benchmark([*LINE.split(), "--no-compile"]) == 2
+    assert cli.run("benchmark", [*LINE.split(), "--no-compile"]) == 2
     assert "windows is no peer: it is off by" in capsys.readouterr().err
 
 
@@ -63,7 +63,7 @@ def test_an_arm_that_cannot_run_is_told_in_its_row(
     monkeypatch.setattr(windows, "unfit", lambda *_: "is at rest")
     arms = {arm["arm"]: arm for arm in called(capsys, "--no-compile --dtypes float32")[0]["arms"]}
     assert "is at rest" in arms["windows"]["not_measured"] and arms["timm"]["not_measured"] is None
-    assert cli.benchmark([*LINE.replace("--json", "--no-compile").split()]) == 0
+    assert cli.run("benchmark", [*LINE.replace("--json", "--no-compile").split()]) == 0
     assert "| windows | not measured: --outlook-kernel windows: is at rest" in capsys.readouterr().out
 
 
@@ -78,7 +78,7 @@ def test_the_floor_counts_what_has_to_move_once() -> None:
 
 @pytest.mark.parametrize("shape", ["28x28x192", "28x28x190x6", "0x28x192x6", "axbxcxd"])
 def test_a_wrong_shape_is_told_in_one_line(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.benchmark(["outlook", "--shapes", shape]) == 2
+    assert cli.run("benchmark", ["outlook", "--shapes", shape]) == 2
     error = capsys.readouterr().err
     assert f"--shapes {shape}: give HEIGHTxWIDTHxCHANNELSxHEADS" in error and error.count("\n") == 1
 

@@ -52,7 +52,7 @@ def triton_error(name: str, *args: Any) -> Any:
 
 
 def called(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
-    assert cli.benchmark(line.split()) == 0, capsys.readouterr().err
+    assert cli.run("benchmark", line.split()) == 0, capsys.readouterr().err
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
 
@@ -99,7 +99,7 @@ def test_a_peer_with_other_weights_is_none(monkeypatch: pytest.MonkeyPatch, caps
 
     for module in (train, infer):
         monkeypatch.setattr(module, "build_bare", damaged)
-        assert cli.benchmark([module.__name__.rpartition(".")[2], *f"{SMALL} --peer reference".split()]) == 2
+        assert cli.run("benchmark", [module.__name__.rpartition(".")[2], *f"{SMALL} --peer reference".split()]) == 2
         error = capsys.readouterr().err
         assert "--peer reference is no peer: from the same weights" in error and error.count("\n") == 1
 
@@ -131,14 +131,14 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(
     assert arm(found, broken)["not_measured"].startswith(reason) and arm(found, other)["images/s"] > 0
     assert f"| {broken} | not measured: {reason}" in "\n".join(speed_report.table(found))
     monkeypatch.setattr(train, "compiled", lambda arm, model: fail)
-    assert cli.benchmark(line.split()) == 2
+    assert cli.run("benchmark", line.split()) == 2
     assert f"--model volo_test can't be measured here: {reason}" in capsys.readouterr().err
 
 
 def test_each_arm_is_told_as_soon_as_it_was_timed_and_all_after_their_turns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.benchmark(f"train {SMALL} --peer reference".split()) == 0
+    assert cli.run("benchmark", f"train {SMALL} --peer reference".split()) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [[row["arm"] for row in found["arms"]] for found in told] == [["ours"], *[["ours", "reference"]] * 2]
     assert [found["rounds"] for found in told] == [0, 0, 1]
@@ -284,7 +284,7 @@ def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.benchmark(line.split()) == 2
+    assert cli.run("benchmark", line.split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -343,7 +343,7 @@ def test_all_tells_reached_missed_and_why_not(
     experiments: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["--all", "--device", "cpu", "--output", str(tmp_path / "x")]
-    assert cli.benchmark(line) == 0
+    assert cli.run("benchmark", line) == 0
     told = capsys.readouterr().out
     assert told == (tmp_path / "x/benchmark.md").read_text()
     found = json.loads((tmp_path / "x/benchmark.json").read_text())
@@ -380,7 +380,7 @@ def test_what_was_measured_stands_when_all_is_ended(
     monkeypatch.setattr(whole, "write", ended)
     before = signal.getsignal(signal.SIGTERM)
     line = ["--all", "--device", "cpu", "--only", "wrong", "slow", "--output", str(tmp_path)]
-    assert cli.benchmark(line) == 130 and signal.getsignal(signal.SIGTERM) is before
+    assert cli.run("benchmark", line) == 130 and signal.getsignal(signal.SIGTERM) is before
     told = (tmp_path / "benchmark.md").read_text()
     assert "| low | >= 2/s | 4/s | reached; but it was still running when this was written |" in told
     assert "| ours | 4 | 500.0 (400.0-800.0) |" in told and "did you mean --model?" in told
@@ -407,7 +407,7 @@ def test_a_test_that_fails_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "tests/test_two.py").write_text("# mark.gpu\nimport nowhere\n")
     (tmp_path / "tests/test_three.py").write_text("import nowhere\n")
     program = f"from pathlib import Path\nfrom benchmarks import tests\ntests._ROOT = Path({str(tmp_path)!r})\n"
-    program += "import sys; sys.argv[0] = 'x'; from volo.cli import benchmark; sys.exit(benchmark())"
+    program += "import sys; sys.argv[0] = 'x'; from volo.cli import run; sys.exit(run('benchmark'))"
     words = [sys.executable, "-c", program, "tests", "--device", "cpu", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
@@ -430,7 +430,7 @@ def test_all_without_time_says_so(experiments: None, capsys: pytest.CaptureFixtu
     with tempfile.TemporaryFile() as log:
         late = whole.perform(planned, 3.0, -1.0, log, lambda outcome: None)
     assert late.reason == "the 3 minutes of --minutes are over"
-    assert cli.benchmark(["--all", "--device", "cpu", "--minutes", "1e-6", "--only", "fine"]) == 0
+    assert cli.run("benchmark", ["--all", "--device", "cpu", "--minutes", "1e-6", "--only", "fine"]) == 0
     out = capsys.readouterr().out
     assert out.count("1e-06 minutes of --minutes are over") >= 2 and "GPU" not in out.split("| what |")[1]
 

@@ -230,7 +230,7 @@ def test_no_ethernet_explains_both_rows() -> None:
 
 
 def test_published_with_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.benchmark(["scaling", "--published", "--plot", str(tmp_path / "p.png")]) == 0
+    assert cli.run("benchmark", ["scaling", "--published", "--plot", str(tmp_path / "p.png")]) == 0
     out = capsys.readouterr().out
     assert "500 images/s, 40 GPUs 2100 images/s published, 84.0%" in out
     assert "16 GPUs 634 images/s, 32 GPUs 1686 images/s" in out
@@ -243,19 +243,19 @@ def test_a_prediction_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
         " --latency-us 7 --gpus-per-node 4 --link-efficiency 0.5 --grad-compression bf16 --bucket-mb 10 --jitter 0.01"
     )
     line += " --contention 0.1 --input-rate 1900 --algorithm ring"
-    assert cli.benchmark([*line.split(), "--json"]) == 0
+    assert cli.run("benchmark", [*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     machine = Machine(4, Link(3e-6, 150e9), Link(7e-6, 26e9 / 8))
     conditions = Conditions(10, 0.5, "ring", contention=0.1, jitter=0.01, input_rate=1900)
     work = computing(44 / 62.5, 44, gradients_of("volo_d5"))
     assert found["predicted"] == [asdict(predict(work, gpus, machine, conditions)) for gpus in (8, 40)]
-    assert cli.benchmark(line.split()) == 0
+    assert cli.run("benchmark", line.split()) == 0
     assert "volo_d5, 44 images per GPU, 1181.8 MB of gradients" in capsys.readouterr().out
 
 
 def test_ranks_are_measured_fitted_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "scaling --model volo_test -b 2 --ranks 1 2 --device cpu --rounds 1 --threads 1 --settings --json --plot"
-    assert cli.benchmark([*line.split(), str(tmp_path / "x.svg")]) == 0
+    assert cli.run("benchmark", [*line.split(), str(tmp_path / "x.svg")]) == 0
     found = json.loads(capsys.readouterr().out)
     one, two = found["measured"]
     assert (one["ranks"], two["ranks"]) == (1, 2)
@@ -284,7 +284,7 @@ def test_ranks_are_measured_fitted_and_drawn(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.benchmark(["scaling", *line.split()]) == 2
+    assert cli.run("benchmark", ["scaling", *line.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 

@@ -202,7 +202,9 @@ CLIENTS = {
     "torch.jit": Client(
         "torch", "`trace`; files load without this project", "`script`, which torch 2.15 deprecates", jit_trace
     ),
-    "torch.onnx": Client("onnxruntime", "`export(dynamo=False)`; `dynamo=True` is export.py's", "", onnx_by_tracing),
+    "torch.onnx": Client(
+        "onnxruntime", "`export(dynamo=False)`; `dynamo=True` is `volo export`'s", "", onnx_by_tracing
+    ),
     "openvino": Client("openvino", "`convert_model`", "", openvino),
     "torchao": Client("torchao", "`quantize_`, int8 weights", "", torchao),
     "torch.ao": Client("torch", "`quantize_dynamic` of all linear layers", "", quantize_dynamic),

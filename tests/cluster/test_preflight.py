@@ -535,7 +535,7 @@ def test_one_machine_without_any_variable(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "N"))}
     record = tmp_path / "preflight.json"
     flags = f"--processes 2 --data {tmp_path} --output {tmp_path} --free-gb 0.001 --shm-gb 0.001 --json {record}"
-    command = [sys.executable, "-m", "volo.cluster.preflight", *flags.split(), "--round-timeout", "120"]
+    command = [sys.executable, "-m", "volo", "preflight", *flags.split(), "--round-timeout", "120"]
     ended = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=LIMIT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith("preflight: 1 node, 2 processes each (") and ended.stdout.endswith(": fit\n")
@@ -550,5 +550,5 @@ def test_data_that_is_not_there(
 ) -> None:
     for name in ("NNODES", "SLURM_NNODES"):
         monkeypatch.delenv(name, raising=False)
-    assert cli.preflight(["--no-bandwidth", "--data", str(tmp_path / "none")]) == 6
+    assert cli.run("preflight", ["--no-bandwidth", "--data", str(tmp_path / "none")]) == 6
     assert f"can't read {tmp_path / 'none'} (No such file or directory)" in capsys.readouterr().out

@@ -45,12 +45,12 @@ class Ended(NamedTuple):
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Return `call(program, "flags", *more)`: exit code and output of train, validate or generate_label."""
+    """Return `call(program, "flags", *more)`: exit code and output of `volo PROGRAM`."""
 
     def call(program: str, flags: str, *more: str | Path) -> Ended:
         capsys.readouterr()
         try:
-            code = getattr(cli, program)([*flags.split(), *map(str, more)])
+            code = cli.run(program, [*flags.split(), *map(str, more)])
         except SystemExit as end:  # argparse
             code = end.code if isinstance(end.code, int) else 1
         return Ended(code, *capsys.readouterr())

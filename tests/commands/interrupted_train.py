@@ -39,4 +39,4 @@ def stop_at(updates: set[int]) -> None:
 
 if __name__ == "__main__":
     stop_at({int(number) for number in sys.argv[1].split(",")})
-    sys.exit(cli.train(sys.argv[2:]))
+    sys.exit(cli.run("train", sys.argv[2:]))

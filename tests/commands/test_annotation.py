@@ -78,7 +78,7 @@ def test_on_whole_images_a_teacher_says_what_its_label_files_say(
     call: Callable[..., Ended], train: Callable[..., Ended], weights: Path, tmp_path: Path, tail: str
 ) -> None:
     flags = "--model resnet10t --num-classes 4 --img-size 32 -j 0 --device cpu --top-k 2 --format archive -b 8"
-    made = call("generate_label", f"{tmp_path / 'data'} {tmp_path / 'labels'} --checkpoint {weights} {flags}")
+    made = call("label", f"{tmp_path / 'data'} {tmp_path / 'labels'} --checkpoint {weights} {flags}")
     assert made.code == 0, made.err
     # The student's pixels are normalised in another way than the teacher's.
     same = f"--no-aug --train-interpolation bicubic --mean 0.2 0.4 0.6 --std 0.3 0.5 0.7 --label-tail {tail}"

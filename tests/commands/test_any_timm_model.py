@@ -16,7 +16,7 @@ from tests.commands.conftest import QUICK, Ended, launch, metrics
 from tlt.labels.store import read_map
 from tlt.mix import Mixup
 from tlt.models.wrap import with_dense_head
-from volo.cli import generate_label
+from volo import cli
 from volo.commands.train import objective_of_epoch
 from volo.train import loop
 from volo.train.objective import TokenLabelObjective
@@ -124,7 +124,7 @@ def test_a_trained_vision_transformer_annotates_with_its_dense_head(
     flags = f"{data} {SMALL} --epochs 1 --model test_vit --token-label --token-label-data {labels} --output {tmp_path}"
     assert call("train", flags, "--experiment", "run").code == 0
     path, out = tmp_path / "run" / "last.pth.tar", tmp_path / "out"
-    assert generate_label([str(data), str(out), "--checkpoint", str(path), "-b8", "-j0", "--top-k=4"]) == 0
+    assert cli.run("label", [str(data), str(out), "--checkpoint", str(path), "-b8", "-j0", "--top-k=4"]) == 0
     written = read_map(out / "red" / "red3.pt")
     assert written.values.shape == (4, 4, 4)
     # The same file without its dense head: only a class token is left.
@@ -132,7 +132,7 @@ def test_a_trained_vision_transformer_annotates_with_its_dense_head(
     model = with_dense_head(timm.create_model("test_vit", num_classes=4, img_size=64))
     model.load_state_dict(checkpoint["state_dict"] | checkpoint.pop("dense_head"))
     torch.save(checkpoint, path)
-    assert generate_label([str(data), str(tmp_path / "no"), "--checkpoint", str(path), "-b8", "-j0"]) == 2
+    assert cli.run("label", [str(data), str(tmp_path / "no"), "--checkpoint", str(path), "-b8", "-j0"]) == 2
 
 
 @pytest.mark.parametrize("more", ["--token-label-size 1", "--dense-weight 0", "--dense-weight 0 --no-mix-token"])

@@ -87,7 +87,7 @@ def test_archive_of_another_data_set(train: Train, data: Path, archive: Path) ->
 
 def test_archive_of_other_class_folders(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
     annotator = _annotator(tmp_path)
-    assert call("generate_label", annotator, data, tmp_path / "made").code == 0
+    assert call("label", annotator, data, tmp_path / "made").code == 0
     (data / "train" / "blue").rename(data / "train" / "azure")
     (data / "validation" / "blue").rename(data / "validation" / "azure")
     refused(train(data, tmp_path / "made"), "class 0 is blue there, azure here")
@@ -201,7 +201,7 @@ def test_label_pages_that_are_gone_kill_a_worker_with_an_explanation(
 
 def test_four_classes_with_five_asked_for(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
     made, packed = tmp_path / "made", tmp_path / "made.tlt"
-    ended = call("generate_label", f"{_annotator(tmp_path)} --top-k 5", data, made)
+    ended = call("label", f"{_annotator(tmp_path)} --top-k 5", data, made)
     assert ended.code == 0, ended.err
     names = scan_folder(str(data / "train")).paths
     assert PublishedTree(made, names, num_classes=4).shape[0] == 4
@@ -234,7 +234,7 @@ def test_dotted_nested_and_non_ascii_names(train: Train, call: Call, data: Path,
             shutil.copy(images[(4 * number + place) % 16], odd / "train" / folder / name)
         (odd / "validation" / folder).mkdir(parents=True)
         shutil.copy(images[number], odd / "validation" / folder / "v.1.jpg")
-    assert call("generate_label", _annotator(tmp_path), odd, made).code == 0
+    assert call("label", _annotator(tmp_path), odd, made).code == 0
     assert tlt_command(["pack", str(made), str(packed), "--images", str(odd)]) == 0
     assert tlt_command(["check", str(odd), str(packed)]) == 0
     names = scan_folder(str(odd / "train")).paths

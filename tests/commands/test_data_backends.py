@@ -37,7 +37,7 @@ def test_label_maps_are_the_same(call: Callable[..., Ended], make_dataset: Calla
     run = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
     assert call("train", run).code == 0
     for name, how in (("a", "-j 0"), ("b", f"-j 2 {DALI}"), ("c", "-j 2 --worker-type thread")):
-        made = call("generate_label", f"{data} {tmp_path / name} --checkpoint {tmp_path}/run/last.pth.tar {how}")
+        made = call("label", f"{data} {tmp_path / name} --checkpoint {tmp_path}/run/last.pth.tar {how}")
         assert made.code == 0, made.err
         trees.append({path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.pt"))})
     assert len(trees[0]) == 16 and trees[0] == trees[1] == trees[2]

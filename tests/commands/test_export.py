@@ -1,4 +1,4 @@
-"""export.py as a user runs it: files that other programs run to the model's logits, and one line for a mistake."""
+"""`volo export` as a user runs it: files that other programs run to the model's logits, and one line for a mistake."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_accuracy_and_labels_are_those_of_the_cpu(
         ended = call("validate", f"{data} {model} --device {device} --results-file {results} --results-format json")
         assert ended.code == 0, ended.err
         losses.append(json.loads(results.read_text())[0]["loss"])
-        assert call("generate_label", f"{data} {tmp_path / device} {model} --device {device}").code == 0
+        assert call("label", f"{data} {tmp_path / device} {model} --device {device}").code == 0
         files = sorted((tmp_path / device).rglob("*.pt"))
         labels.append(torch.stack([torch.load(file)[0] for file in files]).float())  # logits, the largest first
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and labels[0].shape[:2] == (16, 4)

@@ -115,7 +115,7 @@ def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.M
 @pytest.mark.gpu
 def test_on_a_gpu(call: Call, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     for model in ("--model volo_d1 -b 32", "--model lvvit_s -b 32"):
-        assert cli.benchmark(f"activations {model} --amp --amp-dtype bfloat16 --json".split()) == 0
+        assert cli.run("benchmark", f"activations {model} --amp --amp-dtype bfloat16 --json".split()) == 0
         rows = json.loads(capsys.readouterr().out)["recomputed"]
         assert all(0.85 < row["ratio"] < 1.15 for row in rows.values()), rows
     ended = call("train", f"{flags} --activation-memory auto --experiment auto")

@@ -93,7 +93,7 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
     content = bytearray((run / "last.pth.tar").read_bytes())
     content[content.index(torch.ones(3).numpy().tobytes())] ^= 1
     (run / "model_best.pth.tar").write_bytes(content)
-    assert cli.report([str(run)]) == 0
+    assert cli.run("report", [str(run)]) == 0
     out = capsys.readouterr().out
     for expected in (
         "40 updates reported, 1 epochs finished",
@@ -111,14 +111,14 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
     assert [line.split()[1:3] for line in out.splitlines() if line.endswith("  verified")] == [["0", "40"]]
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: plot)")
     assert (run / "report.png").read_bytes()[:4] == b"\x89PNG"
-    assert cli.report([str(run), "--quick", "--no-picture"]) == 0
+    assert cli.run("report", [str(run), "--quick", "--no-picture"]) == 0
     assert "not verified" in capsys.readouterr().out
 
 
 def test_damaged_lines_are_left_out_and_said(run: Path, capsys: Capture) -> None:
     with (run / "events.jsonl").open("ab") as file:
         file.write(b'{"kind": "en\n\xff\xfe\n[1]\n' + b"[" * 100_000 + b"\n")
-    assert cli.report([str(run), "--no-picture"]) == 0
+    assert cli.run("report", [str(run), "--no-picture"]) == 0
     out = capsys.readouterr().out
     assert "4 damaged lines of events.jsonl are left out" in out and "0: done" in out
 
@@ -127,11 +127,11 @@ def test_a_running_run_is_told_from_a_killed_one(run: Path, capsys: Capture) -> 
     here = {"node": socket.gethostname(), "pid": os.getpid()}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(_event(300, "start", **here)) + "\n")
-    assert cli.report([str(run), "--no-picture"]) == 0
+    assert cli.run("report", [str(run), "--no-picture"]) == 0
     assert "it is running now" in capsys.readouterr().out
     text = (run / "events.jsonl").read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}')
     (run / "events.jsonl").write_text(text)
-    assert cli.report([str(run), "--no-picture"]) == 0
+    assert cli.run("report", [str(run), "--no-picture"]) == 0
     assert "it is running now" not in capsys.readouterr().out
 
 
@@ -144,7 +144,7 @@ def test_a_run_of_an_older_version(run: Path, capsys: Capture) -> None:
     _write(run / "metrics.jsonl", records)
     start = {"time": "2026-01-02T03:04:05+01:00", "host": "n1", "world_size": 4}
     (run / "run.json").write_text(json.dumps([start]))
-    assert cli.report([str(run), "--picture", str(run / "x.svg")]) == 0
+    assert cli.run("report", [str(run), "--picture", str(run / "x.svg")]) == 0
     out = capsys.readouterr().out
     assert "no events.jsonl" in out and "2026-01-02 02:04:05  n1    4      0 -> 40" in out
     assert "training 01:20 for 40 updates" in out
@@ -152,7 +152,7 @@ def test_a_run_of_an_older_version(run: Path, capsys: Capture) -> None:
 
 @pytest.mark.parametrize("flags", ["", "--picture x.bogus", "--picture x.png --no-picture", "--picture missing/x.png"])
 def test_mistakes_are_one_line(flags: str, run: Path, tmp_path: Path, capsys: Capture) -> None:
-    assert cli.report([str(run if flags else tmp_path), *flags.split()]) == 2
+    assert cli.run("report", [str(run if flags else tmp_path), *flags.split()]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
@@ -173,16 +173,16 @@ def test_two_runs_are_the_same_but_for_times_or_the_first_difference_is_named(
         (directory / "summary.csv").write_text(f"epoch,loss,seconds\n0,0.1,{seconds}\n")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     _write(other / "metrics.jsonl", [record | {"time": _at(999)} for record in records])
-    assert cli.report([str(run), "--same-as", str(other)]) == 0
+    assert cli.run("report", [str(run), "--same-as", str(other)]) == 0
     assert "metrics.jsonl: 5 lines, the same" in capsys.readouterr().out
     _write(other / "metrics.jsonl", [record | {"loss": 0.2} for record in records])
-    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert cli.run("report", [str(run), "--same-as", str(other)]) == 2
     assert "error: metrics.jsonl differs in line 1: " in capsys.readouterr().err
     _write(other / "metrics.jsonl", records[:-1])
-    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert cli.run("report", [str(run), "--same-as", str(other)]) == 2
     assert "differs in line 5" in capsys.readouterr().err
     (other / "summary.csv").unlink()
     _write(other / "metrics.jsonl", records)
-    assert cli.report([str(run), "--same-as", str(other)]) == 2
+    assert cli.run("report", [str(run), "--same-as", str(other)]) == 2
     assert "summary.csv is missing" in capsys.readouterr().err
-    assert cli.report([str(run), "--same-as", str(other), "--quick"]) == 2
+    assert cli.run("report", [str(run), "--same-as", str(other), "--quick"]) == 2

@@ -46,7 +46,7 @@ def test_annotator_labels_shards(make_dataset: Callable[..., Path], tmp_path: Pa
     flags = f"--model resnet10t --checkpoint {tmp_path / 'weights.pth'} --num-classes 4 --img-size 64 -b 3 -j 0"
     for images, out in ((data, "one"), (packed, "other")):
         command = f"{images} {tmp_path / out} {flags} --device cpu --top-k 3 --format archive"
-        assert cli.generate_label(command.split()) == 0
+        assert cli.run("label", command.split()) == 0
     names = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert filecmp.cmpfiles(tmp_path / "one", tmp_path / "other", names, shallow=False)[0] == names
 

@@ -154,7 +154,7 @@ def test_a_name_does_not_command_the_terminal(
     make_dataset: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = make_dataset(train=8, validation=8).rename(tmp_path / "d\x1b]0;owned\x07\x9b2J\x1b[31m")
-    assert cli.train([str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
+    assert cli.run("train", [str(data), *QUICK.split(), "--epochs", "1", "--output", str(data / "runs")]) == 0
     told = capsys.readouterr()
     (log,) = (data / "runs").glob("*/log.txt")
     for text in (told.out, told.err, log.read_text()):

@@ -26,7 +26,7 @@ def trained(make_dataset: Callable[..., Path], tmp_path: Path) -> tuple[Path, Pa
     """A dataset and the directory of a short run on it, with EMA."""
     data = make_dataset()
     flags = f"{data} {QUICK} --epochs 2 --lr 2e-3 --model-ema --output {tmp_path} --experiment run"
-    assert cli.train(flags.split()) == 0
+    assert cli.run("train", flags.split()) == 0
     return data, tmp_path / "run"
 
 

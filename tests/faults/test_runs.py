@@ -36,7 +36,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
     def call(flags: str, *more: str | Path) -> Ended:
         capsys.readouterr()
-        return Ended(cli.train([*map(str, more), *flags.split()]), *capsys.readouterr())
+        return Ended(cli.run("train", [*map(str, more), *flags.split()]), *capsys.readouterr())
 
     return call
 

@@ -23,8 +23,8 @@ import sys, time, torch
 torch.__version__ = "2.9.9"
 real = time.time
 time.time = lambda: real() - 100
-from volo.cli import preflight
-sys.exit(preflight())
+from volo.cli import run
+sys.exit(run("preflight"))
 """
 
 
@@ -50,7 +50,7 @@ class Cluster:
         variables = {"NODES": " ".join(names), "NNODES": str(len(names)), "MASTER_ADDR": self.hosts.addresses[0], **env}
         running = {}
         for rank, name in enumerate(names):
-            program = ["-c", PRETENDING] if name == pretending else ["-m", "volo.cluster.preflight"]
+            program = ["-c", PRETENDING] if name == pretending else ["-m", "volo", "preflight"]
             command = [sys.executable, *program, "--json", str(self.json), *flags]
             if name != missing:
                 running[name] = self.hosts.start(name, command, hosts_file, NODE_RANK=str(rank), **variables)

@@ -34,7 +34,7 @@ from tlt.labels.archive_format import Manifest, file_places
 from tlt.labels.metadata import TreeMetadata
 from tlt.tools.check import check
 from tlt.tools.pack import pack, unpack
-from volo.cli import generate_label
+from volo import cli
 from volo.train.label_job import ArchiveJob
 
 SIZE = 64
@@ -79,7 +79,7 @@ def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
         if writes is not None:
             die_after(writes)
-        os._exit(generate_label(command))
+        os._exit(cli.run("label", command))
 
     processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
     for process in processes:
@@ -121,11 +121,11 @@ def kill(processes: Sequence[Process]) -> bool:
 
 
 def test_the_archive_is_what_pack_makes_of_the_tree(command: list[str], tmp_path: Path) -> None:
-    assert generate_label(into(command, "tree")) == 0
-    assert generate_label(into(command, "direct", *ARCHIVE, "--no-log-sum-exp")) == 0
+    assert cli.run("label", into(command, "tree")) == 0
+    assert cli.run("label", into(command, "direct", *ARCHIVE, "--no-log-sum-exp")) == 0
     pack(str(tmp_path / "tree"), str(tmp_path / "packed"), images=str(Path(command[0])))
     assert same_files(tmp_path / "packed", tmp_path / "direct")
-    assert generate_label(into(command, "whole", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "whole", *ARCHIVE)) == 0
     unpack(str(tmp_path / "whole"), str(tmp_path / "back"))
     assert same_files(tmp_path / "tree", tmp_path / "back")
     folder = scan_folder(Path(command[0]) / "train")
@@ -139,7 +139,7 @@ def test_the_archive_is_what_pack_makes_of_the_tree(command: list[str], tmp_path
 
 
 def test_log_sum_exp_is_that_of_all_logits(command: list[str], tmp_path: Path) -> None:
-    assert generate_label(into(command, "whole", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "whole", *ARCHIVE)) == 0
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval().double()
     transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
     folder = scan_folder(Path(command[0]) / "train")
@@ -180,7 +180,7 @@ def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
 def test_torn_rows_are_made_again(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate_label(into(command, "whole", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "whole", *ARCHIVE)) == 0
     writes, real = iter(range(40)), os.pwrite
 
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
@@ -189,7 +189,7 @@ def test_torn_rows_are_made_again(
         return real(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    assert generate_label(into(command, "torn", *ARCHIVE)) == 2
+    assert cli.run("label", into(command, "torn", *ARCHIVE)) == 2
     monkeypatch.undo()
     error = capsys.readouterr().err
     assert "torn can't be written (No space left on device); make room" in error and error.count("\n") == 1
@@ -198,7 +198,7 @@ def test_torn_rows_are_made_again(
     shard = bytearray((tmp_path / "torn" / "00000.safetensors").read_bytes())
     shard[file_places(header.shard_fields(0))[0]["values"]] ^= 1  # of the first row: as if half of it had been written
     (tmp_path / "torn" / "00000.safetensors").write_bytes(shard)
-    assert generate_label(into(command, "torn", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "torn", *ARCHIVE)) == 0
     # 40 writes are 5 rows of 7 tensors and a part of the sixth; the first was spoilt.
     said = capsys.readouterr().out
     assert "4 of 16 images are labelled already" in said and "12 label maps" in said
@@ -209,7 +209,7 @@ def test_the_other_form_the_other_annotator_and_a_complete_archive(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(code: int, *arguments: str) -> str:
-        assert generate_label(list(arguments)) == code
+        assert cli.run("label", list(arguments)) == code
         captured = capsys.readouterr()
         assert code == 0 or captured.err.count("\n") == 1
         return captured.err if code else captured.out
@@ -230,17 +230,17 @@ def test_broken_images_have_no_label(command: list[str], tmp_path: Path, capsys:
     broken = Path(command[0]) / "train" / "blue" / "blue4.jpg"
     whole = broken.read_bytes()
     broken.write_bytes(whole[:100])
-    assert generate_label(into(command, "out", *ARCHIVE, "--max-bad-images", "0")) == 2
+    assert cli.run("label", into(command, "out", *ARCHIVE, "--max-bad-images", "0")) == 2
     assert "1 of 16 images can't be read, more than --max-bad-images 0" in capsys.readouterr().err
-    assert generate_label(into(command, "out", *ARCHIVE, "-b", "1")) == 0
+    assert cli.run("label", into(command, "out", *ARCHIVE, "-b", "1")) == 0
     folder = scan_folder(Path(command[0]) / "train")
     store = LabelArchive(tmp_path / "out", folder.paths)
     assert store.metadata is not None and store.metadata.skipped == ["blue/blue4.jpg"] and store.manifest.absent == 1
     assert store.missing() == [folder.paths.index("blue/blue4.jpg")] and store.warnings == [] and store.extra() == []
-    assert generate_label(into(command, "tree", "-b", "1")) == 0
+    assert cli.run("label", into(command, "tree", "-b", "1")) == 0
     unpack(str(tmp_path / "out"), str(tmp_path / "back"))
     assert same_files(tmp_path / "tree", tmp_path / "back")
-    assert generate_label(into(command, "tree", "-b", "1")) == 0  # nothing left but what can't be read
+    assert cli.run("label", into(command, "tree", "-b", "1")) == 0  # nothing left but what can't be read
 
 
 def test_an_error_on_one_rank_ends_all_with_one_line(command: list[str], tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_error_on_one_rank_ends_all_with_one_line(command: list[str], tmp_pat
 
 
 def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: Path) -> None:
-    assert generate_label(into(command, "one", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "one", *ARCHIVE)) == 0
     launch = [str(ROOT / "distributed_generate_label.sh"), "2", *into(command, "two", *ARCHIVE)]
     env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     said = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=LIMIT)
@@ -266,8 +266,8 @@ def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: 
 
 @pytest.mark.parametrize("flags", ["--amp --amp-dtype bfloat16", "--channels-last", "--transfer"])
 def test_other_ways_to_run(command: list[str], tmp_path: Path, flags: str) -> None:
-    assert generate_label(into(command, "exact", *ARCHIVE)) == 0
-    assert generate_label(into(command, "other", *ARCHIVE, *flags.split())) == 0
+    assert cli.run("label", into(command, "exact", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "other", *ARCHIVE, *flags.split())) == 0
     names = scan_folder(Path(command[0]) / "train").paths
     exact, other = (LabelArchive(tmp_path / name, names) for name in ("exact", "other"))
     apart = [np.abs(exact.load(i).values - other.load(i).values.astype(np.float32)).max() for i in range(16)]

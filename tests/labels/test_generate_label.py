@@ -18,7 +18,7 @@ from tlt.data.sources.folder import scan_folder
 from tlt.io.progress import Progress
 from tlt.labels.metadata import TreeMetadata
 from tlt.labels.store import PublishedTree, read_map
-from volo.cli import generate_label
+from volo import cli
 
 SIZE = 64
 
@@ -53,7 +53,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
     for path in Path(command[0]).rglob("*.jpg"):  # much wider than high, darkest at the left edge
         ramp = np.linspace(0, 255, 150)[None, :, None] * np.ones((50, 1, 3))
         Image.fromarray(ramp.astype(np.uint8)).save(path)
-    assert generate_label(command) == 0
+    assert cli.run("label", command) == 0
     said = capsys.readouterr().out
     assert "16 label maps of 4 classes on 2 x 2 places" in said and "of 16 images" in said and "64 places" in said
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval()
@@ -74,7 +74,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
 
 
 def test_the_tree_says_what_it_is(command: list[str]) -> None:
-    assert generate_label([*command, "--top-k", "3"]) == 0
+    assert cli.run("label", [*command, "--top-k", "3"]) == 0
     metadata = TreeMetadata.read(out_of(command) / "labels.json")
     assert metadata is not None and (metadata.k, metadata.grid, metadata.num_classes) == (3, (2, 2), 4)
     # resnet10t: the first token's centre is at 14.5 pixels of 64, where that of the image's upper half is at 16.
@@ -86,7 +86,7 @@ def test_the_tree_says_what_it_is(command: list[str]) -> None:
 
 
 def test_it_goes_on_where_it_was_stopped(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate_label(command) == 0
+    assert cli.run("label", command) == 0
     whole = {path: path.read_bytes() for path in out_of(command).rglob("*.pt")}
     kept, damaged, gone = sorted(whole)[:3]
     stamp = kept.stat().st_mtime_ns
@@ -94,7 +94,7 @@ def test_it_goes_on_where_it_was_stopped(command: list[str], capsys: pytest.Capt
     gone.unlink()
     (out_of(command) / "labels.json").rename(out_of(command) / "labels.partial.json")
     capsys.readouterr()
-    assert generate_label(command) == 0
+    assert cli.run("label", command) == 0
     said = capsys.readouterr().out
     assert "14 of 16 images are labelled already" in said and "2 label maps" in said
     assert kept.stat().st_mtime_ns == stamp
@@ -107,13 +107,13 @@ def test_it_goes_on_where_it_was_stopped(command: list[str], capsys: pytest.Capt
 def test_two_annotators_do_not_share_a_tree(
     command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate_label(command) == 0
+    assert cli.run("label", command) == 0
     other = [*command]
     other[3], other[5] = "resnet18", annotator("resnet18")
     before = read_map(out_of(command) / "red" / "red3.pt")
-    assert generate_label(other) == 2
+    assert cli.run("label", other) == 2
     assert "model resnet10t, this command says resnet18: choose another OUT, or --overwrite" in capsys.readouterr().err
-    assert generate_label([*other, "--overwrite"]) == 0
+    assert cli.run("label", [*other, "--overwrite"]) == 0
     assert (read_map(out_of(command) / "red" / "red3.pt").values != before.values).any()
     metadata = TreeMetadata.read(out_of(command) / "labels.json")
     assert metadata is not None and metadata.annotator["model"] == "resnet18"
@@ -124,11 +124,11 @@ def test_a_refused_annotator_leaves_nothing(
 ) -> None:
     refused = [*command]
     refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
-    assert generate_label(refused) == 2
+    assert cli.run("label", refused) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --model mobilenetv3_small_050 can't annotate") and error.count("\n") == 1
     assert not out_of(command).exists()
-    assert generate_label(command) == 0
+    assert cli.run("label", command) == 0
 
 
 @pytest.mark.parametrize("name,flags", [("volo_test", []), ("lvvit_test", ["--amp"]), ("resnet10t", ["--amp"])])
@@ -144,8 +144,8 @@ def test_our_models_and_mixed_precision(
         *["--num-classes", "4", "--img-size", "64", "-j", "0", "--device", "cpu"],
     ]
     data = make_dataset(train=4)
-    assert generate_label([str(data), str(tmp_path / "exact"), *common]) == 0
-    assert generate_label([str(data), str(tmp_path / "out"), *common, *flags]) == 0
+    assert cli.run("label", [str(data), str(tmp_path / "exact"), *common]) == 0
+    assert cli.run("label", [str(data), str(tmp_path / "out"), *common, *flags]) == 0
     exact, found = (read_map(tmp_path / tree / "grey" / "grey2.pt") for tree in ("exact", "out"))
     assert exact.shape[0] == 4 and exact.shape == found.shape
     difference = np.abs(np.sort(exact.values, axis=0).astype(np.float32) - np.sort(found.values, axis=0)).max()
@@ -158,7 +158,7 @@ def test_a_folder_without_splits_and_images_of_one_stem(command: list[str], tmp_
     Image.open(data / "red" / "red3.jpg").transpose(Image.Transpose.ROTATE_90).save(data / "red" / "red3.png")
     (data / "red" / "red3.jpg").rename(data / "red" / "red.v1.jpg")
     Image.open(data / "red" / "red.v1.jpg").save(data / "red" / "red.v1.png")
-    assert generate_label([str(data), *command[1:]]) == 0
+    assert cli.run("label", [str(data), *command[1:]]) == 0
     names = sorted(path.name for path in (out_of(command) / "red").iterdir())
     assert names == ["red.v1.jpg.pt", "red.v1.png.pt", "red11.pt", "red15.pt", "red3.pt", "red7.pt"]
     assert PublishedTree(out_of(command), scan_folder(data).paths).warnings == []
@@ -169,11 +169,11 @@ def test_broken_images_are_counted_and_the_tree_can_still_be_used(
 ) -> None:
     broken = Path(command[0]) / "train" / "red" / "red3.jpg"
     broken.write_bytes(broken.read_bytes()[:100])
-    assert generate_label([*command, "--max-bad-images", "0"]) == 2
+    assert cli.run("label", [*command, "--max-bad-images", "0"]) == 2
     error = capsys.readouterr().err
     assert "red3.jpg" in error and "--max-bad-images 0" in error
     assert not (out_of(command) / "labels.json").exists()
-    assert generate_label(command) == 0
+    assert cli.run("label", command) == 0
     assert "left out" in (said := capsys.readouterr().out) and "red3.jpg" in said
     metadata = TreeMetadata.read(out_of(command) / "labels.json")
     assert metadata is not None and metadata.skipped == ["red/red3.jpg"]
@@ -186,9 +186,9 @@ def test_transfer_labels_another_data_set(command: list[str], capsys: pytest.Cap
     for path in (Path(command[0]) / "train" / "red").iterdir():
         path.unlink()
     (Path(command[0]) / "train" / "red").rmdir()
-    assert generate_label(command) == 2
+    assert cli.run("label", command) == 2
     assert "4 classes" in (error := capsys.readouterr().err) and "3 class folders" in error and "--transfer" in error
-    assert generate_label([*command, "--transfer"]) == 0
+    assert cli.run("label", [*command, "--transfer"]) == 0
     assert "%" not in capsys.readouterr().out
     assert json.loads((out_of(command) / "labels.json").read_text())["class_names"] is None
 
@@ -200,10 +200,10 @@ def test_a_checkpoint_of_a_run_says_all_that_is_needed(make_dataset: Callable[..
     checkpoint, data = tmp_path / "model_best.pth.tar", str(make_dataset(train=4))
     torch.save({"state_dict": model.state_dict(), "model_config": config}, checkpoint)
     arguments = ["--checkpoint", str(checkpoint), "-j", "0", "--device", "cpu"]
-    assert generate_label([data, str(tmp_path / "out"), *arguments]) == 0
+    assert cli.run("label", [data, str(tmp_path / "out"), *arguments]) == 0
     assert read_map(tmp_path / "out" / "red" / "red3.pt").shape == (4, *model.token_grid((48, 48)))
     torch.save({"state_dict": model.state_dict(), "model_config": config | {"class_names": names[::-1]}}, checkpoint)
-    assert generate_label([data, str(tmp_path / "other"), *arguments]) == 2
+    assert cli.run("label", [data, str(tmp_path / "other"), *arguments]) == 2
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_run_says_all_that_is_needed(make_dataset: Callable[..
 def test_mistakes_are_one_line(
     command: list[str], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
 ) -> None:
-    assert generate_label([*command, *extra]) == 2
+    assert cli.run("label", [*command, *extra]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
@@ -228,7 +228,7 @@ def test_weights_with_nan_logits_are_told(command: list[str], capsys: pytest.Cap
     state = torch.load(command[5])
     state["fc.bias"] += 1e6  # finite, but beyond half precision
     torch.save(state, command[5])
-    assert generate_label(command) == 2
+    assert cli.run("label", command) == 2
     assert "beyond half precision" in capsys.readouterr().err
 
 

@@ -170,7 +170,7 @@ def test_a_right_model_stays_as_it_is() -> None:
     assert not any(layer._forward_pre_hooks for layer in convolutions(model).values())
 
 
-@pytest.mark.parametrize("program", ["train", "validate", "generate_label", "export"])
+@pytest.mark.parametrize("program", ["train", "validate", "label", "export"])
 def test_programs_tell_and_are_right(
     program: str, make_dataset: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,11 +181,11 @@ def test_programs_tell_and_are_right(
     line = {
         "train": f"{data} {QUICK} --model-dtype bfloat16 --epochs 1 --output {tmp_path}/train",
         "validate": f"{data} -b 4 -j 0 --amp {model}",
-        "generate_label": f"{data} {tmp_path}/labels -j 0 --amp {model}",
+        "label": f"{data} {tmp_path}/labels -j 0 --amp {model}",
         "export": f"-o {tmp_path}/model.pt2 --model-dtype bfloat16 {model}",
     }[program]
     with Wrong():
-        code = getattr(cli, program)(line.split())
+        code = cli.run(program, line.split())
     ended = capsys.readouterr()
     assert code == 0, ended.err
     assert "warning: patch_embed." in ended.out + ended.err and "wrong in bfloat16" in ended.out + ended.err

@@ -174,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flag("--device", default=None, metavar="NAME", help="as of train.py"),
         ),
     )
-    parser = FlagParser(
-        "python -m volo.cluster.binding", "%(prog)s [flags]", "Show how ranks would be bound.", (group,)
-    )
+    parser = FlagParser("python -m volo.cluster.binding", "[flags]", "Show how ranks would be bound.", (group,))
     try:
         args = parser.parse_args(argv)
         if not Path(args.root, "sys/devices/system").is_dir():

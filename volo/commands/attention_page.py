@@ -1,4 +1,4 @@
-"""The page of `show_attention.py`: the image, what both heads say, and a heat map per layer."""
+"""The page of `volo attention`: the image, what both heads say, and a heat map per layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `show_attention.py` shows of one image: maps by layer, and what both heads say. Nothing is drawn here."""
+"""What `volo attention` shows of one image: maps by layer, and what both heads say. Nothing is drawn here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Write a trained model as a file that runs without this project, and check that file against the model.
 
-    python export.py -o volo.onnx --checkpoint output/train/RUN/model_best.pth.tar
-    python export.py -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
+    volo export -o volo.onnx --checkpoint output/train/RUN/model_best.pth.tar
+    volo export -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
 
 The file takes any number of images of one size. BatchNorm is folded into the stem. How images are prepared and the
 names of the classes are in the file. Before it gets its name, it is loaded and must give the model's logits.

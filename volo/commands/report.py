@@ -1,4 +1,4 @@
-"""What happened to a run, from its records: `report.py RUN`, `volo-report RUN`."""
+"""What happened to a run, from its records: `volo report RUN`."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ _TOKEN_LABEL_FLAGS = (
 def train_parser() -> FlagParser:
     """The parser of train.py; use `parse_train`, which also reads the recipe and checks."""
     return FlagParser(
-        "train.py",
-        "train.py [-c RECIPE.yaml] DATA_DIR [flags]",
+        "train",
+        "[-c RECIPE.yaml] DATA_DIR [flags]",
         "Train VOLO, LV-ViT or any timm model, with or without token labels. Values in brackets are the defaults, "
         "words in parentheses what happens without the flag. --no-X turns a switch off that a recipe turns on.",
         TRAIN_GROUPS,
@@ -64,8 +64,8 @@ def train_parser() -> FlagParser:
 def validate_parser() -> FlagParser:
     """The parser of validate.py; use `parse_validate`, which also checks."""
     return FlagParser(
-        "validate.py",
-        "validate.py DATA --checkpoint PATH [flags]",
+        "validate",
+        "DATA --checkpoint PATH [flags]",
         "Measure the accuracy of a checkpoint, or of every checkpoint in a folder.",
         VALIDATE_GROUPS,
     )
@@ -74,8 +74,8 @@ def validate_parser() -> FlagParser:
 def generate_label_parser() -> FlagParser:
     """The parser of generate_label.py."""
     return FlagParser(
-        "generate_label.py",
-        "generate_label.py DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
+        "label",
+        "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
         "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
         GENERATE_LABEL_GROUPS,
     )

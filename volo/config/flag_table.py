@@ -10,6 +10,7 @@ import ast
 import copy
 import difflib
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -55,6 +56,8 @@ class Number:
         return f"{self.low:g} to {self.high:g}"
 
 
+# The published scripts at the root of a checkout, by the command of `volo` that each stands for.
+SCRIPTS = {"train": "train.py", "validate": "validate.py", "label": "generate_label.py", "benchmark": "benchmark.py"}
 INT = Number(int)
 COUNT = Number(int, low=0)
 POSITIVE = Number(int, low=1)
@@ -158,11 +161,14 @@ class FlagParser(argparse.ArgumentParser):
     Abbreviated flags are refused: a flag added later could silently change what an abbreviation means.
 
     Args:
+        program: Of `volo.cli.COMMANDS`, or how else it is started.
+        usage: What follows that name.
         undo: Give every switch `--X` a `--no-X`, which sets it back where a recipe turned it on.
     """
 
-    def __init__(self, prog: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
-        super().__init__(prog, usage, description, formatter_class=_HelpFormat, allow_abbrev=False)
+    def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
+        name = _started_as(program)
+        super().__init__(name, f"{name} {usage}", description, formatter_class=_HelpFormat, allow_abbrev=False)
         self.flags: dict[str, Flag] = {}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
@@ -207,6 +213,15 @@ class FlagParser(argparse.ArgumentParser):
         name = item.partition("=")[0]
         near = nearest(name, ["--help", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))])
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
+
+
+def _started_as(program: str) -> str:
+    """What a user types: the script of a checkout, if that was started, else `volo PROGRAM`."""
+    if program.startswith("python -m "):
+        return program
+    command, *subcommand = program.split()
+    script = SCRIPTS.get(command)
+    return " ".join([script if script == os.path.basename(sys.argv[0]) else f"volo {command}", *subcommand])
 
 
 def _add(section: argparse._ArgumentGroup, row: Flag, undo: bool) -> None:

@@ -1,4 +1,4 @@
-"""The flags of `show_attention.py`."""
+"""The flags of `volo attention`."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ GROUPS = (
 )
 
 
-def show_attention_parser() -> FlagParser:
-    """The parser of show_attention.py; use `parse_show_attention`, which also checks."""
+def attention_parser() -> FlagParser:
+    """The parser of `volo attention`; use `parse_attention`, which also checks."""
     return FlagParser(
-        "show_attention.py",
-        "show_attention.py IMAGE [IMAGE ...] -o FILE --checkpoint PATH [flags]",
+        "attention",
+        "IMAGE [IMAGE ...] -o FILE --checkpoint PATH [flags]",
         "Draw what the attention layers of a VOLO or LV-ViT look at in an image.",
         GROUPS,
     )
 
 
-def parse_show_attention(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse show_attention.py's command line. Returns one attribute per flag, and `notes`, lines to print.
+def parse_attention(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo attention`. Returns one attribute per flag, and `notes`, lines to print.
 
     Raises:
         UserError: An unknown flag, a wrong value, no output, no model, or a flag that would have no effect.
     """
-    parser = show_attention_parser()
+    parser = attention_parser()
     args = Namespace(**(parser.defaults() | parser.explicit(argv)))
     if not args.output:
         raise UserError("-o FILE is missing: where shall the picture go?")

@@ -1,4 +1,4 @@
-"""The flags of `export.py`."""
+"""The flags of `volo export`."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ GROUPS = (
 
 
 def export_parser() -> FlagParser:
-    """The parser of export.py; use `parse_export`, which also checks."""
+    """The parser of `volo export`; use `parse_export`, which also checks."""
     return FlagParser(
-        "export.py",
-        "export.py -o FILE --checkpoint PATH [flags]",
+        "export",
+        "-o FILE --checkpoint PATH [flags]",
         "Write a trained model as a file that runs without this project: ONNX, or torch.export's .pt2.",
         GROUPS,
     )
 
 
 def parse_export(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse export.py's command line. Returns one attribute per flag, and `notes`, lines to print.
+    """Parse the command line of `volo export`. Returns one attribute per flag, and `notes`, lines to print.
 
     Raises:
         UserError: A wrong or unknown flag, no output, format or model, a contradiction, or a flag without effect.

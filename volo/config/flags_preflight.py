@@ -1,4 +1,4 @@
-"""The flags of `python -m volo.cluster.preflight`."""
+"""The flags of `volo preflight`."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ _GROUPS = (
 
 
 def preflight_parser() -> FlagParser:
-    """The parser of volo-preflight."""
-    usage = "python -m volo.cluster.preflight [flags]   (one task per node)"
-    return FlagParser("volo-preflight", usage, "Check that the machines are fit for a run.", _GROUPS)
+    """The parser of volo preflight."""
+    usage = "[flags]   (one task per node)"
+    return FlagParser("preflight", usage, "Check that the machines are fit for a run.", _GROUPS)
 
 
 def parse_preflight(argv: Sequence[str] | None = None) -> Namespace:

@@ -1,4 +1,4 @@
-"""The flags of `report.py`."""
+"""The flags of `volo report`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _GROUPS = (
 
 
 def report_parser() -> FlagParser:
-    """The parser of volo-report."""
-    usage = "report.py RUN [flags]"
-    return FlagParser("report.py", usage, "Tell what happened to a run: starts, losses, time, checkpoints.", _GROUPS)
+    """The parser of volo report."""
+    return FlagParser(
+        "report", "RUN [flags]", "Tell what happened to a run: starts, losses, time, checkpoints.", _GROUPS
+    )
 
 
 def parse_report(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse report.py's command line.
+    """Parse the command line of `volo report`.
 
     Raises:
         UserError: An unknown flag, no RUN, or flags that exclude each other.

@@ -1,4 +1,4 @@
-"""The picture of `report.py`: curves across restarts on one axis, accuracy, and where the time went."""
+"""The picture of `volo report`: curves across restarts on one axis, accuracy, and where the time went."""
 
 from __future__ import annotations
 

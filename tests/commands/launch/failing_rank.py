@@ -80,4 +80,4 @@ def _break_data(batches: int) -> None:
 if __name__ == "__main__":
     if sys.argv[2] == os.environ["RANK"]:
         inject(sys.argv[1])
-    sys.exit(cli.train(sys.argv[3:]))
+    sys.exit(cli.run("train", sys.argv[3:]))

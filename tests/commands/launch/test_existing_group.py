@@ -25,8 +25,8 @@ from volo import cli
 codes = []
 def work():
     for name in ("one", "two"):
-        codes.append(cli.train([*flags.split(), "--output", output, "--experiment", name]))
-    codes.append(cli.train([*flags.split(), "--output", output, "--experiment", "two"]))
+        codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", name]))
+    codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", "two"]))
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()

@@ -62,7 +62,7 @@ def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
         raise Mistake
 
     monkeypatch.setattr(cli.args, "parse_train", refuse)
-    assert (cli.train([]), capsys.readouterr().err) == (2, "error: no such model\n")
+    assert (cli.run("train", []), capsys.readouterr().err) == (2, "error: no such model\n")
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])

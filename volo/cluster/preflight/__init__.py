@@ -1,4 +1,4 @@
-"""Are these machines fit for a run? One task per node: `srun --ntasks-per-node=1 python -m volo.cluster.preflight`.
+"""Are these machines fit for a run? One task per node: `srun --ntasks-per-node=1 python -m volo preflight`.
 
 Node 0 waits for the others, asks each for a report (`node_report`), compares them (`findings`), has bandwidth measured
 (`bandwidth`, by processes as a run would start them: `workers`, `worker`) and prints one table and a line per problem.

@@ -1,4 +1,4 @@
-"""show_attention.py as a user runs it: pages of the right maps, and one line for a mistake."""
+"""`volo attention` as a user runs it: pages of the right maps, and one line for a mistake."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_page_per_image(
     name: str, call: Call, image: Path, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     flags = f"--model {name} --num-classes 6 --checkpoint {checkpoint(name)} --heads --query 1 0 --device cpu"
-    ended = call("show_attention", flags, image, image, "-o", tmp_path / "page.png")
+    ended = call("attention", flags, image, image, "-o", tmp_path / "page.png")
     assert ended.code == 0, ended.err
     for number in (1, 2):
         with Image.open(tmp_path / f"page-{number}.png") as page:
@@ -56,7 +56,7 @@ def test_a_checkpoint_of_ours_says_everything(
 ) -> None:
     trained = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
     assert trained.code == 0, trained.err
-    ended = call("show_attention", f"--checkpoint {tmp_path}/run/last.pth.tar -o {tmp_path}/page.svg", image)
+    ended = call("attention", f"--checkpoint {tmp_path}/run/last.pth.tar -o {tmp_path}/page.svg", image)
     assert ended.code == 0, ended.err
     assert "wrote" in ended.out and (tmp_path / "page.svg").stat().st_size > 10_000
 
@@ -75,14 +75,14 @@ def test_mistakes_are_one_line(
     flags: str, told: str, call: Call, image: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     model = f"--model volo_test --num-classes 6 --checkpoint {checkpoint('volo_test')} --device cpu"
-    ended = call("show_attention", f"{flags.format(image=image)} {model}")
+    ended = call("attention", f"{flags.format(image=image)} {model}")
     assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1
 
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nsys.argv = ['show_attention.py', '--help']\nfrom volo.cli import show_attention\n"
-        "try:\n    show_attention()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "import sys\nsys.argv = ['volo', 'attention', '--help']\nfrom volo.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print('HEAVY', sorted({'torch', 'timm', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -91,7 +91,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_a_model_without_attention_is_refused(call: Call, image: Path, checkpoint: Callable[[str], Path]) -> None:
     flags = f"-o p.png --model test_resnet --num-classes 6 --checkpoint {checkpoint('test_resnet')} --device cpu"
-    ended = call("show_attention", flags, image)
+    ended = call("attention", flags, image)
     assert ended.code == 2 and "has none of the attention layers of VOLO and LV-ViT" in ended.err
 
 
