@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 from tlt.errors import UserError
 from volo.cluster.preempt import STOP
 from volo.commands.console import run_program
 from volo.config.flag_table import nearest
+
+_CHECKOUT = str(Path(__file__).resolve().parents[1])  # or where the package is installed
 
 
 class Command(NamedTuple):
@@ -82,6 +85,8 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
         flags: None: those of the command line, where a script of its own was started (`python train.py`).
     """
     command = COMMANDS[name]
+    if name == "benchmark" and _CHECKOUT not in sys.path:
+        sys.path.insert(0, _CHECKOUT)
     # A run listens to signals from its first moment on.
     with STOP.heeded() if name == "train" else nullcontext():
         return run_program(partial(_parse, command), command.program, flags)
@@ -89,5 +94,11 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
 
 def _parse(command: Command, flags: Sequence[str] | None) -> Namespace:
     module, _, function = command.parser.partition(":")
-    parsed: Namespace = getattr(import_module(module), function)(flags)
+    try:
+        parse = getattr(import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name != "benchmarks":
+            raise
+        raise UserError("benchmarks are no part of the installed package: run benchmark.py in a checkout") from error
+    parsed: Namespace = parse(flags)
     return parsed
