@@ -87,7 +87,9 @@ class Files:
         targets = make(batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0)
         source = torch.tensor([self.size]).expand(batch.size, 2).double()
         spare = (1 - source.amin(1, keepdim=True) / source) / 2 * (area == "center")
-        return compare(read_images(images), targets.tokens, grid, self.cells, torch.cat([spare, 1 - spare], 1), source)
+        assert targets.tokens is not None
+        areas = torch.cat([spare, 1 - spare], 1)
+        return compare(read_images(images), targets.tokens.dense(classes), grid, self.cells, areas, source)
 
 
 def run(args: Namespace) -> int:

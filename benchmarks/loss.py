@@ -1,4 +1,5 @@
-"""`benchmark.py loss`: label maps to token targets to the loss and its gradients, with sparse and with dense targets.
+"""`benchmark.py loss`: label maps to token targets to the loss and its gradients, sparse, and with the published dense
+target tensors and loss.
 
 Each form runs in a process of its own, so that neither finds memory that the other left. Peak memory is told twice:
 `work` is what the form needs beyond the logits and their gradients, which any loss has; `all` includes both.
@@ -21,8 +22,7 @@ from torch import Tensor
 from benchmarks.memory import peak_of
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch
-from tlt.loss import token_label_loss
-from tlt.sparse_targets import SparseTargets, make_sparse_targets
+from tlt.loss import TokenLabelCrossEntropy, token_label_loss
 from tlt.targets import Targets, make_targets
 
 FORMS = ("dense", "sparse")
@@ -106,12 +106,20 @@ class _Step:
         dtype: torch.dtype = getattr(torch, self.case.dtype)
         return torch.randn(shape, generator=self.generator).to(self.device, dtype).requires_grad_()
 
-    def targets(self) -> Targets | SparseTargets:
-        make = make_sparse_targets if self.form == "sparse" else make_targets
-        return make(self.labels, self.affine, self.visible, self.classes, self.case.grid, self.case.num_classes, 0.1)
+    def targets(self) -> Targets | Tensor:
+        """The targets, or the published tensor (B, C, 2 + N) of them."""
+        grid, classes = self.case.grid, self.case.num_classes
+        made = make_targets(self.labels, self.affine, self.visible, self.classes, grid, classes, 0.1)
+        if self.form == "sparse" or made.tokens is None or made.weight is None:
+            return made
+        crop = torch.stack([made.truth_target(), made.cls], 2)
+        return torch.cat([crop, (made.tokens.dense(classes) * made.weight[..., None]).transpose(1, 2)], 2)
 
-    def loss(self, targets: Targets | SparseTargets) -> Tensor:
-        return token_label_loss(self.cls_logits, self.token_logits, targets, self.box).total
+    def loss(self, targets: Targets | Tensor) -> Tensor:
+        if isinstance(targets, Targets):
+            return token_label_loss(self.cls_logits, self.token_logits, targets, self.box).total
+        loss: Tensor = TokenLabelCrossEntropy(dense_weight=0.5)((self.cls_logits, self.token_logits, self.box), targets)
+        return loss
 
     def run(self) -> tuple[float, float]:
         """Seconds of making the targets, and of the loss forward and backward."""
@@ -129,8 +137,7 @@ class _Step:
         """Peak bytes of the three parts above the inputs; what the earlier ones left counts."""
         self._clear()
         targets, first = peak_of(self.targets, self.device)
-        kept = [targets.cls, targets.weight] + _tensors(targets)
-        held = sum(x.untyped_storage().nbytes() for x in kept if x is not None)
+        held = sum(x.untyped_storage().nbytes() for x in _tensors(targets))
         loss, second = peak_of(lambda: self.loss(targets), self.device)
         _, third = peak_of(loss.backward, self.device)
         return first, held + second, held + third
@@ -144,10 +151,11 @@ class _Step:
         return time.perf_counter()
 
 
-def _tensors(targets: Targets | SparseTargets) -> list[Tensor]:
-    if isinstance(targets, Targets):
-        return [] if targets.tokens is None else [targets.tokens]
-    return [] if targets.tokens is None else [targets.tokens.base, targets.tokens.ids, targets.tokens.excess]
+def _tensors(targets: Targets | Tensor) -> list[Tensor]:
+    if isinstance(targets, Tensor):
+        return [targets]
+    assert targets.tokens is not None and targets.weight is not None
+    return [targets.cls, targets.weight, targets.tokens.base, targets.tokens.ids, targets.tokens.excess]
 
 
 def random_labels(case: Case, generator: torch.Generator) -> LabelBatch:

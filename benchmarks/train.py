@@ -34,8 +34,8 @@ from tlt.models.flops import flops_per_image
 from tlt.models.layers import SelfAttention
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import choose_device
+from volo.train.criterion import make_criterion
 from volo.train.model import TimmModel, eval_settings
-from volo.train.objective import make_objective
 from volo.train.precision import Precision, compute_dtype
 
 _LARGEST_DIFFERENCE = 1e-3  # of logits and losses, relative, in float32
@@ -58,7 +58,7 @@ def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
 
 
 class _Case:
-    """What all arms share: weights, batches, the objective, and the work that an image takes."""
+    """What all arms share: weights, batches, the criterion, and the work that an image takes."""
 
     def __init__(self, ours: Arm, device: torch.device, cudnn: bool = False) -> None:
         self.ours, self.device, self.cudnn = ours, device, cudnn
@@ -67,7 +67,7 @@ class _Case:
         size = self.settings["input_size"][1:]
         if ours.flags.data_backend != "synthetic":
             ours.flags.token_label_size = self.first.token_grid(size)[0]  # without maps: its image's class for each
-        self.objective = make_objective(ours.flags, self.first, size)
+        self.criterion = make_criterion(ours.flags, self.first, size)
         self.prepared = list(islice(load_batches(ours.flags, self.settings, device), _PREPARED))
         self._flops: dict[str, float] = {}
 
@@ -82,7 +82,7 @@ class _Case:
         if arm.name != OURS:
             self._compare(arm, model)
         batches = self._batches()
-        return TrainStep(model, partial(compiled, arm), arm.flags, self.objective, batches, self.device)
+        return TrainStep(model, partial(compiled, arm), arm.flags, self.criterion, batches, self.device)
 
     def flops(self, arm: Arm) -> float:
         """Of the step of ours that does the same arithmetic, per image."""
@@ -110,7 +110,7 @@ class _Case:
         ours = self.first.to(self.device)
         box = torch.tensor([0, 0, 1, 1], dtype=torch.int32, device=self.device)
         off = difference(ours, model, batch.images[:2], box)
-        own, other = losses_of(self.objective, [ours, model], batch)
+        own, other = losses_of(self.criterion, [ours, model], batch)
         self.first.to("cpu")
         if max(off, abs(own - other) / abs(own)) > _LARGEST_DIFFERENCE:
             raise NoPeerError(

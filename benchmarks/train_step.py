@@ -16,10 +16,10 @@ from tlt.data.loader import Batch, TrainLoader
 from tlt.loss import LossTerms
 from volo.cluster.distributed import World
 from volo.train.compilation import begin_step
+from volo.train.criterion import Criterion, StepKey
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.master_weights import WorkingCopy
 from volo.train.model import TimmModel, heads_of
-from volo.train.objective import Objective, StepKey
 from volo.train.optim import create_optimizer, set_lr
 from volo.train.precision import Precision, compute_dtype
 
@@ -42,11 +42,11 @@ class TrainStep:
         bare: TimmModel,
         compiled: Callable[[TimmModel], Callable[..., Any]],
         flags: Namespace,
-        objective: Objective,
+        criterion: Criterion,
         batches: Iterator[Batch],
         device: torch.device,
     ) -> None:
-        self.objective, self.batches, self.device = objective, batches, device
+        self.criterion, self.batches, self.device = criterion, batches, device
         bare.train()
         working_copy = WorkingCopy(bare) if flags.model_dtype == "bfloat16" else None
         dtype = compute_dtype(flags, device)
@@ -87,8 +87,10 @@ class TrainStep:
         step = StepKey(_SEED, next(self._updates), 0, 0)
         step.seed_torch()
         begin_step()
+        targets, mixed = self.criterion.targets(batch), self.criterion.draw(batch, step)
         with self.precision.autocast():
-            return self.objective(self.called, batch, step)  # type: ignore[arg-type]
+            outputs = self.called(mixed.images, **self.criterion.arguments(mixed))
+            return self.criterion(outputs, targets, mixed)
 
     def memory(self) -> dict[str, float]:
         """Bytes per image above what the model and its optimizer hold: at the peak of the forward pass with the loss,
@@ -116,12 +118,14 @@ def load_batches(flags: Namespace, settings: dict[str, Any], device: torch.devic
             yield batch
 
 
-def losses_of(objective: Objective, models: list[nn.Module], batch: Batch) -> list[float]:
+def losses_of(criterion: Criterion, models: list[nn.Module], batch: Batch) -> list[float]:
     """The loss of each model in evaluation, on one batch and in float32."""
     found = []
+    targets, mixed = criterion.targets(batch), criterion.draw(batch, StepKey(_SEED, 0, 0, 0))
     for model in models:
         training = model.training
         with torch.no_grad():
-            found.append(objective(model.eval(), batch, StepKey(_SEED, 0, 0, 0)).total.item())
+            outputs = model.eval()(mixed.images, **criterion.arguments(mixed))
+            found.append(criterion(outputs, targets, mixed).total.item())
         model.train(training)
     return found

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     *("tlt.errors", "tlt.geometry", "tlt.label_map", "tlt.mixtoken"),
     *("tlt.io", "tlt.models", "tlt.data.augment", "tlt.data.sources", "tlt.data.backends", "tlt.data", "tlt.labels"),
-    *("tlt.targets", "tlt.sparse_targets", "tlt.mix", "tlt.loss", "tlt.mixed_loss", "tlt.upstream", "tlt.utils"),
+    *("tlt.targets", "tlt.mix", "tlt.loss", "tlt.upstream", "tlt.utils"),
     *("tlt.tools", "tlt"),
     *("volo.config", "volo.kernels", "volo.models", "volo.cluster", "volo.record", "volo.checkpoint", "volo.train"),
     *("volo.memory", "volo.commands", "volo", "benchmarks"),

@@ -1,5 +1,5 @@
 """Token-label losses: the class token against the crop's soft label, every other token against its own (Token Labeling,
-section 3.1), with MixToken's two class labels (section 3.3).
+section 3.1), with MixToken's two class labels (section 3.3), of images that Mixup or CutMix mixed too.
 
 `token_label_loss` is what our programs use. The classes below it have the published names and take the published dense
 target tensors.
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.io.groups import image_groups
+from tlt.mix import Shares
 from tlt.mixtoken import Box, mixed_share
-from tlt.sparse_targets import SparseLabels, SparseTargets
-from tlt.targets import Targets
+from tlt.targets import SparseLabels, Targets
 
 
 class LossTerms(NamedTuple):
@@ -32,8 +32,9 @@ class LossTerms(NamedTuple):
 def token_label_loss(
     cls_logits: Tensor,
     token_logits: Tensor | None,
-    targets: Targets | SparseTargets,
+    targets: Targets,
     mix_box: Box | None = None,
+    shares: Shares | None = None,
     *,
     cls_weight: float = 1.0,
     dense_weight: float = 0.5,
@@ -46,13 +47,14 @@ def token_label_loss(
     Args:
         cls_logits: (B, C).
         token_logits: (B, N, C), un-mixed; None where the dense head is off.
-        targets: From `tlt.sparse_targets.make_sparse_targets`, or dense from `tlt.targets.make_targets`: the same loss.
-            Without token targets (label size 1) the dense loss is 0.
+        targets: Of the images before they were mixed. Without token targets (label size 1) the dense loss is 0.
         mix_box: MixToken's box `(row0, col0, row1, col1)` in tokens, ints or an int tensor; None for no mixing. The
             class target is mixed with the partner's (sample B - 1 - i) by the share of tokens the box covers.
+        shares: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix. MixToken's box
+            mixes what they mixed already: a token inside it shows the partner's mixture.
         cls_weight, dense_weight: A term of weight 0 is not computed, so that a head which is not trained can't spoil
             the total with an infinity.
-        ground_truth: Blend the folder class into the class target.
+        ground_truth: Blend the folder class into the class target, of each image before it is mixed.
         gt_weight_agree, gt_weight_disagree: The folder class's share in that blend where the label map's top class is
             the folder class, and where it is not. The defaults are the published numbers.
 
@@ -62,9 +64,40 @@ def token_label_loss(
     cls_target = targets.cls
     if ground_truth:
         cls_target = blend_truth(cls_target, targets.truth_target(), gt_weight_agree, gt_weight_disagree)
+    if shares is not None:
+        cls_target = shares.blend_labels(cls_target)
     share = 0.0 if mix_box is None else mixed_share(mix_box, targets.grid)
-    tokens = None if token_logits is None else targets.tokens
-    return _terms(cls_logits, token_logits, cls_target, tokens, targets.weight, share, cls_weight, dense_weight)
+    cls = _class_loss(cls_logits, cls_target, share) if cls_weight else _zero(cls_logits)
+    dense = _dense_loss(token_logits, targets, shares) if dense_weight and token_logits is not None else None
+    dense = _zero(cls_logits) if dense is None else dense
+    return LossTerms(cls_weight * cls + dense_weight * dense, cls, dense)
+
+
+def _class_loss(logits: Tensor, target: Tensor, share: float | Tensor) -> Tensor:
+    """`share` of each target is the partner's: MixToken's."""
+    # Not torch.lerp: the share may be a number or a tensor on any device.
+    return soft_cross_entropy(logits, target * (1 - share) + target.flip(0) * share).mean()
+
+
+def _dense_loss(logits: Tensor, targets: Targets, shares: Shares | None) -> Tensor | None:
+    """None where only the crop has a label.
+
+    A label that is a mixture of two costs what the two cost, each by its share: cross-entropy is linear in the label.
+    So a token of mixed images costs what its own image's label does by the share that stays, and what the partner's
+    does by the rest, each by its own coverage. No mixed labels are built.
+    """
+    if targets.tokens is None or targets.weight is None:
+        return None
+    if shares is None:
+        return (sparse_cross_entropy(logits, targets.tokens) * targets.weight).mean()
+    stays = shares.of_tokens(targets.grid, targets.window, targets.weight)  # (B or 1, N)
+    own = (sparse_cross_entropy(logits, targets.tokens) * (targets.weight * stays)).mean()
+    rest = targets.weight * (1 - stays.flip(0))
+    return own + (sparse_cross_entropy(logits.flip(0), targets.tokens) * rest).mean()
+
+
+def _zero(logits: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
 def blend_truth(cls_target: Tensor, truth: Tensor, agree: float, disagree: float) -> Tensor:
@@ -129,31 +162,6 @@ def _groups(logits: Tensor) -> list[slice]:
     return image_groups(batch, tokens * classes, logits.device)
 
 
-def _terms(
-    cls_logits: Tensor,
-    token_logits: Tensor | None,
-    cls_target: Tensor,
-    tokens: Tensor | SparseLabels | None,
-    weight: Tensor | None,
-    share: float | Tensor,
-    cls_weight: float,
-    dense_weight: float,
-) -> LossTerms:
-    zero = torch.zeros((), dtype=torch.promote_types(cls_logits.dtype, torch.float32), device=cls_logits.device)
-    cls = dense = zero
-    if cls_weight:
-        # Not torch.lerp: the share may be a number or a tensor on any device.
-        mixed = cls_target * (1 - share) + cls_target.flip(0) * share
-        cls = soft_cross_entropy(cls_logits, mixed).mean()
-    if dense_weight and token_logits is not None and tokens is not None:
-        if isinstance(tokens, SparseLabels):
-            losses = sparse_cross_entropy(token_logits, tokens)  # (B, N)
-        else:
-            losses = soft_cross_entropy(token_logits, tokens)  # (B, N)
-        dense = (losses if weight is None else losses * weight).mean()
-    return LossTerms(cls_weight * cls + dense_weight * dense, cls, dense)
-
-
 def _token_columns(target: Tensor, tokens: int) -> Tensor:
     """(B, N, C) token part of a published target tensor; the crop's label for every token where there is none."""
     if target.ndim == 3 and target.shape[2] == tokens + 2:
@@ -203,10 +211,12 @@ class TokenLabelCrossEntropy(nn.Module):
         tokens = token_logits.shape[1]
         cls_target = target if target.ndim == 2 else self.class_target(target)
         token_target = _token_columns(target, tokens)
-        share = mixed_share(box, (tokens, 1))
-        return _terms(
-            cls_logits, token_logits, cls_target, token_target, None, share, self.cls_weight, self.dense_weight
-        ).total
+        total = _zero(cls_logits)
+        if self.cls_weight:
+            total = total + self.cls_weight * _class_loss(cls_logits, cls_target, mixed_share(box, (tokens, 1)))
+        if self.dense_weight:
+            total = total + self.dense_weight * soft_cross_entropy(token_logits, token_target).mean()
+        return total
 
     def class_target(self, target: Tensor) -> Tensor:
         """(B, C, 2 or more) -> (B, C) target of the class token."""

@@ -1,5 +1,5 @@
 """Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899): timm's, with the caller's generator in place of numpy's
-global one, and for batches of any size. Token labels are mixed alike by `tlt.mixed_loss`.
+global one, and for batches of any size. Token labels are mixed alike by `tlt.loss`.
 
 Sample i is mixed with sample B - 1 - i, as in timm; the middle one of an odd batch with itself, which changes nothing.
 
@@ -48,7 +48,7 @@ class Shares:
         return _blend(labels, self.samples.to(labels.dtype))
 
     def of_tokens(self, grid: tuple[int, int], window: Area, like: Tensor) -> Tensor:
-        """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.sample_tokens`): the mean
+        """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.make_targets`): the mean
         over its pixels, in the dtype of `like`."""
         if self.pixels.shape[2:] == (1, 1):
             return self.samples.to(like.dtype).expand(-1, grid[0] * grid[1])
@@ -117,8 +117,11 @@ class Mixup:
             Mixed images (B, 3, H, W) and targets (B, C).
         """
         shares = self.draw(images, generator)
-        targets = one_hot(classes, self.num_classes, self.label_smoothing, images.dtype)
-        return shares.blend_images(images), shares.blend_labels(targets)
+        return shares.blend_images(images), self.soft_targets(classes, shares, images.dtype)
+
+    def soft_targets(self, classes: Tensor, shares: Shares, dtype: torch.dtype) -> Tensor:
+        """(B, C) smoothed and mixed targets of (B,) classes."""
+        return shares.blend_labels(one_hot(classes, self.num_classes, self.label_smoothing, dtype))
 
     def draw(self, images: Tensor, generator: np.random.Generator) -> Shares:
         """Decide how a batch is mixed, (B, 3, H, W); the images are left as they are, and nobody waits for them."""

@@ -1,8 +1,14 @@
 """From label maps and the geometry of the augmentation to the target of every token.
 
 A token's target is the label of the image content that the token shows. One affine per sample tells where in the source
-image each point of the crop comes from; the map is read there, several points per token, and averaged. Nothing is
+image each point of the crop comes from; the map is read there, at n x n points per token, and averaged. Nothing is
 resampled twice, and it is the same for crops, flips, shears, rotations and translations, on every device.
+
+Label logits are zero but for the classes of the map cells that a token shows: four cells per point and k classes per
+cell are at most M = 4 n n k entries, 80 for 18 x 18 maps of 5 classes on 14 x 14 tokens. So a soft label is one number
+for all classes plus an excess at M places, and neither targets (B, N, C) nor label maps (B, h * w, C) are ever made.
+Deterministic on CUDA too: entries are sorted and added in a fixed order, nothing is scattered by atomics onto a place
+that another entry changes.
 
 Shapes: B images, a token grid of `rows x cols` with N = rows * cols tokens, C classes, maps of `h x w` cells with k
 classes each.
@@ -14,14 +20,39 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tlt.errors import UserError
+from tlt.io.groups import image_groups
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 
 UNCOVERED = ("ignore", "uniform")
 
-# Samples are worked off in groups, so that the dense form of the label maps stays below this many numbers (64 MiB).
-_DENSE_NUMBERS = 2**24
+
+@dataclass(frozen=True)
+class SparseLabels:
+    """Soft labels: class c of a token has `base` plus the sum of `excess` where `ids` is c.
+
+    Attributes:
+        base: (B, N).
+        ids: (B, N, M) int32 class ids. A class may stand there more than once; only one of its entries is not 0.
+        excess: (B, N, M), may be negative.
+    """
+
+    base: Tensor
+    ids: Tensor
+    excess: Tensor
+
+    def dense(self, num_classes: int) -> Tensor:
+        """(B, N, C) the same labels written out."""
+        rows = self.base[..., None].repeat(1, 1, num_classes)
+        return rows.scatter_add_(2, self.ids.long(), self.excess)
+
+    @classmethod
+    def of(cls, dense: Tensor) -> SparseLabels:
+        """(B, N, C) labels with an entry for every class; nothing is copied."""
+        ids = torch.arange(dense.shape[2], dtype=torch.int32, device=dense.device).expand(dense.shape)
+        return cls(dense.new_zeros(dense.shape[:2]), ids, dense)
 
 
 @dataclass(frozen=True)
@@ -30,36 +61,97 @@ class Targets:
 
     Attributes:
         cls: (B, C) soft label of the whole crop.
-        tokens: (B, N, C) soft label of every token, or None where only the crop has one (label size 1, as in ReLabel).
-            May be an expanded view: don't write into it.
+        tokens: Soft labels of the tokens, or None where only the crop has one (label size 1, as in ReLabel).
         weight: (B, N) in [0, 1], how much each token counts: the share of it that its label map covers, or 1 where
             what isn't covered counts as uniform; None with `tokens`.
         truth: (B,) int64 class of each image by its folder.
         smoothing: Label smoothing in [0, 1) that `cls` and `tokens` contain.
         grid: Token grid, (rows, cols); N = rows * cols.
-        window: What of the crop the grid covers, see `sample_tokens`.
+        window: What of the crop the grid covers, in shares `(x0, y0, x1, y1)` (`tlt.models.token_places`); it may
+            reach outside of it.
     """
 
-    cls: torch.Tensor
-    tokens: torch.Tensor | None
-    weight: torch.Tensor | None
-    truth: torch.Tensor
+    cls: Tensor
+    tokens: SparseLabels | None
+    weight: Tensor | None
+    truth: Tensor
     smoothing: float
     grid: tuple[int, int]
     window: Area = FULL_AREA
 
-    def truth_target(self) -> torch.Tensor:
+    def truth_target(self) -> Tensor:
         """(B, C) one-hot folder class with the same smoothing as the other targets."""
         return one_hot(self.truth, self.cls.shape[1], self.smoothing, self.cls.dtype)
 
 
-def one_hot(classes: torch.Tensor, num_classes: int, smoothing: float, dtype: torch.dtype) -> torch.Tensor:
+def make_targets(
+    labels: LabelBatch | None,
+    affine: Tensor,
+    visible: Tensor,
+    classes: Tensor,
+    grid: tuple[int, int],
+    num_classes: int,
+    smoothing: float = 0.1,
+    token_label_size: int | None = None,
+    uncovered: str = "ignore",
+    window: Area = FULL_AREA,
+) -> Targets:
+    """The targets of one batch, on the device of its labels and without synchronising with the host.
+
+    Every token is read at n x n evenly spaced points, bilinearly, with the edge cells continued to the edge of the map.
+    Points outside the map's area, outside the crop, or outside the part of the source that the crop shows, do not
+    count. For a plain crop this is `torchvision.ops.roi_align(..., sampling_ratio=n, aligned=True)` of the dense map
+    with the true box, then the softmax.
+
+    Classes that a cell does not list have logit 0 there (this defines the published targets). A class that a cell lists
+    twice counts once, with its larger value. The class label is the mean over all points of the crop that count, as
+    `roi_align` to 1 x 1 would give, then the softmax; a sample with no such point gets its folder class. A map of empty
+    area says nothing of its image: there no point counts.
+
+    Args:
+        labels: Label maps, or None: then every token gets the class of its image.
+        affine: (B, 2, 3) maps the unit square of the crop, `(x, y, 1)`, to the unit square of the source image.
+            float32 gives float32 results, float64 gives float64.
+        visible: (B, 4) `(x0, y0, x1, y1)`, the part of the source image that the crop shows; where a rotation or shift
+            reaches outside of it, the crop shows the fill colour.
+        classes: (B,) class ids by folder.
+        grid: Token grid of the model, (rows, cols).
+        num_classes: C.
+        smoothing: Label smoothing in [0, 1), put on top of the soft labels as published.
+        token_label_size: None takes the model's grid. 1 makes a soft label of the crop only (ReLabel).
+        uncovered: What a point means that the map doesn't cover or the crop doesn't show. "ignore": nothing, it is left
+            out of the mean. "uniform": logit 0 for all classes, as published, and every token weighs 1.
+        window: See `Targets`.
+
+    Raises:
+        UserError: `token_label_size` is neither 1 nor the model's grid, or `uncovered` is unknown.
+    """
+    check_size(token_label_size, grid)
+    check_uncovered(uncovered)
+    dtype = torch.promote_types(affine.dtype, torch.float32)
+    classes = classes.long()
+    cls = one_hot(classes, num_classes, smoothing, dtype)
+    if labels is None:
+        tokens, weight = _truth_tokens(classes, grid, num_classes, smoothing, dtype)
+    else:
+        geometry = labels, affine.to(dtype), visible.to(dtype), grid, uncovered
+        # In lower precision the weights of a token's points would no longer sum to one.
+        with torch.autocast(affine.device.type, enabled=False):
+            cls = _crop_labels(*geometry, cls, smoothing)
+            if token_label_size != 1:
+                tokens, weight = _token_labels(*geometry, num_classes, smoothing, window)
+    if token_label_size == 1:
+        return Targets(cls, None, None, classes, smoothing, grid, window)
+    return Targets(cls, tokens, weight, classes, smoothing, grid, window)
+
+
+def one_hot(classes: Tensor, num_classes: int, smoothing: float, dtype: torch.dtype) -> Tensor:
     """(B,) class ids -> (B, C) smoothed one-hot rows that sum to 1."""
     rows = torch.zeros(classes.shape[0], num_classes, dtype=dtype, device=classes.device)
     return smooth(rows.scatter_(1, classes.long()[:, None], 1.0), smoothing)
 
 
-def smooth(probabilities: torch.Tensor, smoothing: float) -> torch.Tensor:
+def smooth(probabilities: Tensor, smoothing: float) -> Tensor:
     """`(1 - s) p + s / C` over the last axis. Sums to 1, where the published targets sum to `1 + s / C`."""
     if not smoothing:
         return probabilities
@@ -72,121 +164,12 @@ def points_per_token(map_size: tuple[int, int], grid: tuple[int, int]) -> int:
     return max(2, *(math.ceil(cells / tokens) for cells, tokens in zip(map_size, grid, strict=True)))
 
 
-def sample_tokens(
-    labels: LabelBatch,
-    affine: torch.Tensor,
-    grid: tuple[int, int],
-    visible: torch.Tensor,
-    num_classes: int,
-    window: Area = FULL_AREA,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean label logits of every token, and how much of each token is labelled.
-
-    Every token is read at n x n evenly spaced points, bilinearly, with the edge cells continued to the edge of the map.
-    Points outside the map's area, outside the crop, or outside the part of the source that the crop shows, do not
-    count. For a plain crop this is `torchvision.ops.roi_align(..., sampling_ratio=n, aligned=True)` of the dense map
-    with the true box.
-
-    Classes that a cell does not list have logit 0 there (this defines the published targets). A class that a cell lists
-    twice counts once, with its larger value.
-
-    Args:
-        labels: The label maps of the batch.
-        affine: (B, 2, 3) maps the unit square of the crop, `(x, y, 1)`, to the unit square of the source image.
-            float32 gives float32 results, float64 gives float64.
-        grid: Token grid, (rows, cols).
-        visible: (B, 4) `(x0, y0, x1, y1)`, the part of the source image that the crop shows; where a rotation or shift
-            reaches outside of it, the crop shows the fill colour.
-        num_classes: C.
-        window: `(x0, y0, x1, y1)`, what the grid covers in shares of the crop (`tlt.models.token_places`); it may
-            reach outside of it.
-
-    Returns:
-        logits (B, N, C), 0 where nothing is covered; coverage (B, N), the share of covered points.
-    """
-    batch, _, h, w = labels.values.shape
-    tokens = grid[0] * grid[1]
-    logits = affine.new_empty(batch, tokens, num_classes)
-    coverage = affine.new_empty(batch, tokens)
-    step = max(1, _DENSE_NUMBERS // (h * w * num_classes))
-    # In lower precision the weights of a token's points would no longer sum to one.
-    with torch.autocast(affine.device.type, enabled=False):
-        for start in range(0, batch, step):
-            rows = slice(start, start + step)
-            part = labels.select(rows)
-            weights, coverage[rows] = _cell_weights(part.area, (h, w), affine[rows], grid, visible[rows], window)
-            torch.bmm(weights, _dense(part, num_classes, affine.dtype), out=logits[rows])
-    return logits, coverage
-
-
-def make_targets(
-    labels: LabelBatch | None,
-    affine: torch.Tensor,
-    visible: torch.Tensor,
-    classes: torch.Tensor,
-    grid: tuple[int, int],
-    num_classes: int,
-    smoothing: float = 0.1,
-    token_label_size: int | None = None,
-    uncovered: str = "ignore",
-    window: Area = FULL_AREA,
-) -> Targets:
-    """Targets of one batch, computed on the device of its labels without synchronising with the host.
-
-    Args:
-        labels: Label maps, or None: then every token gets the class of its image.
-        affine: (B, 2, 3), see `sample_tokens`.
-        visible: (B, 4), see `sample_tokens`.
-        classes: (B,) class ids by folder.
-        grid: Token grid of the model, (rows, cols).
-        num_classes: C.
-        smoothing: Label smoothing in [0, 1), put on top of the soft labels as published.
-        token_label_size: None takes the model's grid. 1 makes a soft label of the crop only (ReLabel).
-        uncovered: What a point means that the map doesn't cover or the crop doesn't show. "ignore": nothing, it is left
-            out of the mean. "uniform": logit 0 for all classes, as published, and every token weighs 1.
-        window: See `sample_tokens`.
-
-    The class label is the mean over all points of the crop that count, as `roi_align` to 1 x 1 would give, then the
-    softmax; a sample with no such point gets its folder class. A map of empty area says nothing of its image: there no
-    point counts.
-
-    Raises:
-        UserError: `token_label_size` is neither 1 nor the model's grid, or `uncovered` is unknown.
-    """
-    check_size(token_label_size, grid)
-    check_uncovered(uncovered)
-    dtype = torch.promote_types(affine.dtype, torch.float32)
-    classes = classes.long()
-    truth = one_hot(classes, num_classes, smoothing, dtype)
+def entries_per_token(labels: LabelBatch | None, grid: tuple[int, int]) -> int:
+    """M, how many entries the sparse label of one token has; 1 without label maps."""
     if labels is None:
-        weight = truth.new_ones(classes.shape[0], grid[0] * grid[1])
-        cls, tokens = truth, truth[:, None].expand(-1, weight.shape[1], -1)
-    else:
-        logits, weight = _sampled(labels, affine.to(dtype), grid, visible.to(dtype), num_classes, uncovered, FULL_AREA)
-        with torch.autocast(affine.device.type, enabled=False):
-            cls = _crop_label(logits, weight, truth, smoothing)
-        if window != FULL_AREA and token_label_size != 1:
-            logits, weight = _sampled(labels, affine.to(dtype), grid, visible.to(dtype), num_classes, uncovered, window)
-        tokens = logits if token_label_size == 1 else smooth(logits.softmax(-1), smoothing)
-    if token_label_size == 1:
-        return Targets(cls, None, None, classes, smoothing, grid, window)
-    return Targets(cls, tokens, weight, classes, smoothing, grid, window)
-
-
-def _sampled(
-    labels: LabelBatch,
-    affine: torch.Tensor,
-    grid: tuple[int, int],
-    visible: torch.Tensor,
-    num_classes: int,
-    uncovered: str,
-    window: Area,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, N, C) token logits and (B, N) how much each token counts."""
-    logits, weight = sample_tokens(labels, affine, grid, visible, num_classes, window)
-    if uncovered == "uniform":
-        logits, weight = logits * weight[..., None], known(labels).to(weight)[:, None].expand_as(weight)
-    return logits, weight
+        return 1
+    _, k, h, w = labels.values.shape
+    return 4 * points_per_token((h, w), grid) ** 2 * k
 
 
 def check_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
@@ -202,50 +185,109 @@ def check_uncovered(uncovered: str) -> None:
         raise UserError(f"--uncovered {uncovered} is none of {', '.join(UNCOVERED)}")
 
 
-def known(labels: LabelBatch) -> torch.Tensor:
+def known(labels: LabelBatch) -> Tensor:
     """(B,) bool: whether a map covers any of its image (`tlt.label_map.NO_AREA` doesn't)."""
     return (labels.area[:, 2:] > labels.area[:, :2]).all(1)
 
 
-def _crop_label(logits: torch.Tensor, weight: torch.Tensor, truth: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """(B, N, C) token logits and their (B, N) weights -> (B, C) soft label of the crop, `truth` where all weigh 0."""
-    total = weight.sum(1, keepdim=True)  # (B, 1)
-    mean = torch.bmm((weight / total.clamp(min=torch.finfo(weight.dtype).tiny))[:, None], logits)[:, 0]  # (B, C)
-    return torch.where(total > 0, smooth(mean.softmax(-1), smoothing), truth)
+def _truth_tokens(
+    classes: Tensor, grid: tuple[int, int], num_classes: int, smoothing: float, dtype: torch.dtype
+) -> tuple[SparseLabels, Tensor]:
+    """Every token has the folder class and weighs 1."""
+    shape = (classes.shape[0], grid[0] * grid[1])
+    weight = torch.ones(shape, dtype=dtype, device=classes.device)
+    ids = classes.int()[:, None, None].expand(*shape, 1)
+    return SparseLabels(weight * (smoothing / num_classes), ids, (weight * (1 - smoothing))[..., None]), weight
 
 
-def _cell_weights(
-    area: torch.Tensor,
-    map_size: tuple[int, int],
-    affine: torch.Tensor,
+def _crop_labels(
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
     grid: tuple[int, int],
-    visible: torch.Tensor,
-    window: Area,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, N, h * w) weight of every map cell in every token, rows summing to 1 or all 0, and (B, N) coverage.
+    uncovered: str,
+    truth: Tensor,
+    smoothing: float,
+) -> Tensor:
+    """(B, C) soft labels of the crops; `truth` where no point counts."""
+    result = torch.empty_like(truth)
+    per_image = grid[0] * grid[1] * entries_per_token(labels, grid)
+    for rows in image_groups(len(truth), per_image, truth.device):
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, truth.shape[1])
+        logits, total = _crop_logits(sample, truth.shape[1])
+        result[rows] = torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows])
+    return result
 
-    The points are added up one position in the token at a time: a scatter would not be deterministic on CUDA, and all
-    points at once would take n x n times the memory.
+
+def _token_labels(
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
+    grid: tuple[int, int],
+    uncovered: str,
+    num_classes: int,
+    smoothing: float,
+    window: Area,
+) -> tuple[SparseLabels, Tensor]:
+    """Soft labels of every token, and (B, N) how much it counts."""
+    shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(labels, grid))
+    weight, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
+    ids = torch.empty(shape, dtype=torch.int32, device=affine.device)
+    for rows in image_groups(shape[0], shape[1] * shape[2], affine.device):
+        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, num_classes, window)
+        weight[rows] = sample.counted.mean(-1)
+        base[rows], ids[rows], excess[rows] = _soft_labels(*_token_logits(sample), num_classes, smoothing)
+    return SparseLabels(base, ids, excess), weight
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Where a group of label maps is read.
+
+    Attributes:
+        ids, values: (B, h * w, k), the classes of every cell; see `_listed_once`.
+        area: (B, 4) of the maps.
+        map_size: (h, w).
+        points: (B, N, n * n, 2) source points of every token.
+        inside: (B, N, n * n), 1 where a point is covered, 0 where it is not.
+        counted: (B, N, n * n), 1 where a point is in the mean; one that isn't covered adds nothing to it.
     """
-    n = points_per_token(map_size, grid)
-    shape = (affine.shape[0], grid[0] * grid[1], *map_size)
-    weights = affine.new_zeros(shape)  # (B, N, h, w)
-    count = affine.new_zeros(shape[:2])  # (B, N)
-    area = area.to(affine.dtype)
-    low, high = torch.maximum(area[:, :2], visible[:, :2]), torch.minimum(area[:, 2:], visible[:, 2:])  # (B, 2)
-    for index in range(n * n):
-        point, shown = source_points(affine, grid, ((index // n + 0.5) / n, (index % n + 0.5) / n), window)  # (B, N, 2)
-        # Strict, so that an empty area covers nothing.
-        inside = (shown & ((point > low[:, None]) & (point < high[:, None])).all(-1)).to(affine.dtype)  # (B, N)
-        across, down = hat_weights(point, area, map_size)
-        weights.addcmul_((down * inside[..., None])[..., None], across[..., None, :])
-        count += inside
-    return weights.div_(count.clamp(min=1)[..., None, None]).flatten(2), count / (n * n)
+
+    ids: Tensor
+    values: Tensor
+    area: Tensor
+    map_size: tuple[int, int]
+    points: Tensor
+    inside: Tensor
+    counted: Tensor
+
+
+def _sample(
+    labels: LabelBatch,
+    affine: Tensor,
+    visible: Tensor,
+    grid: tuple[int, int],
+    uncovered: str,
+    num_classes: int,
+    window: Area = FULL_AREA,
+) -> _Sample:
+    _, _, h, w = labels.values.shape
+    n = points_per_token((h, w), grid)
+    offsets = [((index // n + 0.5) / n, (index % n + 0.5) / n) for index in range(n * n)]
+    read = [source_points(affine, grid, offset, window) for offset in offsets]
+    points, shown = torch.stack([each for each, _ in read], 2), torch.stack([each for _, each in read], 1)
+    area = labels.area.to(affine.dtype)
+    low = torch.maximum(area[:, :2], visible[:, :2])[:, None, None]
+    high = torch.minimum(area[:, 2:], visible[:, 2:])[:, None, None]
+    # Strict, so that an empty area covers nothing.
+    inside = (shown & ((points > low) & (points < high)).all(-1)).to(affine.dtype)
+    counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
+    return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside, counted)
 
 
 def source_points(
-    affine: torch.Tensor, grid: tuple[int, int], offset: tuple[float, float], window: Area = FULL_AREA
-) -> tuple[torch.Tensor, torch.Tensor]:
+    affine: Tensor, grid: tuple[int, int], offset: tuple[float, float], window: Area = FULL_AREA
+) -> tuple[Tensor, Tensor]:
     """(B, N, 2) source `(x, y)` of the point at `offset` = (row share, column share) inside every token of a grid that
     covers `window` of the crop, and (N,) whether it is in the crop."""
     x, y = (
@@ -258,9 +300,32 @@ def source_points(
     return (points + affine[:, None, None, :, 2]).flatten(1, 2), shown.flatten()
 
 
-def hat_weights(
-    point: torch.Tensor, area: torch.Tensor, map_size: tuple[int, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(B, h * w, k) class ids and values of every cell. Where a cell lists a class again, all but the larger value
+    become an entry of no class: id C, value 0."""
+    ids = labels.ids.flatten(2).transpose(1, 2).contiguous()
+    values = labels.values.flatten(2).transpose(1, 2).to(dtype)
+    place = torch.arange(ids.shape[2], device=ids.device)
+    lost = torch.zeros_like(ids, dtype=torch.bool)
+    for j in range(ids.shape[2]):
+        other = values[..., j : j + 1]
+        wins = (other > values) | ((other == values) & (place > j))
+        lost |= wins & (ids == ids[..., j : j + 1])
+    return ids.masked_fill(lost, num_classes), values.masked_fill(lost, 0)
+
+
+def _crop_logits(sample: _Sample, num_classes: int) -> tuple[Tensor, Tensor]:
+    """(B, C) mean label logits over the points of the whole crop that count, and (B, 1) their number."""
+    inside = sample.inside.flatten(1)  # (B, P)
+    total = sample.counted.flatten(1).sum(1, keepdim=True)
+    across, down = hat_weights(sample.points.flatten(1, 2), sample.area, sample.map_size)  # (B, P, w), (B, P, h)
+    cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
+    ids, sums, _ = merge_equal(sample.ids.flatten(1), (sample.values * cells[..., None]).flatten(1), cells.shape[1])
+    logits = sums.new_zeros(ids.shape[0], num_classes + 1).scatter_add_(1, ids.long(), sums)
+    return logits[:, :num_classes], total
+
+
+def hat_weights(point: Tensor, area: Tensor, map_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Bilinear weights of the map's columns (B, N, w) and rows (B, N, h) at (B, N, 2) source points."""
     h, w = map_size
     extent = (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)[:, None]  # (B, 1, 2)
@@ -268,21 +333,82 @@ def hat_weights(
     return _hat(share[..., 0], w), _hat(share[..., 1], h)
 
 
-def _hat(share: torch.Tensor, size: int) -> torch.Tensor:
+def _hat(share: Tensor, size: int) -> Tensor:
     """(...) positions along an axis of `size` cells, as shares of it -> (..., size) bilinear weights."""
     position = (share * size - 0.5).clamp(0, size - 1)[..., None]
     cells = torch.arange(size, dtype=share.dtype, device=share.device)
     return (1 - (position - cells).abs()).clamp(min=0)
 
 
-def dense_maps(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
-    """(B, C, h, w) logits of every cell, 0 for classes it does not list."""
-    return _dense(labels, num_classes, dtype).transpose(1, 2).unflatten(2, labels.values.shape[2:]).contiguous()
+def _token_logits(sample: _Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, N, M) class ids, label logits and the mask of one entry per class, as `merge_equal` gives them."""
+    cells, weights = _corners(sample.points, sample.area, sample.map_size)  # (B, N, n * n, 4)
+    weights = weights * (sample.inside / sample.counted.sum(-1, keepdim=True).clamp(min=1))[..., None]
+    index = cells.flatten(1)[..., None].expand(-1, -1, sample.ids.shape[2])  # (B, N * n * n * 4, k)
+    entries = sample.values.gather(1, index) * weights.flatten(1)[..., None]
+    shape = (*weights.shape[:2], -1)
+    return merge_equal(sample.ids.gather(1, index).view(shape), entries.view(shape), 4 * weights.shape[2])
 
 
-def _dense(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> torch.Tensor:
-    """(B, h * w, C) logits of every cell, 0 for classes it does not list."""
-    ids = labels.ids.flatten(2).transpose(1, 2).long()  # (B, h * w, k)
-    values = labels.values.flatten(2).transpose(1, 2).to(dtype)
-    dense = values.new_zeros(*ids.shape[:2], num_classes)
-    return dense.scatter_reduce_(2, ids, values, "amax", include_self=False)
+def _corners(points: Tensor, area: Tensor, map_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(B, N, P, 2) source points -> int64 numbers and bilinear weights of the four cells around each, (B, N, P, 4)."""
+    extent = (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)[:, None, None]
+    share = (points - area[:, None, None, :2]) / extent
+    cols, across = _neighbours(share[..., 0], map_size[1])
+    rows, down = _neighbours(share[..., 1], map_size[0])
+    cells = rows[..., :, None] * map_size[1] + cols[..., None, :]  # (B, N, P, 2, 2)
+    return cells.flatten(-2), (down[..., :, None] * across[..., None, :]).flatten(-2)
+
+
+def _neighbours(share: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(...) positions along an axis of `size` cells, as shares of it -> the two nearest cells and their weights,
+    (..., 2); the edge cells continue to the edge."""
+    position = (share * size - 0.5).clamp(0, size - 1)
+    low = position.floor()
+    part = position - low
+    cell = low.long()
+    return torch.stack([cell, (cell + 1).clamp(max=size - 1)], -1), torch.stack([1 - part, part], -1)
+
+
+def merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the values of equal ids along the last axis.
+
+    The sums double their reach in every step, in an order that depends on nothing but the shape; cumulative sums and
+    their differences would lose digits.
+
+    Args:
+        ids: (..., M) integers.
+        values: (..., M).
+        longest: How often an id occurs at most. Ids that occur more often must have values of 0.
+
+    Returns:
+        Sorted ids (..., M); (..., M) the sum of an id's values at its last place, 0 elsewhere; that mask.
+    """
+    ids, order = torch.sort(ids, dim=-1, stable=True)
+    sums = values.gather(-1, order)
+    for reach in (2**power for power in range(math.ceil(math.log2(longest)))):
+        if reach < ids.shape[-1]:
+            same = (ids[..., reach:] == ids[..., :-reach]).to(sums.dtype)
+            added = torch.addcmul(sums[..., reach:], sums[..., :-reach], same)
+            sums = torch.cat([sums[..., :reach], added], -1)
+    last = torch.ones_like(ids, dtype=torch.bool)
+    last[..., :-1] = ids[..., 1:] != ids[..., :-1]
+    return ids, sums * last, last
+
+
+def _soft_labels(
+    ids: Tensor, logits: Tensor, last: Tensor, num_classes: int, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three tensors of `SparseLabels`: smoothed softmax over C classes of logits that are 0 but for one entry per
+    class, where `last` holds.
+
+    Every term of the denominator is positive, so nothing cancels, and the largest exponent is 0.
+    """
+    last = last & (ids < num_classes)
+    top = logits.amax(-1, keepdim=True).clamp(min=0)
+    zero = torch.exp(-top)  # (B, N, 1), of a class with logit 0
+    powers = torch.exp(logits - top)
+    total = (powers * last).sum(-1, keepdim=True) + (num_classes - last.sum(-1, keepdim=True)) * zero
+    scale = (1 - smoothing) / total
+    base = (zero * scale)[..., 0] + smoothing / num_classes
+    return base, ids.clamp(max=num_classes - 1).int(), (powers - zero) * (last * scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -333,8 +334,7 @@ def test_a_failing_program_lets_its_save_end(tmp_path: Path, disk: Disk) -> None
 def test_other_ranks_only_take_part(tmp_path: Path) -> None:
     state, told = build(), Told()
     collected: list[int] = []
-    state.collect_progress = lambda: {"calls": collected.append(1)}
-    saver = Saver(state, None, told, SavePolicy(every_updates=1))
+    saver = Saver(state, None, told, SavePolicy(every_updates=1), lambda: {"calls": collected.append(1)})
     state.update = 1
     with saver:
         saver.after_update()
@@ -346,7 +346,7 @@ def test_other_ranks_only_take_part(tmp_path: Path) -> None:
 def test_what_rank_0_has_on_disk_is_not_saved_again_by_the_others() -> None:
     """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
     state, asked = build(), list[bool]()
-    state.collect_progress = lambda: pytest.fail("rank 0 takes no part")
-    saver = Saver(state, None, Told(), SavePolicy(), from_primary=lambda own: bool(asked.append(own)))
+    never = partial(pytest.fail, "rank 0 takes no part")
+    saver = Saver(state, None, Told(), SavePolicy(), never, lambda own: bool(asked.append(own)))
     saver.save_now("SIGTERM")
     assert asked == [True]

@@ -16,12 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands.conftest import QUICK, Ended, metrics
+from tests.train.steps import loss_of_step
 from tlt.data.loader import Batch
 from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
 from tlt.models.flops import flops_per_image
-from volo.train.objective import StepKey, TokenLabelObjective
+from volo.train.criterion import StepKey, TokenLabelCriterion
 from volo.train.teacher import Teacher
 
 
@@ -32,9 +33,7 @@ def test_the_exact_tail_is_trained_on_and_recorded(
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
     flags = "--model resnet10t --num-classes 4 --img-size 64 -j 0 --device cpu --top-k 2"
     for form in ("archive", "tree"):
-        made = call(
-            "generate_label", f"{data} {tmp_path / form} --checkpoint {tmp_path / 'w.pth'} --format {form} {flags}"
-        )
+        made = call("label", f"{data} {tmp_path / form} --checkpoint {tmp_path / 'w.pth'} --format {form} {flags}")
         assert made.code == 0, made.err
     train = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
     losses = []
@@ -221,9 +220,9 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
     batch = Batch(
         images * 2 - 1, torch.tensor([0, 1, 2]), torch.arange(3), torch.zeros(3, 2, 3), whole, None, [], [], 3
     )
-    objective = TokenLabelObjective((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), teacher=teacher)
+    criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), teacher=teacher)
     model = timm.create_model("volo_test", num_classes=4, img_size=32)
-    terms = objective(model, batch, StepKey(0, 0, 0, 0))
+    terms = loss_of_step(criterion, model, batch, StepKey(0, 0, 0, 0))
     assert torch.isfinite(terms.total)
     own = (images - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.2
     torch.testing.assert_close(seen, [own], rtol=1e-4, atol=1e-5)

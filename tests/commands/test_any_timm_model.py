@@ -17,9 +17,9 @@ from tlt.labels.store import read_map
 from tlt.mix import Mixup
 from tlt.models.wrap import with_dense_head
 from volo import cli
-from volo.commands.train import objective_of_epoch
+from volo.commands.train import criterion_of_epoch
 from volo.train import loop
-from volo.train.objective import TokenLabelObjective
+from volo.train.criterion import TokenLabelCriterion
 
 Call = Callable[..., Ended]
 SMALL = QUICK.replace("--model volo_test --img-size 32", "--img-size 64")
@@ -229,8 +229,8 @@ def test_ranks_do_not_wait_for_a_dense_head_that_nothing_trains(data: Path, labe
 
 
 def test_mixing_stops_where_mixup_off_epoch_says() -> None:
-    objective = TokenLabelObjective((2, 2), 4, mix=Mixup(0.8, num_classes=4))
+    criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, num_classes=4))
     args = Namespace(mixup_off_epoch=3)
-    assert objective_of_epoch(objective, args, 2) is objective
-    later = objective_of_epoch(objective, args, 3)
-    assert isinstance(later, TokenLabelObjective) and later.mix is None and later.grid == (2, 2)
+    assert criterion_of_epoch(criterion, args, 2) is criterion
+    later = criterion_of_epoch(criterion, args, 3)
+    assert isinstance(later, TokenLabelCriterion) and later.mix is None and later.grid == (2, 2)

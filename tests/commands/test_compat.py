@@ -14,7 +14,7 @@ import yaml
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.mixtoken import Box
 from tlt.upstream.compat_rows import ROWS
-from volo.train.objective import TokenLabelObjective
+from volo.train.criterion import TokenLabelCriterion
 
 Call = Callable[..., Ended]
 
@@ -27,14 +27,14 @@ def test_upstream_runs_is_recorded_and_resumes_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     boxes: list[list[int]] = []
-    draw = TokenLabelObjective._box
+    draw = TokenLabelCriterion._box
 
-    def watched(self: TokenLabelObjective, *args: object) -> Box:
+    def watched(self: TokenLabelCriterion, *args: object) -> Box:
         box = draw(self, *args)
         boxes.append(box.tolist())
         return box
 
-    monkeypatch.setattr(TokenLabelObjective, "_box", watched)
+    monkeypatch.setattr(TokenLabelCriterion, "_box", watched)
     data = make_dataset(size=(60, 36))
     labels = make_labels(data, grid=(6, 8))
     flags = f"{data} {QUICK} --img-size 64 -b 4 --grad-accum-steps 2 --lr 1e-3 --epochs 2 --token-label"

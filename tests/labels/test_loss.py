@@ -15,7 +15,7 @@ from tlt.loss import (
     TokenLabelSoftTargetCrossEntropy,
     token_label_loss,
 )
-from tlt.targets import Targets, one_hot
+from tlt.targets import SparseLabels, Targets, one_hot
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "upstream.npz"
 BOX = (3, 2, 9, 10)
@@ -42,7 +42,7 @@ def golden_inputs() -> tuple[Tensor, Tensor, Tensor]:
 def as_targets(target: Tensor, grid: tuple[int, int] = (14, 14), weight: Tensor | None = None) -> Targets:
     tokens = target[:, :, 2:].transpose(1, 2)
     weight = torch.ones(tokens.shape[:2]) if weight is None else weight
-    return Targets(target[:, :, 1], tokens, weight, target[:, :, 0].argmax(1), 0.0, grid)
+    return Targets(target[:, :, 1], SparseLabels.of(tokens), weight, target[:, :, 0].argmax(1), 0.0, grid)
 
 
 def assert_golden(entry: str, loss: Tensor, cls: Tensor, aux: Tensor) -> None:
@@ -79,7 +79,11 @@ def small_case(batch: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Targets]:
     weight = torch.rand(batch, 6, **double).round(decimals=1)
     weight[0, :3] = 0
     truth = torch.randint(0, 5, (batch,), generator=g)
-    return cls.requires_grad_(), aux.requires_grad_(), Targets(crop, tokens, weight, truth, 0.1, (2, 3))
+    return (
+        cls.requires_grad_(),
+        aux.requires_grad_(),
+        Targets(crop, SparseLabels.of(tokens), weight, truth, 0.1, (2, 3)),
+    )
 
 
 def written_out(
@@ -103,7 +107,7 @@ def written_out(
         mixed = (1 - share) * rows[b] + share * rows[batch - 1 - b]
         cls_loss = cls_loss - (mixed * (cls[b] - cls[b].exp().sum().log())).sum() / batch
         for n in range(aux.shape[1]):
-            one = -(targets.tokens[b, n] * (aux[b, n] - aux[b, n].exp().sum().log())).sum()
+            one = -(targets.tokens.excess[b, n] * (aux[b, n] - aux[b, n].exp().sum().log())).sum()
             dense_loss = dense_loss + targets.weight[b, n] * one / (batch * aux.shape[1])
     return cls_loss, dense_loss
 
@@ -147,9 +151,8 @@ def test_micro_batches_add_up_to_the_large_batch() -> None:
     total = torch.zeros((), dtype=torch.float64)
     for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):
         assert targets.tokens is not None and targets.weight is not None
-        part = Targets(
-            targets.cls[rows], targets.tokens[rows], targets.weight[rows], targets.truth[rows], 0.1, targets.grid
-        )
+        tokens = SparseLabels.of(targets.tokens.excess[rows])
+        part = Targets(targets.cls[rows], tokens, targets.weight[rows], targets.truth[rows], 0.1, targets.grid)
         total = total + token_label_loss(cls[rows], aux[rows], part).total * len(part.truth) / 5
     torch.testing.assert_close(total, whole.total, rtol=1e-12, atol=0)
 
@@ -192,7 +195,7 @@ def test_ground_truth_weights_default_to_the_published_numbers() -> None:
 def test_bfloat16_logits_are_compared_in_float32() -> None:
     cls, aux, targets = small_case()
     assert targets.tokens is not None and targets.weight is not None
-    soft = (targets.cls.float(), targets.tokens.float(), targets.weight.float())
+    soft = (targets.cls.float(), SparseLabels.of(targets.tokens.excess.float()), targets.weight.float())
     targets = Targets(*soft, targets.truth, 0.1, (2, 3))
     half = token_label_loss(cls.bfloat16(), aux.bfloat16(), targets)
     exact = token_label_loss(cls.bfloat16().float(), aux.bfloat16().float(), targets)

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from tlt.loss import token_label_loss
 from tlt.mix import Mixup
-from tlt.mixed_loss import mixed_token_label_loss
-from tlt.targets import Targets
+from tlt.targets import SparseLabels, Targets
 
 SETTINGS: list[dict[str, Any]] = [
     {"mixup_alpha": 0.8},
@@ -30,7 +29,7 @@ def problem(batch: int) -> tuple[torch.Tensor, torch.Tensor, Targets]:
     soft = [3 * torch.randn(batch, *shape, CLASSES, generator=generator).double() for shape in ((), (6,))]
     weight = torch.rand(batch, 6, generator=generator).double() * (torch.rand(batch, 6, generator=generator) > 0.3)
     truth = torch.randint(CLASSES, (batch,), generator=generator)
-    return cls, tokens, Targets(soft[0].softmax(-1), soft[1].softmax(-1), weight, truth, 0.1, GRID)
+    return cls, tokens, Targets(soft[0].softmax(-1), SparseLabels.of(soft[1].softmax(-1)), weight, truth, 0.1, GRID)
 
 
 def cross_entropy(logits: np.ndarray, label: np.ndarray) -> float:
@@ -42,7 +41,7 @@ def expected(cls: Any, tokens: Any, targets: Targets, stays: Any, truth_share: A
     """By its meaning: `stays` (B, H, W) of each pixel, token by token."""
     batch, (rows, cols), (height, width) = len(cls), GRID, SIZE
     assert targets.tokens is not None and targets.weight is not None
-    label, labels, cover = targets.cls.numpy(), targets.tokens.numpy(), targets.weight.numpy()
+    label, labels, cover = targets.cls.numpy(), targets.tokens.excess.numpy(), targets.weight.numpy()
     cls_loss = dense_loss = 0.0
     for i in range(batch):
         j = batch - 1 - i
@@ -73,7 +72,7 @@ def test_token_targets_are_mixed_as_the_images_are(mode: str, batch: int, settin
                 lone = torch.zeros(batch, 3, *SIZE, dtype=torch.float64)
                 lone[i] = 1.0
                 stays[i] = shares.blend_images(lone)[i, 0].numpy()
-        terms = mixed_token_label_loss(cls, tokens, targets, shares=shares, cls_weight=0.7, dense_weight=0.3)
+        terms = token_label_loss(cls, tokens, targets, shares=shares, cls_weight=0.7, dense_weight=0.3)
         want = expected(cls, tokens, targets, stays)
         assert (terms.cls.item(), terms.dense.item()) == pytest.approx(want, rel=1e-9)
         assert terms.total.item() == pytest.approx(0.7 * want[0] + 0.3 * want[1], rel=1e-9)
@@ -88,7 +87,7 @@ def test_the_class_label_is_the_one_that_plain_mixup_gives() -> None:
     assert torch.equal(shares.blend_images(images), mixed)
     one_hot = F.one_hot(classes, CLASSES).double() * 0.9 + 0.1 / CLASSES
     hard = replace(targets, cls=one_hot, tokens=None, weight=None)
-    got = mixed_token_label_loss(cls, None, hard, shares=shares)
+    got = token_label_loss(cls, None, hard, shares=shares)
     torch.testing.assert_close(got.total, F.cross_entropy(cls, labels))
 
 
@@ -98,8 +97,8 @@ def test_mixtoken_mixes_the_mixtures() -> None:
     shares = Mixup(0.8, mode="elem", num_classes=CLASSES).draw(
         torch.zeros(4, 3, *SIZE).double(), np.random.default_rng(0)
     )
-    plain = mixed_token_label_loss(cls, tokens, targets, shares=shares)
-    boxed = mixed_token_label_loss(cls, tokens, targets, (0, 0, 2, 1), shares=shares)
+    plain = token_label_loss(cls, tokens, targets, shares=shares)
+    boxed = token_label_loss(cls, tokens, targets, (0, 0, 2, 1), shares=shares)
     mixture = shares.blend_labels(targets.cls)
     want = F.cross_entropy(cls, mixture * (1 - 2 / 6) + mixture.flip(0) * (2 / 6))
     torch.testing.assert_close(boxed.cls, want)
@@ -112,5 +111,5 @@ def test_unmixed_batches_have_the_ordinary_loss(ground_truth: bool) -> None:
     want = token_label_loss(cls, tokens, targets, (0, 0, 1, 2), ground_truth=ground_truth)
     never = Mixup(0.8, prob=0.0, num_classes=CLASSES).draw(torch.zeros(4, 3, *SIZE).double(), np.random.default_rng(0))
     for shares in (None, never):
-        got = mixed_token_label_loss(cls, tokens, targets, (0, 0, 1, 2), shares=shares, ground_truth=ground_truth)
+        got = token_label_loss(cls, tokens, targets, (0, 0, 1, 2), shares=shares, ground_truth=ground_truth)
         torch.testing.assert_close(tuple(got), tuple(want))

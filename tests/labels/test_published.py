@@ -20,7 +20,6 @@ from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.labels.labels import open_labels
 from tlt.labels.store import write_map
-from tlt.sparse_targets import make_sparse_targets
 from tlt.targets import make_targets
 from tlt.tools.pack import pack
 from tlt.upstream.published import LegacyBoxes, check_half_ids, label_view, moved_maps, summing_to_more, target_maker
@@ -123,7 +122,7 @@ def test_all_rows_together_are_the_published_targets(cells: tuple[int, int]) -> 
     made = make(*view_of, torch.arange(COUNT), GRID, CLASSES, SMOOTHING, None, "uniform")
     expected = published_targets(labels, steps, plan)
     torch.testing.assert_close(made.cls, expected[:, 0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(made.tokens, expected[:, 1:], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(made.tokens.dense(CLASSES), expected[:, 1:], rtol=1e-4, atol=1e-6)
     assert (made.weight == 1).all()
     only_crop = make(*view_of, torch.arange(COUNT), GRID, CLASSES, SMOOTHING, 1, "uniform")
     assert only_crop.tokens is None and torch.equal(only_crop.cls, made.cls)
@@ -151,7 +150,7 @@ def test_roi_targets_on_cuda_agree_and_do_not_synchronise() -> None:
         made = make(*on_gpu, GRID, CLASSES, SMOOTHING, None, "uniform")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(made.tokens.cpu(), expected.tokens, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(made.tokens.dense(CLASSES).cpu(), expected.tokens.dense(CLASSES), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(made.cls.cpu(), expected.cls, rtol=1e-4, atol=1e-6)
 
 
@@ -240,16 +239,17 @@ def test_target_sum_alone_is_the_published_smoothing_in_both_forms() -> None:
     plain = make_targets(labels, *shape, CLASSES, 0.0)
     sharp = [SMOOTHING / CLASSES, 1 - SMOOTHING + SMOOTHING / CLASSES]
     assert plain.tokens is not None
-    for make in (make_targets, make_sparse_targets):
-        made = target_maker({"target-sum"}, make)(labels, *shape, CLASSES, SMOOTHING)
-        tokens = made.tokens if make is make_targets else made.tokens.dense(CLASSES)
-        assert torch.allclose(tokens, plain.tokens * sharp[1] + sharp[0], atol=1e-12)
-        assert torch.allclose(tokens.sum(-1), torch.tensor(1 + SMOOTHING / CLASSES, dtype=torch.float64))
-        has_map = torch.arange(COUNT) != 3
-        assert torch.allclose(made.cls[has_map], (plain.cls * sharp[1] + sharp[0])[has_map], atol=1e-12)
-        assert made.cls[3].sum() == pytest.approx(1)
-        only_crop = target_maker({"target-sum"}, make)(labels, *shape, CLASSES, SMOOTHING, 1)
-        assert only_crop.tokens is None and torch.equal(only_crop.cls, made.cls)
+    make = target_maker({"target-sum"}, make_targets)
+    made = make(labels, *shape, CLASSES, SMOOTHING)
+    assert made.tokens is not None
+    tokens = made.tokens.dense(CLASSES)
+    assert torch.allclose(tokens, plain.tokens.dense(CLASSES) * sharp[1] + sharp[0], atol=1e-12)
+    assert torch.allclose(tokens.sum(-1), torch.tensor(1 + SMOOTHING / CLASSES, dtype=torch.float64))
+    has_map = torch.arange(COUNT) != 3
+    assert torch.allclose(made.cls[has_map], (plain.cls * sharp[1] + sharp[0])[has_map], atol=1e-12)
+    assert made.cls[3].sum() == pytest.approx(1)
+    only_crop = make(labels, *shape, CLASSES, SMOOTHING, 1)
+    assert only_crop.tokens is None and torch.equal(only_crop.cls, made.cls)
     assert target_maker(set(), make_targets) is make_targets
     assert summing_to_more(make_targets(labels, *shape, CLASSES, 0.5), labels).smoothing == 0.5
 

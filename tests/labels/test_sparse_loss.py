@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tlt.io import groups
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, sparse_cross_entropy, token_label_loss
-from tlt.sparse_targets import SparseLabels, SparseTargets, make_sparse_targets
+from tlt.targets import SparseLabels, Targets, make_targets
 
 BATCH, GRID, CLASSES, SMOOTHING = 4, (2, 3), 7, 0.1
 BOX, SHARE = (0, 1, 2, 2), 2 / 6
@@ -31,14 +31,14 @@ def raw_case(seed: int = 0) -> tuple[LabelBatch, Tensor, Tensor, Tensor]:
     return dataclasses.replace(labels, area=area), affine, visible, torch.tensor([3, 1, 0, 6])
 
 
-def small_case(seed: int = 0) -> tuple[Tensor, Tensor, SparseTargets]:
+def small_case(seed: int = 0) -> tuple[Tensor, Tensor, Targets]:
     g = torch.Generator().manual_seed(seed)
     cls = torch.randn(BATCH, CLASSES, dtype=torch.float64, generator=g).requires_grad_()
     aux = torch.randn(BATCH, 6, CLASSES, dtype=torch.float64, generator=g).requires_grad_()
-    return cls, aux, make_sparse_targets(*raw_case(seed), GRID, CLASSES, SMOOTHING)
+    return cls, aux, make_targets(*raw_case(seed), GRID, CLASSES, SMOOTHING)
 
 
-def written_out(cls: Tensor, aux: Tensor, targets: SparseTargets, share: float, blend: bool) -> tuple[Tensor, Tensor]:
+def written_out(cls: Tensor, aux: Tensor, targets: Targets, share: float, blend: bool) -> tuple[Tensor, Tensor]:
     """Class and dense loss in float64: every label is filled in class by class, then minus sum of t log softmax."""
     assert targets.tokens is not None and targets.weight is not None
     rows, dense_loss = targets.cls.double().clone(), torch.zeros((), dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_values_and_gradients_equal_the_sum_written_out(box: tuple[int, ...] | T
 def test_float32_is_within_a_hundred_thousandth_of_float64() -> None:
     cls, aux, exact = small_case()
     labels, affine, visible, truth = raw_case()
-    targets = make_sparse_targets(labels, affine.float(), visible.float(), truth, GRID, CLASSES, SMOOTHING)
+    targets = make_targets(labels, affine.float(), visible.float(), truth, GRID, CLASSES, SMOOTHING)
     single = [x.detach().float().requires_grad_() for x in (cls, aux)]
     loss = token_label_loss(*single, targets, BOX, ground_truth=True, **FLAGS).total
     expected = token_label_loss(cls, aux, exact, BOX, ground_truth=True, **FLAGS).total
@@ -112,7 +112,7 @@ def test_without_a_dense_head_there_is_the_class_loss_alone() -> None:
 def test_bfloat16_logits_are_compared_in_float32() -> None:
     cls, aux, _ = small_case()
     labels, affine, visible, truth = raw_case()
-    targets = make_sparse_targets(labels, affine.float(), visible.float(), truth, GRID, CLASSES, SMOOTHING)
+    targets = make_targets(labels, affine.float(), visible.float(), truth, GRID, CLASSES, SMOOTHING)
     half = [x.detach().bfloat16().requires_grad_() for x in (cls, aux)]
     exact = [x.detach().float().requires_grad_() for x in half]
     one, other = token_label_loss(*half, targets), token_label_loss(*exact, targets)
@@ -149,7 +149,7 @@ class Sizes(TorchDispatchMode):
 
 def test_nothing_but_the_gradient_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_CPU_NUMBERS", 1)
-    targets = make_sparse_targets(*raw_case(), GRID, 200, SMOOTHING)  # 48 entries a token
+    targets = make_targets(*raw_case(), GRID, 200, SMOOTHING)  # 48 entries a token
     cls, aux = torch.randn(BATCH, 200).requires_grad_(), torch.randn(BATCH, 6, 200).requires_grad_()
     with Sizes(aux.numel()) as sizes:
         loss = token_label_loss(cls, aux, targets).total
@@ -159,7 +159,7 @@ def test_nothing_but_the_gradient_is_as_large_as_the_logits(monkeypatch: pytest.
 
 
 def loss_from_maps(case: tuple[LabelBatch, Tensor, Tensor, Tensor], cls: Tensor, aux: Tensor, box: Tensor) -> LossTerms:
-    targets = make_sparse_targets(*case, GRID, CLASSES, SMOOTHING)
+    targets = make_targets(*case, GRID, CLASSES, SMOOTHING)
     return token_label_loss(cls, aux, targets, box, ground_truth=True, **FLAGS)
 
 
@@ -181,7 +181,7 @@ def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
 @pytest.mark.gpu
 def test_cuda_repeats_itself_bit_for_bit() -> None:
     labels, affine, visible, truth = raw_case()
-    targets = make_sparse_targets(
+    targets = make_targets(
         labels.to("cuda"), affine.float().cuda(), visible.float().cuda(), truth.cuda(), GRID, CLASSES, SMOOTHING
     )
     cls, aux, exact = small_case()

@@ -1,4 +1,4 @@
-"""Sparse token targets against a plain float64 loop over points and classes."""
+"""Token targets against a plain float64 loop over points and classes, and against their dense definition."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.labels.dense_targets import dense_targets
 from tlt.errors import UserError
 from tlt.io import groups
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets, merge_equal
-from tlt.targets import make_targets, points_per_token
+from tlt.targets import Targets, entries_per_token, make_targets, merge_equal, points_per_token
 
 CLASSES, SMOOTHING = 9, 0.1
 
@@ -80,10 +80,10 @@ def brute_force(
     return np.array(cls), np.array(tokens), np.array(coverage)
 
 
-def made(case: tuple[LabelBatch, Tensor, Tensor], grid: tuple[int, int], dtype: torch.dtype) -> SparseTargets:
+def made(case: tuple[LabelBatch, Tensor, Tensor], grid: tuple[int, int], dtype: torch.dtype) -> Targets:
     labels, affine, visible = case
     truth = torch.arange(len(labels)) + 1
-    return make_sparse_targets(labels, affine.to(dtype), visible.to(dtype), truth, grid, CLASSES, SMOOTHING)
+    return make_targets(labels, affine.to(dtype), visible.to(dtype), truth, grid, CLASSES, SMOOTHING)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -101,7 +101,7 @@ def test_every_number_equals_the_loop(seed: int, grid: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (2, 2)])
-def test_what_is_not_covered_counts_as_uniform_in_both_forms(grid: tuple[int, int]) -> None:
+def test_what_is_not_covered_counts_as_uniform(grid: tuple[int, int]) -> None:
     """But for an image of which nothing is known."""
     labels, affine, visible = random_case(5)
     labels.area[2] = torch.tensor(NO_AREA)
@@ -110,33 +110,27 @@ def test_what_is_not_covered_counts_as_uniform_in_both_forms(grid: tuple[int, in
     assert weight.tolist() == [[float(b != 2)] * (grid[0] * grid[1]) for b in range(4)]
     assert 0 < coverage[0].mean() < 1 and abs(ignored - cls)[[0, 1, 3]].max() > 0.05
     arguments = (labels, affine, visible, torch.arange(4) + 1, grid, CLASSES, SMOOTHING, None, "uniform")
-    sparse, dense = make_sparse_targets(*arguments), make_targets(*arguments)
-    assert sparse.tokens is not None and sparse.weight is not None and dense.weight is not None
-    for made_cls, made_tokens, made_weight in (
-        (sparse.cls, sparse.tokens.dense(CLASSES), sparse.weight),
-        (dense.cls, dense.tokens, dense.weight),
-    ):
-        np.testing.assert_allclose(made_cls.numpy(), cls, rtol=1e-12)
-        np.testing.assert_allclose(made_tokens.numpy(), tokens, rtol=1e-12)
-        np.testing.assert_allclose(made_weight.numpy(), weight, atol=0)
-    for make in (make_sparse_targets, make_targets):
-        crop_only = make(*arguments[:7], 1, "uniform")
-        np.testing.assert_allclose(crop_only.cls.numpy(), cls, rtol=1e-12)
-        with pytest.raises(UserError, match="--uncovered zero is none of ignore, uniform"):
-            make(*arguments[:8], "zero")
+    found = make_targets(*arguments)
+    assert found.tokens is not None and found.weight is not None
+    np.testing.assert_allclose(found.cls.numpy(), cls, rtol=1e-12)
+    np.testing.assert_allclose(found.tokens.dense(CLASSES).numpy(), tokens, rtol=1e-12)
+    np.testing.assert_allclose(found.weight.numpy(), weight, atol=0)
+    crop_only = make_targets(*arguments[:7], 1, "uniform")
+    np.testing.assert_allclose(crop_only.cls.numpy(), cls, rtol=1e-12)
+    with pytest.raises(UserError, match="--uncovered zero is none of ignore, uniform"):
+        make_targets(*arguments[:8], "zero")
 
 
 @pytest.mark.parametrize("cells,grid,k", [((18, 18), (14, 14), 5), ((1, 6), (3, 2), 1), ((8, 6), (2, 2), 2)])
 def test_equals_the_dense_definition_for_other_maps(cells: tuple[int, int], grid: tuple[int, int], k: int) -> None:
     labels, affine, visible = random_case(3, cells, k)
-    dense = make_targets(labels, affine, visible, torch.arange(4), grid, CLASSES, SMOOTHING)
-    found = make_sparse_targets(labels, affine, visible, torch.arange(4), grid, CLASSES, SMOOTHING)
-    assert found.tokens is not None and found.weight is not None and dense.weight is not None
+    dense = dense_targets(labels, affine, visible, torch.arange(4), grid, CLASSES, SMOOTHING)
+    found = make_targets(labels, affine, visible, torch.arange(4), grid, CLASSES, SMOOTHING)
+    assert found.tokens is not None and found.weight is not None
     assert found.tokens.ids.shape[2] == entries_per_token(labels, grid) == 4 * points_per_token(cells, grid) ** 2 * k
     torch.testing.assert_close(found.tokens.dense(CLASSES), dense.tokens, rtol=1e-12, atol=0)
     torch.testing.assert_close(found.cls, dense.cls, rtol=1e-12, atol=0)
     assert torch.equal(found.weight, dense.weight)
-    assert torch.equal(found.truth_target(), dense.truth_target())
 
 
 def test_each_class_has_one_entry_that_is_not_zero() -> None:
@@ -152,7 +146,7 @@ def test_the_largest_half_precision_logits_do_not_overflow(value: float) -> None
     ids = np.array([0, 1], np.int32).reshape(2, 1, 1)
     labels = LabelBatch.stack([LabelMap(np.array([value, 3], np.float16).reshape(2, 1, 1), ids)])
     whole, all_of_it = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]), torch.tensor([[0.0, 0.0, 1.0, 1.0]])
-    found = make_sparse_targets(labels, whole, all_of_it, torch.tensor([0]), (1, 1), 4, 0.0)
+    found = make_targets(labels, whole, all_of_it, torch.tensor([0]), (1, 1), 4, 0.0)
     assert found.tokens is not None
     expected = [1.0, 0, 0, 0] if value > 0 else [0, math.exp(3) / (math.exp(3) + 2)] + [1 / (math.exp(3) + 2)] * 2
     assert found.tokens.dense(4)[0, 0].tolist() == pytest.approx(expected)
@@ -173,7 +167,7 @@ def test_merging_equals_a_dictionary_of_sums() -> None:
 
 def test_without_maps_and_with_one_label_per_crop() -> None:
     labels, affine, visible = random_case(0)
-    plain = make_sparse_targets(None, affine, visible, torch.tensor([1, 0, 2, 8]), (2, 3), CLASSES, 0.2)
+    plain = make_targets(None, affine, visible, torch.tensor([1, 0, 2, 8]), (2, 3), CLASSES, 0.2)
     assert plain.tokens is not None and plain.weight is not None and (plain.weight == 1).all()
     expected = torch.full((4, CLASSES), 0.2 / CLASSES, dtype=torch.float64)
     expected[range(4), [1, 0, 2, 8]] += 0.8
@@ -181,11 +175,11 @@ def test_without_maps_and_with_one_label_per_crop() -> None:
     torch.testing.assert_close(plain.cls, expected)
     for given in (None, labels):
         arguments = (given, affine, visible, torch.arange(4), (2, 3), CLASSES, 0.2)
-        single = make_sparse_targets(*arguments, token_label_size=1)
+        single = make_targets(*arguments, token_label_size=1)
         assert single.tokens is None and single.weight is None
-        assert torch.equal(single.cls, make_sparse_targets(*arguments).cls)
+        assert torch.equal(single.cls, make_targets(*arguments).cls)
     with pytest.raises(UserError, match="--token-label-size 24 does not fit the model's 2 x 3"):
-        make_sparse_targets(*arguments, token_label_size=24)
+        make_targets(*arguments, token_label_size=24)
 
 
 def test_groups_of_images_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +216,7 @@ def test_no_tensor_has_a_number_for_every_token_and_class() -> None:
     labels, affine, visible = random_case(0, batch=2)
     labels = LabelBatch(labels.values, labels.ids * 1000, labels.area)
     with LargestTensor() as largest:
-        make_sparse_targets(labels, affine, visible, torch.arange(2), (3, 4), 10_000, SMOOTHING)
+        make_targets(labels, affine, visible, torch.arange(2), (3, 4), 10_000, SMOOTHING)
     assert 0 < largest.numel <= 2 * 10_001  # the crops' labels; 12 tokens would be 240,000
 
 
@@ -241,10 +235,10 @@ def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> N
     expected = made((labels, affine, visible), (3, 4), torch.float32)
     arguments = (affine.float().cuda(), visible.float().cuda(), torch.arange(4).cuda() + 1, (3, 4), CLASSES, SMOOTHING)
     labels = labels.to("cuda")
-    make_sparse_targets(labels, *arguments)  # loads kernels, which synchronises
+    make_targets(labels, *arguments)  # loads kernels, which synchronises
     torch.cuda.set_sync_debug_mode("error")
     try:
-        first, second = (make_sparse_targets(labels, *arguments) for _ in range(2))
+        first, second = (make_targets(labels, *arguments) for _ in range(2))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert first.tokens is not None and second.tokens is not None and expected.tokens is not None

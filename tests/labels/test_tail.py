@@ -15,7 +15,7 @@ from tlt.labels.annotate import _annotation
 from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.labels import open_labels
-from tlt.sparse_targets import make_sparse_targets
+from tlt.targets import make_targets
 
 
 def annotator_says(classes: int, spread: float, shape: tuple[int, ...] = (2, 4, 5)) -> Tensor:
@@ -87,7 +87,7 @@ def test_pooled_labels_are_those_of_the_mean_of_the_shifted_logits(tmp_path: Pat
     assert labels.values.dtype == torch.float32
     whole, all_of_it = torch.tensor([[[1.0, 0, 0], [0, 1, 0]]]).repeat(2, 1, 1), torch.tensor([[0.0, 0, 1, 1]] * 2)
     # One token over four cells, each of which counts for a quarter.
-    targets = make_sparse_targets(labels, whole, all_of_it, torch.zeros(2), (1, 1), classes, smoothing=0.0)
+    targets = make_targets(labels, whole, all_of_it, torch.zeros(2), (1, 1), classes, smoothing=0.0)
     assert targets.tokens is not None
     found = _annotation(dense.clone(), k)
     listed = written_out(found.values, found.ids, classes)  # (B, C, h, w)

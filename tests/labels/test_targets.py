@@ -1,4 +1,5 @@
-"""Token targets against roi_align, and against a plain float64 loop for any affine."""
+"""Token targets, and the dense definition that other tests hold them against (`tests.labels.dense_targets`), against
+roi_align and against a plain float64 loop for any affine."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
-from tlt import targets as module
+from tests.labels.dense_targets import sample_tokens
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.targets import make_targets, points_per_token, sample_tokens
+from tlt.targets import make_targets, points_per_token
 
 CLASSES = 11
 
@@ -162,25 +163,16 @@ def test_class_ids_above_2048_are_exact() -> None:
     assert logits.argmax(-1).tolist() == [[2049, 4097, 9998, 9999]]
 
 
-@pytest.mark.parametrize("batch", [1, 5])
-def test_working_in_groups_changes_nothing(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels, boxes = random_labels(batch, 3, 6, 6), random_boxes(batch)
-    arguments = (labels, crop_affine(boxes), (4, 4), boxes, CLASSES)
-    at_once = sample_tokens(*arguments)
-    monkeypatch.setattr(module, "_DENSE_NUMBERS", 6 * 6 * CLASSES * 2)
-    for one, other in zip(at_once, sample_tokens(*arguments), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_targets_are_the_published_softmax_with_smoothing_that_sums_to_one() -> None:
     labels, boxes, classes = random_labels(3, 5, 18, 18), random_boxes(3), torch.tensor([4, 0, 10])
     made = make_targets(labels, crop_affine(boxes), boxes, classes, (6, 6), CLASSES, smoothing=0.1)
     tokens = roi_reference(labels, boxes, (6, 6), 3).softmax(-1)
     crop = roi_reference(labels, boxes, (1, 1), 3 * 6)[:, 0].softmax(-1)
     assert made.tokens is not None and made.weight is not None
-    torch.testing.assert_close(made.tokens, 0.9 * tokens + 0.1 / CLASSES, rtol=0, atol=1e-12)
+    found = made.tokens.dense(CLASSES)
+    torch.testing.assert_close(found, 0.9 * tokens + 0.1 / CLASSES, rtol=0, atol=1e-12)
     torch.testing.assert_close(made.cls, 0.9 * crop + 0.1 / CLASSES, rtol=0, atol=1e-12)
-    for target in (made.tokens, made.cls, made.truth_target()):
+    for target in (found, made.cls, made.truth_target()):
         torch.testing.assert_close(target.sum(-1), torch.ones(target.shape[:-1], dtype=torch.float64))
     assert made.truth_target()[0].tolist() == pytest.approx([0.1 / 11] * 4 + [0.9 + 0.1 / 11] + [0.1 / 11] * 6)
 
@@ -204,16 +196,17 @@ def test_nothing_covered_means_the_folder_class_and_no_token_weight() -> None:
     assert made.weight is not None and made.weight.tolist() == [[0.0] * 4, [1.0] * 4]
     assert made.cls[0].tolist() == pytest.approx([0.025, 0.025, 0.925, 0.025])
     assert made.cls[1].tolist() == pytest.approx([0.25] * 4)
-    assert torch.isfinite(made.tokens if made.tokens is not None else torch.tensor(float("nan"))).all()
+    assert made.tokens is not None and torch.isfinite(made.tokens.dense(4)).all()
 
 
 def test_without_label_maps_every_token_has_the_folder_class() -> None:
     whole = torch.zeros(3, 2, 3)
     made = make_targets(None, whole, everything(3).float(), torch.tensor([1, 0, 2]), (2, 3), 4, smoothing=0.2)
     assert made.tokens is not None and made.weight is not None
-    assert made.tokens.shape == (3, 6, 4) and (made.weight == 1).all()
-    assert made.tokens[1, 5].tolist() == pytest.approx([0.85, 0.05, 0.05, 0.05])
-    assert torch.equal(made.tokens[:, 2], made.cls)
+    found = made.tokens.dense(4)
+    assert found.shape == (3, 6, 4) and (made.weight == 1).all()
+    assert found[1, 5].tolist() == pytest.approx([0.85, 0.05, 0.05, 0.05])
+    assert torch.allclose(found[:, 2], made.cls)
 
 
 def test_size_one_makes_a_crop_label_only() -> None:
@@ -229,30 +222,3 @@ def test_a_label_size_that_does_not_fit_names_the_flag() -> None:
     assert make_targets(*arguments, token_label_size=14).grid == (14, 14)
     with pytest.raises(UserError, match="--token-label-size 24 does not fit the model's 14 x 14"):
         make_targets(*arguments, token_label_size=24)
-
-
-def test_autocast_does_not_reach_the_targets() -> None:
-    labels, boxes = random_labels(1, 5, 18, 18), random_boxes(1).float()
-    plain = make_targets(labels, crop_affine(boxes), boxes, torch.tensor([1]), (6, 6), CLASSES)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = make_targets(labels, crop_affine(boxes), boxes, torch.tensor([1]), (6, 6), CLASSES)
-    assert plain.tokens is not None and mixed.tokens is not None
-    assert torch.equal(plain.tokens, mixed.tokens) and torch.equal(plain.cls, mixed.cls)
-
-
-@pytest.mark.gpu
-def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> None:
-    labels, boxes = random_labels(8, 5, 18, 18), random_boxes(8).float()
-    arguments = (crop_affine(boxes), boxes, torch.arange(8))
-    expected = make_targets(labels, *arguments, (14, 14), CLASSES)
-    on_gpu = (labels.to("cuda"), *(tensor.cuda() for tensor in arguments))
-    make_targets(*on_gpu, (14, 14), CLASSES)  # loads kernels, which synchronises
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        first, second = (make_targets(*on_gpu, (14, 14), CLASSES) for _ in range(2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert first.tokens is not None and second.tokens is not None and expected.tokens is not None
-    assert torch.equal(first.tokens, second.tokens)
-    torch.testing.assert_close(first.tokens.cpu(), expected.tokens, rtol=0, atol=1e-5)
-    torch.testing.assert_close(first.cls.cpu(), expected.cls, rtol=0, atol=1e-5)

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import volo  # noqa: F401
 from benchmarks.families import measure
+from tests.labels.dense_targets import dense_targets, sample_tokens
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import Shares
 from tlt.models.token_places import TokenPlaces, places_of, shrinking_layers
 from tlt.models.wrap import with_dense_head
-from tlt.sparse_targets import make_sparse_targets
-from tlt.targets import make_targets, sample_tokens
+from tlt.targets import make_targets
 
 
 @pytest.mark.parametrize(
@@ -121,19 +121,18 @@ def test_what_is_outside_of_the_crop_has_no_label_even_where_the_image_goes_on()
 
 
 @pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
-def test_both_forms_of_targets_agree_and_the_class_is_that_of_the_whole_crop(uncovered: str) -> None:
+def test_targets_of_a_window_are_those_of_their_definition_and_the_class_is_that_of_the_whole_crop(
+    uncovered: str,
+) -> None:
     window = (-0.2, -0.1, 0.9, 0.8)
-    arguments = (_labels(2, 5, 200), AFFINE, VISIBLE, torch.tensor([1, 2]), (3, 4), 200, 0.1, None, uncovered)
-    whole = make_targets(*arguments)
-    for make in (make_targets, make_sparse_targets):
-        made = make(*arguments, window)
-        assert made.window == window
-        torch.testing.assert_close(made.cls, whole.cls)
-    dense, sparse = make_targets(*arguments, window), make_sparse_targets(*arguments, window)
-    assert isinstance(dense.tokens, Tensor) and sparse.tokens is not None
-    torch.testing.assert_close(sparse.tokens.dense(200), dense.tokens)
-    torch.testing.assert_close(sparse.weight, dense.weight)
-    assert not torch.allclose(dense.tokens, whole.tokens)
+    arguments = (_labels(2, 5, 200), AFFINE, VISIBLE, torch.tensor([1, 2]), (3, 4), 200, 0.1)
+    whole, found = make_targets(*arguments, None, uncovered), make_targets(*arguments, None, uncovered, window)
+    expected = dense_targets(*arguments, uncovered, window)
+    assert found.window == window and found.tokens is not None and whole.tokens is not None
+    torch.testing.assert_close(found.cls, whole.cls)
+    torch.testing.assert_close(found.tokens.dense(200), expected.tokens)
+    torch.testing.assert_close(found.weight, expected.weight)
+    assert not torch.allclose(expected.tokens, whole.tokens.dense(200))
 
 
 def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:

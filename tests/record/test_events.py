@@ -38,14 +38,11 @@ def test_not_a_number_becomes_null() -> None:
 
 
 def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_path: Path) -> None:
-    class At:
-        epoch, update = 3, 70
-
     loggers = [_logger(0), _logger(1)]
     for logger in loggers:
         logger.event("start", lr=float("nan"))
         logger.open_events(tmp_path)
-        logger.position = At()
+        logger.at(3, 70)
         logger.skipped("skipped-image", [Skipped("a\nb.jpg", "empty file")])
     events, damaged = read_json_lines(tmp_path / FILE)
     assert damaged == 0

@@ -102,7 +102,7 @@ def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path
         logger = Logger(World(rank, rank, 2, torch.device("cpu")))
         logger.line("learning rate 0.1")
         if rank == 0:
-            logger.open(RunDirectory(tmp_path))
+            logger.open(RunDirectory(tmp_path), 10)
         logger.line("epoch 1")
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == ["learning rate 0.1", "epoch 1"]

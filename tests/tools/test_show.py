@@ -54,7 +54,7 @@ def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor]:
     batch, _ = load_batch(dataset, [0, 1, 2], epoch=2)
     targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
     assert targets.tokens is not None
-    return read_examples(dataset, batch, targets, CONFIG.mean, (0.229, 0.224, 0.225)), targets.tokens
+    return read_examples(dataset, batch, targets, CONFIG.mean, (0.229, 0.224, 0.225)), targets.tokens.dense(3)
 
 
 def _drawn(figure: Figure, panel: str) -> list[Axes]:

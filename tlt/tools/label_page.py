@@ -21,8 +21,7 @@ from tlt import geometry
 from tlt.data.dataset import TrainDataset
 from tlt.data.loader import Batch
 from tlt.label_map import Area, LabelBatch
-from tlt.sparse_targets import SparseLabels, SparseTargets
-from tlt.targets import Targets
+from tlt.targets import SparseLabels, Targets
 from tlt.tools.drawing import (
     FAINT,
     INK,
@@ -90,7 +89,7 @@ class Example:
 def read_examples(
     dataset: TrainDataset,
     batch: Batch,
-    targets: Targets | SparseTargets | None,
+    targets: Targets | None,
     mean: Sequence[float],
     std: Sequence[float],
 ) -> list[Example]:
@@ -157,15 +156,12 @@ def _map_cells(labels: LabelBatch, row: int, num_classes: int) -> Cells:
     return Cells(ids.long().numpy(), probability.numpy(), covered.numpy())
 
 
-def _token_cells(targets: Targets | SparseTargets, row: int) -> Cells | None:
+def _token_cells(targets: Targets, row: int) -> Cells | None:
     if targets.tokens is None or targets.weight is None:
         return None
     # Image by image: the targets of many at once are large where there are many classes.
-    if isinstance(targets, SparseTargets):
-        sparse, one = targets.tokens, slice(row, row + 1)
-        tokens = SparseLabels(sparse.base[one], sparse.ids[one], sparse.excess[one]).dense(targets.cls.shape[1])[0]
-    else:
-        tokens = targets.tokens[row]
+    sparse, one = targets.tokens, slice(row, row + 1)
+    tokens = SparseLabels(sparse.base[one], sparse.ids[one], sparse.excess[one]).dense(targets.cls.shape[1])[0]
     probability, ids = tokens.max(dim=-1)  # (N,)
     shaped = (values.reshape(targets.grid).cpu().numpy() for values in (ids, probability.double(), targets.weight[row]))
     return Cells(*shaped)

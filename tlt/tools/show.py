@@ -22,7 +22,7 @@ from tlt.errors import UserError
 from tlt.io.text import printable
 from tlt.labels.label_store import LabelStore
 from tlt.labels.labels import open_labels
-from tlt.sparse_targets import make_sparse_targets
+from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, save_figure
 from tlt.tools.label_page import MAX_IMAGES, draw_page, read_examples
 from tlt.upstream.published import views
@@ -57,7 +57,7 @@ def show(args: Namespace) -> list[str]:
     num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # Without smoothing, so that opacity 1 means certain.
-    targets = make_sparse_targets(
+    targets = make_targets(
         batch.labels,
         batch.affine,
         batch.visible,

@@ -43,7 +43,7 @@ class TokenLabels:
 
     Attributes:
         labels: Label maps of the whole images.
-        affine: (B, 2, 3), see `tlt.targets.sample_tokens`.
+        affine: (B, 2, 3), see `tlt.targets.make_targets`.
         visible: (B, 4), see there.
         classes: (B,) int64 class by folder.
     """
@@ -127,7 +127,7 @@ def _dense_targets(labels: TokenLabels, num_classes: int, smoothing: float, labe
     columns = torch.stack([targets.truth_target(), targets.cls], 2)  # (B, C, 2)
     if targets.tokens is None or targets.weight is None:
         return columns
-    return torch.cat([columns, (targets.tokens * targets.weight[..., None]).transpose(1, 2)], 2)
+    return torch.cat([columns, (targets.tokens.dense(num_classes) * targets.weight[..., None]).transpose(1, 2)], 2)
 
 
 class TokenLabelMixup(Mixup):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,12 @@ from tlt.data.augment.rand_augment import Kernel
 from tlt.data.dataset import LabelView
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, Area, LabelBatch
-from tlt.sparse_targets import SparseLabels, SparseTargets
-from tlt.targets import Targets, check_size, dense_maps, known, one_hot, smooth
+from tlt.targets import SparseLabels, Targets, check_size, known, one_hot, smooth
 from tlt.upstream.compat_rows import LABEL_ROWS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-T = TypeVar("T", Targets, SparseTargets)
-TargetMaker = Callable[..., Any]  # with the arguments and results of `tlt.targets.make_targets`
+TargetMaker = Callable[..., Targets]  # with the arguments and results of `tlt.targets.make_targets`
 
 
 def views(rows: Collection[str]) -> LabelView | None:
@@ -46,7 +44,7 @@ def label_view(
     rows: Collection[str], config: AugmentConfig, steps: Steps, plan: Plan, labels: LabelBatch
 ) -> tuple[LabelBatch, Tensor, Tensor]:
     """The label maps of a batch, the affine (B, 2, 3) and the visible part (B, 4) with which they are read (see
-    `tlt.targets.sample_tokens`), as the published data set would have them.
+    `tlt.targets.make_targets`), as the published data set would have them.
 
     Args:
         rows: Of `tlt.upstream.compat_rows.LABEL_ROWS`; others are left to others.
@@ -154,7 +152,7 @@ def target_maker(rows: Collection[str], usual: TargetMaker) -> TargetMaker:
     if "target-sum" not in rows:
         return make
 
-    def make_more(labels: LabelBatch, *arguments: Any) -> Any:
+    def make_more(labels: LabelBatch, *arguments: Any) -> Targets:
         return summing_to_more(make(labels, *arguments), labels)
 
     return make_more
@@ -199,21 +197,26 @@ def make_roi_targets(
             tokens = smooth(roi_align(maps, rois(window), grid).flatten(2).transpose(1, 2).softmax(-1), smoothing)
     cls = torch.where(covers[:, None], crop, truth)
     weight = None if tokens is None else covers.to(cls)[:, None].expand(tokens.shape[:2])
-    return Targets(cls, tokens, weight, classes.long(), smoothing, grid)
+    return Targets(cls, None if tokens is None else SparseLabels.of(tokens), weight, classes.long(), smoothing, grid)
 
 
-def summing_to_more(targets: T, labels: LabelBatch) -> T:
+def summing_to_more(targets: Targets, labels: LabelBatch) -> Targets:
     """The same targets with `p (1 - s + s / C) + s / C` in place of `p (1 - s) + s / C`: the published on value is that
     of one-hot targets, put on soft ones. The truth, which stands in for an image without a map, is one-hot."""
     classes, s = targets.cls.shape[1], targets.smoothing
     floor, factor = s / classes, (1 - s + s / classes) / (1 - s)
     cls = torch.where(known(labels)[:, None], (targets.cls - floor) * factor + floor, targets.cls)
-    tokens: Any = targets.tokens
-    if isinstance(tokens, SparseLabels):
+    tokens = targets.tokens
+    if tokens is not None:
         tokens = SparseLabels((tokens.base - floor) * factor + floor, tokens.ids, tokens.excess * factor)
-    elif tokens is not None:
-        tokens = (tokens - floor) * factor + floor
     return replace(targets, cls=cls, tokens=tokens)
+
+
+def dense_maps(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """(B, C, h, w) logits of every cell, 0 for classes it does not list."""
+    ids, values = labels.ids.long(), labels.values.to(dtype)  # (B, k, h, w)
+    dense = values.new_zeros(len(ids), num_classes, *ids.shape[2:])
+    return dense.scatter_reduce_(1, ids, values, "amax", include_self=False)
 
 
 def check_half_ids(num_classes: int) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 KEY = "batch"
 
 
-def batch_record(batch_size: int, steps: int, world_size: int) -> dict[str, int]:
-    """What a checkpoint tells of the batch that the flags ask for: images of an update, processes, images of each."""
-    return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * steps}
+def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
+    """What a checkpoint tells of the batch: images of an update, processes, and how many of each the flags ask for."""
+    return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * asked_steps}
 
 
 def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
@@ -19,7 +19,7 @@ def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world
     every update are the same. What the flags ask for otherwise is done, and said.
     """
     recorded = checkpoint.get(KEY)
-    if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1)):
+    if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):
         return steps, None
     before, now, each = recorded["global"], batch_size * steps * world_size, batch_size * world_size
     if before == now or before < 1:

@@ -65,6 +65,7 @@ class Saver:
 
     Args:
         checkpoints: None on other ranks than 0.
+        progress: Returns the sums of the epoch under way; all ranks call it before a save within an epoch.
         logger: Told of every save.
         from_primary: Returns rank 0's value on every rank.
         before_save: Called before each attempt to write, on rank 0; an error of it keeps the files as they are.
@@ -77,12 +78,14 @@ class Saver:
         checkpoints: CheckpointDir | None,
         logger: Reporter,
         policy: SavePolicy,
+        progress: Callable[[], dict[str, Any]] = dict,
         from_primary: Callable[[bool], bool] = bool,
         before_save: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
-        self._from_primary, self._before_save, self._clock = from_primary, before_save, clock
+        self._progress, self._from_primary = progress, from_primary
+        self._before_save, self._clock = before_save, clock
         self._snapshot = HostSnapshot()
         self._job: _Job | None = None  # under way, or failed and to be tried again
         self._thread: Thread | None = None
@@ -196,7 +199,7 @@ class Saver:
         return "--checkpoint-minutes" if self._from_primary(late) else None
 
     def _save_between(self, reason: str, in_place: bool = False) -> None:
-        self.state.collect_ranks()
+        self.state.collect_ranks(self._progress())
         if self.checkpoints is None:
             return
         if self._thread is not None:

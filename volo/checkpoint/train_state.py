@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +61,6 @@ class TrainState:
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all that its validation has found
     outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
     progress: dict[str, Any] = field(default_factory=dict)  # sums of the epoch under way, of plain types
-    collect_progress: Callable[[], dict[str, Any]] = dict  # their present values; all ranks call it before a save
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
     statistics: dict[str, Tensor] = field(default_factory=dict)  # BatchNorm's of every rank, where they differ
     updates_per_epoch: int = field(kw_only=True)
@@ -95,9 +94,10 @@ class TrainState:
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
 
-    def collect_ranks(self) -> None:
-        """Before a save within an epoch, collect what differs between ranks. Every rank has to call it."""
-        self.progress = self.collect_progress()
+    def collect_ranks(self, progress: dict[str, Any]) -> None:
+        """Before a save within an epoch, take its sums so far and collect what differs between ranks, which all call
+        it."""
+        self.progress = progress
         self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
 
     def end_epoch(self) -> None:

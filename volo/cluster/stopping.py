@@ -7,6 +7,7 @@ update. A rank whose data fails or hangs is there, too, because nothing is begun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TypeVar
@@ -21,10 +22,15 @@ MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the upd
 
 
 class StopGuard:
-    """Passes on batches until the run is to stop, and tells the watchdog what is going on."""
+    """Passes on batches until the run is to stop, and tells the watchdog what is going on.
+
+    Attributes:
+        waited: Seconds in which batches were waited for.
+    """
 
     def __init__(self, stop: StopSignal, watchdog: Watchdog) -> None:
         self.stop, self.watchdog = stop, watchdog
+        self.waited = 0.0
 
     def updates(self, micro_batches: Iterable[MicroBatch[T]]) -> Iterator[MicroBatch[T]]:
         """Yield training batches.
@@ -62,6 +68,7 @@ class StopGuard:
 
     def _next(self, iterator: Iterator[T], interruptible: bool) -> tuple[T | None, UserError | Stopped | None]:
         self.watchdog.at("data")
+        began = time.perf_counter()
         try:
             with self.stop.interruptible(patient=True) if interruptible else nullcontext():
                 return next(iterator, None), None
@@ -69,6 +76,8 @@ class StopGuard:
             if not interruptible:
                 raise
             return None, error
+        finally:
+            self.waited += time.perf_counter() - began
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
         own = self.stop.exit_code if failure is None else failure.exit_code

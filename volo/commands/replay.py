@@ -25,12 +25,12 @@ from volo.checkpoint.finetune import load_weights
 from volo.cluster.distributed import World, choose_device
 from volo.commands.console import run_program
 from volo.train.convolutions import check_convolutions
+from volo.train.criterion import StepKey, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.loop import set_train_mode
 from volo.train.master_weights import WorkingCopy
 from volo.train.model import add_dense_head, build_model, eval_settings, prepare_model
 from volo.train.nonfinite import FOLDER
-from volo.train.objective import StepKey, make_objective
 from volo.train.precision import compute_dtype
 
 
@@ -99,7 +99,7 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
     settings = eval_settings(args, model)
     model = add_dense_head(model, args, settings["input_size"][1:])
     labels, _ = open_labels(args, folders.train, model.num_classes)
-    objective = make_objective(args, model, settings["input_size"][1:])
+    criterion = make_criterion(args, model, settings["input_size"][1:])
     model = prepare_model(model, args, World(0, 0, 1, world.device))
     load_weights(model, weights, use_ema=False)
     dtype = compute_dtype(args, world.device)
@@ -116,8 +116,9 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
         step = StepKey(record["seed"], record["update"], number, record["rank"])
         step.seed_torch()
         check(batch.images, f"micro-batch {number}: its images", found)
+        targets, mixed = criterion.targets(batch), criterion.draw(batch, step)
         with torch.autocast(world.device.type, dtype=dtype, enabled=dtype is not None):
-            terms = objective(model, batch, step)
+            terms = criterion(model(mixed.images, **criterion.arguments(mixed)), targets, mixed)
         for name, term in zip(("loss", "class loss", "dense loss"), terms, strict=True):
             check(term, f"forward: {name} {float(term):g} of images {record['micro_batches'][number]['paths']}", found)
         (terms.total * (batch.size / images) * (record["loss_scale"] or 1.0)).backward()

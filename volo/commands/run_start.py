@@ -7,23 +7,21 @@ import socket
 import sys
 from argparse import Namespace
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tlt.errors import UserError
-from volo.checkpoint import fingerprint, global_batch
+from volo.checkpoint import fingerprint
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import Resume, changed_labels, find_resume
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
 from volo.cluster.ranks import launch_id
-from volo.commands.setup import Setup
 from volo.record.logger import Logger
 from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.record.run_lock import RunLock
-from volo.train.schedule import LrSchedule, resolve_lr
+from volo.train.loop import Training
+from volo.train.meter import Meter
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -47,52 +45,65 @@ def note_lock(logger: Logger, text: str) -> None:
     logger.event("lock", reason=text)
 
 
-def resume_run(
-    args: Namespace, setup: Setup, directory: Path, lock: RunLock, world: World, logger: Logger
-) -> tuple[Setup, Path | None]:
-    """Go back to the checkpoint that `--resume` means, the same one on every rank.
+def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, world: World) -> Resume:
+    """Read the checkpoint that `--resume` means, the same one on every rank.
 
-    Returns what the run goes on with, whose updates have the images of the checkpoint's where possible, and its path.
+    Args:
+        spec: The value of `--resume`; "" for a fresh start.
+        lock: Of the directory: taken before it is looked at, so that nobody saves anything newer.
+
+    Raises:
+        UserError: That checkpoint can't be read.
     """
-    state, resume = setup.state, Resume(None, None, [])
+    resume = Resume(None, None, [])
     with primary_first():
-        if args.resume and world.is_primary:
+        if spec and world.is_primary:
             if directory.is_dir() and not args.dry_run:
-                lock.acquire()  # first, so that nobody saves anything newer
-            resume = find_resume(args.resume, directory)
+                lock.acquire()
+            resume = find_resume(spec, directory)
     found = from_primary(str(resume.path or ""))
-    path = Path(found) if found else None
-    messages = resume.messages
-    if path is not None:
-        if not world.is_primary:
-            resume = find_resume(str(path), directory)
-        assert resume.checkpoint is not None
+    if found and not world.is_primary:
+        resume = find_resume(found, directory)
+    return resume
+
+
+def go_on_from(resume: Resume, args: Namespace, training: Training, world: World, logger: Logger) -> None:
+    """Go back to what the checkpoint holds, and to `--start-epoch`.
+
+    Raises:
+        UserError: It is of another model, of other data, or the ranks have read different ones.
+    """
+    state, messages = training.state, list(resume.messages)
+    if resume.checkpoint is not None and resume.path is not None:
         data = state.metadata[fingerprint.KEY]
-        messages = messages + fingerprint.check_same_data(resume.checkpoint, data, path, args.allow_changed_data)
-        setup, kept = keep_global_batch(args, setup, resume.checkpoint, world)
-        messages += kept
-        messages += state.load(resume.checkpoint, path, not args.no_resume_opt)
+        messages += fingerprint.check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
+        messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
         messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages += changed_labels(resume.checkpoint, state.metadata)
-        messages.append(f"resumed {path}: {state.epoch} epochs, {state.update} updates done")
-    check_same_position(state, path)
+        messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
+    check_same_position(state, resume.path)
     for message in messages:
         logger.line(message)
     if args.start_epoch is not None:
-        last = setup.schedule.total_epochs - 1
-        if args.start_epoch > last:
-            raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
-        if args.resume == "auto" and path is not None and state.epoch >= args.start_epoch:  # a job that was requeued
-            logger.line(
-                f"--start-epoch {args.start_epoch}: the run has begun there and goes on from epoch {state.epoch}; "
-                "to go back, name a checkpoint with --resume FILE"
-            )
-        else:
-            state.epoch, state.update = args.start_epoch, args.start_epoch * len(setup.loader)
+        _start_epoch(args, training, resume, logger)
+    logger.at(state.epoch, state.update)
     if world.is_primary and (args.resume or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
-        logger.event("resume", path=path, skipped=passed_over)
-    return setup, path
+        logger.event("resume", path=resume.path, skipped=passed_over)
+
+
+def _start_epoch(args: Namespace, training: Training, resume: Resume, logger: Logger) -> None:
+    state, last = training.state, training.schedule.total_epochs - 1
+    if args.start_epoch > last:
+        raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
+    # A job that was requeued has begun there already.
+    if args.resume == "auto" and resume.path is not None and state.epoch >= args.start_epoch:
+        logger.line(
+            f"--start-epoch {args.start_epoch}: the run has begun there and goes on from epoch {state.epoch}; "
+            "to go back, name a checkpoint with --resume FILE"
+        )
+    else:
+        state.epoch, state.update = args.start_epoch, args.start_epoch * state.updates_per_epoch
 
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
@@ -107,28 +118,10 @@ def check_same_position(state: TrainState, path: Path | None) -> None:
         )
 
 
-def keep_global_batch(
-    args: Namespace, setup: Setup, checkpoint: dict[str, Any], world: World
-) -> tuple[Setup, list[str]]:
-    """Accumulate as many batches as give the checkpoint's global batch; return what a user should know, too."""
-    steps, message = global_batch.steps_to_keep(checkpoint, args.batch_size, args.grad_accum_steps, world.size)
-    messages = [message] if message else []
-    if steps == args.grad_accum_steps:
-        return setup, messages
-    args.grad_accum_steps = steps
-    loader, state = setup.loader, setup.state
-    batch = args.batch_size * steps * world.size
-    loader.index_stream = replace(loader.index_stream, global_batch=batch, micro_batches=steps)
-    state.updates_per_epoch = len(loader)
-    state.metadata["args"] = settings_of(args)
-    state.metadata[global_batch.KEY]["global"] = batch
-    lr, formula = resolve_lr(args, batch)
-    return replace(setup, schedule=LrSchedule(args, lr, len(loader)), lr_formula=formula), messages
-
-
 def open_run(
     args: Namespace,
-    setup: Setup,
+    training: Training,
+    meter: Meter,
     directory: Path,
     lock: RunLock,
     resumed: Path | None,
@@ -144,19 +137,18 @@ def open_run(
             logger.open_events(directory)  # where the run that has the lock tells of this one, too
             lock.acquire()
             run_directory.record_start(args, world.size, str(world.device), launch_id())
-            logger.open(run_directory)
-            if dropped := run_directory.rewind(setup.state.epoch, setup.state.update):
+            logger.open(run_directory, training.schedule.total_updates)
+            if dropped := run_directory.rewind(training.state.epoch, training.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, ranked_by(vars(args)))
     logger.open_events(directory)
     if checkpoints is not None and resumed is not None:
-        for message in checkpoints.restore(setup.state, resumed):
+        for message in checkpoints.restore(training.state, resumed):
             logger.line(message)
-    logger.total_updates = setup.schedule.total_updates
     logger.line(f"run directory: {directory}")
     if importlib.util.find_spec("matplotlib") is None:
         logger.line("neither learning curves nor the first batch will be drawn: pip install 'volo-tlt[plot]'")
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    return Saver(setup.state, checkpoints, logger, policy, from_primary, lock.check)
+    return Saver(training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check)

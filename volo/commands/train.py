@@ -4,7 +4,7 @@
     ./distributed_train.sh 8 DATA --model volo_d1 ...                                one process per GPU
 
 Reading order: `train` and `build` below -> volo/train/data.py (data) -> volo/train/model.py (model) ->
-volo/train/objective.py (loss) -> volo/train/loop.py (step). How a run goes on from a checkpoint and opens its
+volo/train/criterion.py (loss) -> volo/train/loop.py (step). How a run goes on from a checkpoint and opens its
 directory is in volo/commands/run_start.py.
 """
 
@@ -15,12 +15,14 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.utils import ModelEmaV3, distribute_bn
 from torch import nn
 
 from tlt.data.dataset import LabelReader
+from tlt.data.loader import EvalLoader, TrainLoader
 from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
 from tlt.data.workers import kill_workers
@@ -29,6 +31,7 @@ from volo.checkpoint import fingerprint, global_batch
 from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
 from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.restart import Continued, continued_run
+from volo.checkpoint.resume import Resume
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import (
@@ -43,9 +46,10 @@ from volo.cluster.distributed import (
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
+from volo.commands.describe import describe, tell_memory
 from volo.commands.launch_command import available_cpus
-from volo.commands.run_start import note_lock, note_start, open_run, resume_run
-from volo.commands.setup import Setup, describe, tell_memory
+from volo.commands.run_start import find_checkpoint, go_on_from, note_lock, note_start, open_run
+from volo.config.args import Settings
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.data_wait import Advisor
 from volo.record.logger import Logger
@@ -56,9 +60,11 @@ from volo.record.run_lock import RunLock
 from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
-from volo.train.data import image_feed, open_folders, open_labels, train_loader, validation_loader
-from volo.train.loop import LoopSettings, evaluate, train_epoch
+from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
+from volo.train.data import Folders, image_feed, open_folders, open_labels, train_loader, validation_loader
+from volo.train.loop import Training, evaluate, train_epoch
 from volo.train.master_weights import WorkingCopy
+from volo.train.meter import Meter
 from volo.train.model import (
     TimmModel,
     add_dense_head,
@@ -71,7 +77,6 @@ from volo.train.model import (
     wrap_model,
 )
 from volo.train.nonfinite import NonFiniteRecorder
-from volo.train.objective import ClassObjective, Objective, TokenLabelObjective, make_objective
 from volo.train.optim import create_optimizer
 from volo.train.precision import Precision, compute_dtype
 from volo.train.schedule import LrSchedule, resolve_lr
@@ -104,77 +109,109 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    setup = build(args, world, logger, SearchProgress(logger.line, partial(guard.watchdog.at, "start")))
-    state = logger.position = setup.state
-    image_size = state.metadata["model_config"]["img_size"]
-    run = continued_run(args) or Continued(choose_directory(args, image_size, logger.line), args.resume)
-    name, args.resume = from_primary([str(run.directory), run.resume])
-    directory = Path(name)
-    with RunLock(directory, partial(note_lock, logger)) as lock:
-        train_in(directory, lock, args, setup, world, logger, guard)
-
-
-def build(args: Namespace, world: World, logger: Logger, found: SearchProgress) -> Setup:
-    """Construct data, model, loss, optimizer and schedule, in this order."""
+    found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
     folders = once_per_host(lambda: open_folders(args, world.size, found))
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
     settings = eval_settings(args, model)
-    model = add_dense_head(model, args, settings["input_size"][1:])
+    run = continued_run(args) or Continued(choose_directory(args, settings["input_size"][1:], logger.line), args.resume)
+    name, spec = from_primary([str(run.directory), run.resume])
+    directory = Path(name)
+    with RunLock(directory, partial(note_lock, logger)) as lock:
+        resume = find_checkpoint(args, spec, directory, lock, world)
+        args, batch = decided_by(resume, Settings(args, resume=spec), world, logger)
+        training = build(args, folders, model, settings, batch, world, logger, found)
+        go_on_from(resume, args, training, world, logger)
+        resumed = resume.path
+        del resume  # the checkpoint takes as much memory as the state
+        train_in(directory, lock, resumed, args, training, world, logger, guard)
+
+
+def decided_by(resume: Resume, args: Namespace, world: World, logger: Logger) -> tuple[Namespace, dict[str, int]]:
+    """What a checkpoint decides before anything is built: the accumulation steps that keep its global batch.
+
+    Returns the settings with them, and what the run's own checkpoints are to tell of the batch.
+    """
+    asked = args.grad_accum_steps
+    steps, message = global_batch.steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.size)
+    if message is not None:
+        logger.line(message)
+    batch = global_batch.batch_record(args.batch_size, steps, world.size, asked)
+    return Settings(args, grad_accum_steps=steps), batch
+
+
+def build(
+    args: Namespace,
+    folders: Folders,
+    model: TimmModel,
+    settings: dict[str, Any],
+    batch: dict[str, int],
+    world: World,
+    logger: Logger,
+    found: SearchProgress,
+) -> Training:
+    """Construct what trains the model, in this order: labels, criterion, data, optimizer, schedule.
+
+    Args:
+        settings: Of the images: input_size (C, H, W), mean, std and others.
+        batch: What a checkpoint tells of the global batch.
+    """
+    input_size = settings["input_size"]
+    model = add_dense_head(model, args, input_size[1:])
     labels, warnings, data = once_per_host(
         lambda: find_labels(args, folders.train, model.num_classes, found), [folders.train.paths]
     )
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
-    objective = make_objective(args, model, settings["input_size"][1:], world.rank)
     teacher = load_teacher(args, model, settings, folders.train.class_names, world)
-    if teacher is not None:
-        assert isinstance(objective, TokenLabelObjective)
-        objective = replace(objective, teacher=teacher)
+    criterion = make_criterion(args, model, input_size[1:], world.rank, teacher)
     model = prepare_model(model, args, world)
     dtype = compute_dtype(args, world.device)
     for each in (model,) if teacher is None else (model, teacher.annotator.model):
-        for line in check_convolutions(each, settings["input_size"], dtype, world.device):
+        for line in check_convolutions(each, input_size, dtype, world.device):
             logger.line(line)
 
+    loader, validation = make_loaders(args, folders, labels, settings, world, logger)
+    if args.activation_memory is not None:  # copies of the model are to recompute as it does
+        logger.line(fit_activations(args, model, step_shape(criterion, input_size, world.device, dtype), world))
+    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
+    precision = Precision(
+        world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model)
+    )
+    lr, formula = resolve_lr(args, loader.index_stream.global_batch)
+    config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
+    metadata = {"arch": args.model, "args": settings_of(args), "model_config": config}
+    metadata |= {fingerprint.KEY: data, global_batch.KEY: batch}
+    optimizer = create_optimizer(args, model, world.device)
+    ema = create_ema(model, args)
+    state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
+    called = wrap_model(model if working_copy is None else working_copy.module, args, world)
+    average = None if ema is None or args.model_ema_force_cpu else compile_model(ema.module, args)
+    schedule = LrSchedule(args, lr, len(loader))
+    return Training(
+        *(state, called, average, loader, validation, criterion, precision, schedule, formula, teacher),
+        seed=args.seed,
+        freeze_bn=args.freeze_bn,
+    )
+
+
+def make_loaders(
+    args: Namespace,
+    folders: Folders,
+    labels: LabelReader | None,
+    settings: dict[str, Any],
+    world: World,
+    logger: Logger,
+) -> tuple[TrainLoader, EvalLoader]:
+    """The batches of this rank, for training and validation."""
     loader = train_loader(args, folders.train, labels, settings, world)
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     validation = validation_loader(args, folders.validation, batch_size, settings, world)
     if world.is_primary:
         for skips in (loader.skips, validation.skips):
             logger.skipped("skipped-image", skips.known_images())
-
-    if args.activation_memory is not None:  # copies of the model are to recompute as it does
-        shape = step_shape(objective, settings["input_size"], world.device, dtype)
-        logger.line(fit_activations(args, model, shape, world))
-    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
-    precision = Precision(
-        world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model)
-    )
-    lr, formula = resolve_lr(args, loader.index_stream.global_batch)
-    state = TrainState(
-        model,
-        create_optimizer(args, model, world.device),
-        precision.scaler,
-        create_ema(model, args),
-        metadata={
-            "arch": args.model,
-            "args": settings_of(args),
-            "model_config": model_config(
-                model, args, settings, folders.train.class_names, teacher.record if teacher else None
-            ),
-            fingerprint.KEY: data,
-            global_batch.KEY: global_batch.batch_record(args.batch_size, args.grad_accum_steps, world.size),
-        },
-        updates_per_epoch=len(loader),
-    )
-    schedule = LrSchedule(args, lr, len(loader))
-    called = wrap_model(model if working_copy is None else working_copy.module, args, world)
-    average = None
-    if state.ema is not None and not args.model_ema_force_cpu:
-        average = compile_model(state.ema.module, args)
-    return Setup(state, called, average, loader, validation, objective, precision, schedule, formula, teacher)
+    return loader, validation
 
 
 def find_labels(
@@ -204,28 +241,35 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
 
 
 def train_in(
-    directory: Path, lock: RunLock, args: Namespace, setup: Setup, world: World, logger: Logger, guard: StopGuard
+    directory: Path,
+    lock: RunLock,
+    resumed: Path | None,
+    args: Namespace,
+    training: Training,
+    world: World,
+    logger: Logger,
+    guard: StopGuard,
 ) -> None:
-    """Resume the run in `directory`, if asked to; train, and save where a signal or a fault stops it."""
-    setup, resumed = resume_run(args, setup, directory, lock, world, logger)
-    state = setup.state
-    describe(args, setup, world, logger)
+    """Train in `directory`, from where the state stands; save where a signal or a fault stops it."""
+    state = training.state
+    describe(args, training, world, logger)
     if args.dry_run:
         with primary_first():
             if world.is_primary:
                 check_writable(directory, "--output")
-        tell_memory(args, setup, world, logger)
+        tell_memory(args, training, world, logger)
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
-    with guard.stop.deferred(), open_run(args, setup, directory, lock, resumed, world, logger) as saver:
+    meter = make_meter(args, training, directory, world, logger, guard)
+    with guard.stop.deferred(), open_run(args, training, meter, directory, lock, resumed, world, logger) as saver:
         begun = state.update
         begin(world)
         if world.is_primary:
             tell_batch_script("begun")
         try:
             with out_of_memory_explained(args):
-                train_epochs(args, setup, directory, saver, world, logger, guard)
+                train_epochs(args, training, meter, saver, world, logger, guard)
         except Stopped as stop:
             logger.event("fault" if stop.__cause__ else "signal", reason=str(stop), exit_code=stop.exit_code)
             guard.watchdog.at("saving")
@@ -240,10 +284,32 @@ def train_in(
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
 
 
+def make_meter(
+    args: Namespace, training: Training, directory: Path, world: World, logger: Logger, guard: StopGuard
+) -> Meter:
+    """What counts losses and times, and warns of what holds up the run."""
+    loader, precision = training.loader, training.precision
+    feed = image_feed(args, loader.dataset, world.device, available_cpus())
+    recorder = NonFiniteRecorder(
+        args, training.state, loader, precision, training.schedule, world, directory, logger.event
+    )
+    return Meter(
+        training.state,
+        world,
+        precision,
+        logger,
+        lambda: guard.waited,
+        args.log_interval,
+        recorder,
+        Pace(world, Advisor(feed, lambda: loader.megapixels), logger),
+        CompileWatch(logger.line) if args.torchcompile else None,
+    )
+
+
 def train_epochs(
     args: Namespace,
-    setup: Setup,
-    directory: Path,
+    training: Training,
+    meter: Meter,
     saver: Saver,
     world: World,
     logger: Logger,
@@ -254,41 +320,22 @@ def train_epochs(
     Raises:
         Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end has not ended.
     """
-    state = setup.state
-    feed = image_feed(args, setup.loader.dataset, world.device, available_cpus())
-    if args.torchcompile:
-        logger.watch_compile = CompileWatch(logger.line)
-    logger.watch_pace = Pace(world, Advisor(feed, lambda: setup.loader.megapixels), logger)
-    settings = LoopSettings(
-        args.seed,
-        args.log_interval,
-        args.freeze_bn,
-        on_batch=batch_watcher(
-            setup.loader,
-            setup.objective,
-            state.metadata["model_config"],
-            args.log_interval if args.save_images else 0,
-            logger,
-        ),
-        on_update=saver.after_update,
-        guard=guard.updates,
-        on_nonfinite=NonFiniteRecorder(
-            args, state, setup.loader, setup.precision, setup.schedule, world, directory, logger.event
-        ),
-    )
+    state, epochs = training.state, training.schedule.total_epochs
+    save_every = args.log_interval if args.save_images else 0
+    config = state.metadata["model_config"]
+    watch = batch_watcher(training.loader, training.criterion, config, save_every, logger)
     if args.finetune and state.update == 0:
-        before = evaluate(state.model, setup.validation, setup.precision, world, guard=guard.batches)
+        before = evaluate(state.model, training.validation, training.precision, world, guard=guard.batches)
         logger.line(f"before fine-tuning: {before}")
-    for epoch in range(state.epoch, setup.schedule.total_epochs):
-        logger.start_epoch(epoch, setup.schedule.total_epochs, len(setup.loader))
-        objective = objective_of_epoch(setup.objective, args, epoch)
-        totals = train_epoch(
-            setup.model, state, setup.loader, objective, setup.precision, setup.schedule, world, settings, logger
-        )
-        costs = teacher_costs(setup.teacher, totals.seconds, logger.line)
-        evaluations = validate_epoch(args, setup, epoch, world, logger, guard)
+    for epoch in range(state.epoch, epochs):
+        logger.start_epoch(epoch, epochs, len(training.loader))
+        criterion = criterion_of_epoch(training.criterion, args, epoch)
+        totals = train_epoch(training, criterion, world, meter, watch, saver, guard)
+        costs = teacher_costs(training.teacher, totals.seconds, logger.line)
+        evaluations = validate_epoch(args, training, epoch, world, logger, guard)
         state.scores[epoch] = scores_of(evaluations)
         state.end_epoch()
+        logger.at(state.epoch, state.update)
         guard.watchdog.at("saving")
         by = ranked_by(vars(args))
         logger.epoch(epoch, totals, evaluations, best_score(state, by), costs)
@@ -297,33 +344,33 @@ def train_epochs(
         logger.curve()
 
 
-def objective_of_epoch(objective: Objective, args: Namespace, epoch: int) -> Objective:
-    """The objective, without Mixup and CutMix from `--mixup-off-epoch` on."""
+def criterion_of_epoch(criterion: Criterion, args: Namespace, epoch: int) -> Criterion:
+    """The criterion, without Mixup and CutMix from `--mixup-off-epoch` on."""
     if not args.mixup_off_epoch or epoch < args.mixup_off_epoch:
-        return objective
-    assert isinstance(objective, ClassObjective | TokenLabelObjective)
-    return replace(objective, mix=None)
+        return criterion
+    assert isinstance(criterion, ClassCriterion | TokenLabelCriterion)
+    return replace(criterion, mix=None)
 
 
 def validate_epoch(
-    args: Namespace, setup: Setup, epoch: int, world: World, logger: Logger, guard: StopGuard
+    args: Namespace, training: Training, epoch: int, world: World, logger: Logger, guard: StopGuard
 ) -> dict[str, Evaluation]:
     """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
-    state = setup.state
+    state = training.state
     # The master weights where a copy of them computes: what is validated is what is saved.
-    models = {"model": (state.model, setup.model if setup.precision.working_copy is None else state.model)}
-    if state.ema is not None and setup.average is not None:
-        models["ema"] = (state.ema.module, setup.average)
+    models = {"model": (state.model, training.model if training.precision.working_copy is None else state.model)}
+    if state.ema is not None and training.average is not None:
+        models["ema"] = (state.ema.module, training.average)
     if world.size > 1:
         for bare, _ in models.values():
             # Every rank has seen other images: all validate with the statistics that rank 0 saves.
             distribute_bn(bare, world.size, reduce=args.dist_bn == "reduce")
-    if (epoch + 1) % args.val_interval and epoch + 1 != setup.schedule.total_epochs:
+    if (epoch + 1) % args.val_interval and epoch + 1 != training.schedule.total_epochs:
         return {}
     evaluations = {}
     for name, (_, called) in models.items():
-        evaluations[name] = evaluate(called, setup.validation, setup.precision, world, guard=guard.batches)
-        logger.skipped("skipped-image", setup.validation.skips.take_new())
+        evaluations[name] = evaluate(called, training.validation, training.precision, world, guard=guard.batches)
+        logger.skipped("skipped-image", training.validation.skips.take_new())
         logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
     return evaluations
 

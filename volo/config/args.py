@@ -49,6 +49,21 @@ _TOKEN_LABEL_FLAGS = (
 )
 
 
+class Settings(Namespace):
+    """Arguments that nobody changes any more.
+
+    Args:
+        args: What the command line and the recipe say.
+        decided: What something else has decided, a checkpoint say.
+    """
+
+    def __init__(self, args: Namespace, **decided: Any) -> None:
+        self.__dict__.update(vars(args), **decided)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"--{name.replace('_', '-')} is decided before the run is built")
+
+
 def train_parser() -> FlagParser:
     """The parser of train.py; use `parse_train`, which also reads the recipe and checks."""
     return FlagParser(

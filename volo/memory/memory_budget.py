@@ -17,8 +17,8 @@ from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World, from_all
 from volo.memory.activation_memory import Activations, activations_of
 from volo.memory.fake_step import StepShape
+from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.loop import set_train_mode
-from volo.train.objective import Objective, TokenLabelObjective
 from volo.train.optim import create_optimizer
 
 GIB = 2.0**30
@@ -72,10 +72,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def step_shape(
-    objective: Objective, input_size: tuple[int, int, int], device: torch.device, amp_dtype: torch.dtype | None
+    criterion: Criterion, input_size: tuple[int, int, int], device: torch.device, amp_dtype: torch.dtype | None
 ) -> StepShape:
     """What the run's steps look like; `input_size` is (channels, H, W)."""
-    dense = isinstance(objective, TokenLabelObjective) and objective.dense
+    dense = isinstance(criterion, TokenLabelCriterion) and criterion.dense
     return StepShape(input_size, device.type, amp_dtype, dense)
 
 

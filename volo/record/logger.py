@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -18,15 +18,7 @@ from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now
 from volo.record.metrics import EpochTotals, Evaluation, Interval
-from volo.record.pace import CompileWatch, Pace
 from volo.record.run_directory import RunDirectory
-
-
-class Position(Protocol):
-    """Where a run stands, as `TrainState` has it."""
-
-    epoch: int
-    update: int
 
 
 class Logger:
@@ -34,27 +26,26 @@ class Logger:
 
     Attributes:
         directory: The run's records; None before `open`, and on other ranks.
-        total_updates: Of the whole run, for the ETA.
-        watch_pace, watch_compile: Look at each interval.
-        position: Noted with every event; None until it is known.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.directory: RunDirectory | None = None
-        self.total_updates = 0
-        self.position: Position | None = None
-        self.watch_pace: Pace | None = None
-        self.watch_compile: CompileWatch | None = None
         self.events = EventLog(world.rank)
+        self._at: dict[str, int] = {}  # where the run stands, once that is known: noted with every event
+        self._total_updates = 0
         self._bar: tqdm | None = None
         self._curve_failed = False
         self._before: list[str] = []  # lines for log.txt from before there was one
         self._seconds, self._updates = 0.0, 0
 
-    def open(self, directory: RunDirectory) -> None:
-        """Keep records in `directory` from now on; what was printed before goes to its log.txt, too."""
-        self.directory = directory
+    def open(self, directory: RunDirectory, total_updates: int) -> None:
+        """Keep records in `directory` from now on; what was printed before goes to its log.txt, too.
+
+        Args:
+            total_updates: Of the whole run, for the ETA.
+        """
+        self.directory, self._total_updates = directory, total_updates
         for text in self._before:
             directory.log(text)
         self._before.clear()
@@ -65,8 +56,11 @@ class Logger:
 
     def event(self, kind: Kind, **fields: Any) -> None:
         """Add to events.jsonl, on the rank that calls; `epoch` and `update` are added unless given."""
-        at = {} if self.position is None else {"epoch": self.position.epoch, "update": self.position.update}
-        self.events.add(kind, **at | fields)
+        self.events.add(kind, **self._at | fields)
+
+    def at(self, epoch: int, update: int) -> None:
+        """Where the run stands: epochs and updates done."""
+        self._at = {"epoch": epoch, "update": update}
 
     @contextmanager
     def end_noted(self) -> Iterator[None]:
@@ -112,27 +106,24 @@ class Logger:
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if somebody watches."""
-        if self.watch_compile is not None:
-            self.watch_compile.skip()
         if self.directory is not None and sys.stderr.isatty():
             self._bar = tqdm(
                 total=updates, desc=f"epoch {epoch + 1}/{epochs}", unit="update", leave=False, dynamic_ncols=True
             )
 
-    def update(self) -> None:
-        """One optimizer step is under way."""
+    def update(self, epoch: int, update: int) -> None:
+        """One optimizer step is under way: the `update`-th of the run."""
+        self.at(epoch, update)
         if self._bar is not None:
             self._bar.update()
 
     def interval(self, interval: Interval) -> None:
         """Report a stretch of training."""
-        if self.watch_compile is not None:
-            self.watch_compile.interval(interval.update - interval.updates, interval.update)
         if self.directory is None:
             return
         self._seconds += interval.seconds
         self._updates += interval.updates
-        remaining = (self.total_updates - interval.update) * self._seconds / max(self._updates, 1)
+        remaining = (self._total_updates - interval.update) * self._seconds / max(self._updates, 1)
         per_device = interval.images_per_second / self.world.size
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""
         self.line(
@@ -144,12 +135,6 @@ class Logger:
         )
         rate = {"images_per_second": interval.images_per_second, "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **rate})
-
-    def pace(self, own_seconds: float, interval: Interval) -> None:
-        """Warn if data or one rank hold up the run; on every rank."""
-        starting = interval.update_in_epoch == interval.updates < interval.updates_per_epoch  # so are its data workers
-        if self.watch_pace is not None and not starting:
-            self.watch_pace.interval(interval.epoch, own_seconds, interval.wait_seconds, interval.seconds)
 
     def epoch(
         self,

@@ -9,12 +9,12 @@ from torchvision.utils import save_image
 
 from tlt.data.loader import Batch, TrainLoader
 from volo.record.logger import Logger
+from volo.train.criterion import Criterion
 from volo.train.first_batch import first_batch_drawer
-from volo.train.objective import Objective
 
 
 def batch_watcher(
-    loader: TrainLoader, objective: Objective, config: Mapping[str, Any], save_every: int, logger: Logger
+    loader: TrainLoader, criterion: Criterion, config: Mapping[str, Any], save_every: int, logger: Logger
 ) -> Callable[[int, Batch], None]:
     """Look at every batch before it is used: tell unreadable images and labels, draw the first batch, write pictures
     for `--save-images`.
@@ -24,7 +24,7 @@ def batch_watcher(
         save_every: Updates from one picture of a batch to the next; 0: none are written.
     """
     known: set[str] = set()
-    draw = first_batch_drawer(loader.dataset, objective, config, logger)
+    draw = first_batch_drawer(loader.dataset, criterion, config, logger)
 
     def watch(update: int, batch: Batch) -> None:
         for death in loader.take_deaths():

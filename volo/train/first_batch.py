@@ -13,14 +13,14 @@ from tlt.data.loader import Batch
 from tlt.tools.drawing import save_figure
 from tlt.tools.label_page import draw_page, read_examples
 from volo.record.logger import Logger
-from volo.train.objective import Objective, TokenLabelObjective
+from volo.train.criterion import Criterion, TokenLabelCriterion
 
 FILE = "first_batch.png"
 _IMAGES = 8
 
 
 def first_batch_drawer(
-    dataset: TrainDataset, objective: Objective, config: Mapping[str, Any], logger: Logger
+    dataset: TrainDataset, criterion: Criterion, config: Mapping[str, Any], logger: Logger
 ) -> Callable[[int, Batch], None]:
     """What to call with every (update, batch): it draws the first one, on rank 0, and does nothing afterwards.
 
@@ -42,7 +42,7 @@ def first_batch_drawer(
         began = time.perf_counter()
         try:
             few = _first(batch, _IMAGES)
-            targets = objective.targets(few) if isinstance(objective, TokenLabelObjective) else None
+            targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
             examples = read_examples(dataset, few, targets, config["mean"], config["std"])  # host synchronisation
             title = f"the first {len(examples)} images of update {update}, as the model sees them"
             if dataset.label_view is not None:

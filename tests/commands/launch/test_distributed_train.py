@@ -14,13 +14,14 @@ import torch
 
 from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
 from tests.conftest import LIMIT
+from tests.train.steps import loss_of_step
 from tlt.data.loader import TrainLoader
 from volo.cluster.distributed import World
 from volo.config.args import parse_train
 from volo.train import data as data_factory
+from volo.train.criterion import StepKey, make_criterion
 from volo.train.data import open_folders, open_labels
 from volo.train.model import build_model, eval_settings
-from volo.train.objective import StepKey, make_objective
 from volo.train.optim import create_optimizer, set_lr
 from volo.train.precision import total_norm
 from volo.train.schedule import LrSchedule, resolve_lr
@@ -62,7 +63,7 @@ def _halves(argv: list[str]) -> list[float]:
     settings = eval_settings(args, model)
     folders = open_folders(args, 2)
     labels, _ = open_labels(args, folders.train, model.num_classes)
-    objective = make_objective(args, model, settings["input_size"][1:])
+    criterion = make_criterion(args, model, settings["input_size"][1:])
     optimizer = create_optimizer(args, model, CPU)
     loaders: list[TrainLoader] = [
         data_factory.train_loader(args, folders.train, labels, settings, World(rank, rank, 2, CPU)) for rank in (0, 1)
@@ -75,7 +76,7 @@ def _halves(argv: list[str]) -> list[float]:
             for rank, (_, _, batch) in enumerate(halves):
                 step = StepKey(args.seed, update, 0, rank)
                 step.seed_torch()
-                terms.append(objective(model, batch, step).total)
+                terms.append(loss_of_step(criterion, model, batch, step).total)
             (sum(terms) / 2).backward()
             set_lr(optimizer, schedule(update))
             assert torch.isfinite(total_norm(model.parameters()))

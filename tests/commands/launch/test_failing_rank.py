@@ -61,7 +61,7 @@ def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
     def refuse(argv: object) -> NoReturn:
         raise Mistake
 
-    monkeypatch.setattr(cli.args, "parse_train", refuse)
+    monkeypatch.setattr("volo.config.args.parse_train", refuse)
     assert (cli.run("train", []), capsys.readouterr().err) == (2, "error: no such model\n")
 
 

@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Callable[..., list[Running]]:
     """`start(*processes, of=None, join_timeout=60, **environment)`: a launcher per node, with so many processes."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(ROOT / "volo" / "programs" / "launch.py"), "--tee", "3", "--log-dir", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "volo" / "commands" / "launch.py"), "--tee", "3", "--log-dir", str(tmp_path)]
     endpoint = f"127.0.0.1:{free_port()}"
 
     def start(*processes: int, of: int = 0, join_timeout: int = 60, **env: str) -> list[Running]:

@@ -22,8 +22,7 @@ from tlt.data.loader import Batch
 from tlt.data.sources.folder import ImageFolder
 from tlt.labels.label_store import LabelStore
 from tlt.labels.labels import open_labels
-from tlt.sparse_targets import make_sparse_targets
-from tlt.targets import Targets, make_targets
+from tlt.targets import make_targets
 from tlt.tools.pack import pack
 from tlt.upstream.published import target_maker
 
@@ -78,32 +77,30 @@ class Scene:
 
 @dataclass(frozen=True)
 class Measured:
-    """Comparisons with the dense and the sparse targets, and the (B, N) coverage that these state."""
+    """The comparison with the targets, and the (B, N) coverage that these state."""
 
-    dense: Comparison
-    sparse: Comparison
+    found: Comparison
     weight: Tensor
     classes: Tensor
 
     def pixels(self) -> float:
-        """Largest distance in output pixels, with either form of the targets."""
-        return max(float(form.output_pixels()[form.ramp].max()) for form in (self.dense, self.sparse))
+        """Largest distance in output pixels."""
+        return float(self.found.output_pixels()[self.found.ramp].max())
 
     def typical(self) -> float:
         """Median distance in output pixels."""
-        return float(self.dense.output_pixels()[self.dense.ramp].median())
+        return float(self.found.output_pixels()[self.found.ramp].median())
 
     def share(self) -> float:
         """Largest mean distance, as a share of the side, of any image size."""
         return max(
-            float(form.shares()[form.whole & (self.classes == number)[:, None]].mean())
-            for form in (self.dense, self.sparse)
+            float(self.found.shares()[self.found.whole & (self.classes == number)[:, None]].mean())
             for number in self.classes.unique()
         )
 
     def coverage(self) -> float:
         """Mean difference between the share of each token that shows labelled image and what the targets say."""
-        return float((self.dense.cover - self.weight)[self.dense.judged].abs().mean())
+        return float((self.found.cover - self.weight)[self.found.judged].abs().mean())
 
 
 def measure(
@@ -132,13 +129,13 @@ def measure(
     batch = mistake(batch) if mistake else batch
     classes = position_classes(*cells)
     request = batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0
-    forms = [target_maker(rows, make)(*request) for make in (make_targets, make_sparse_targets)]
-    tokens = [form.tokens if isinstance(form, Targets) else form.tokens.dense(classes) for form in forms]
+    made = target_maker(rows, make_targets)(*request)
+    assert made.tokens is not None and made.weight is not None
     kept = torch.ones(batch.size, dtype=torch.bool) if only is None else only[batch.indices.cpu()]
     shown = read_images(images[:, kept].cpu())
     places = [part[kept] for part in scene.areas(batch, area)]
-    compared = [compare(shown, token.cpu()[kept], grid, cells, *places) for token in tokens]
-    return Measured(compared[0], compared[1], forms[0].weight.cpu()[kept], batch.classes.cpu()[kept])
+    compared = compare(shown, made.tokens.dense(classes).cpu()[kept], grid, cells, *places)
+    return Measured(compared, made.weight.cpu()[kept], batch.classes.cpu()[kept])
 
 
 def check(
@@ -152,7 +149,7 @@ def check(
         unjudged: Share of the images that may show too little besides fill to be read.
         erased: Boxes are erased: what is no image needn't be uncovered.
     """
-    seen = measured.dense
+    seen = measured.found
     assert float((~seen.judged).double().mean()) <= unjudged
     assert float(seen.ramp[seen.judged].double().mean()) >= least_ramp
     assert measured.pixels() < PIXEL_LIMIT + slack

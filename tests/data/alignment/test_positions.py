@@ -29,7 +29,7 @@ def test_every_operation(scene: Scene, case: str, order: str) -> None:
     measured = measure(scene, geometry_only(case, aug_order=order))
     check(measured, slack=PHASE["bilinear"] if case in SHIFTS else 0.0)
     fills = case not in ("crop", "hflip", "vflip", "no_aug")
-    assert (measured.dense.cover < 1).any() == (measured.weight < 1).any() == fills
+    assert (measured.found.cover < 1).any() == (measured.weight < 1).any() == fills
 
 
 @pytest.mark.parametrize("order", AUG_ORDERS)
@@ -73,7 +73,7 @@ def test_pillow_decodes(scene: Scene) -> None:
 
 def test_worker_processes_give_the_same_geometry(scene: Scene) -> None:
     here, there = (measure(scene, geometry_only("two"), workers=workers) for workers in (0, 1))
-    assert torch.equal(here.dense.ramp_error, there.dense.ramp_error) and torch.equal(here.weight, there.weight)
+    assert torch.equal(here.found.ramp_error, there.found.ramp_error) and torch.equal(here.weight, there.weight)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ FILL = (1.0, 0.0, 1.0)
 
 
 def source_pixels(measured: Measured) -> float:
-    return max(float(form.source_pixels()[form.ramp].max()) for form in (measured.dense, measured.sparse))
+    return float(measured.found.source_pixels()[measured.found.ramp].max())
 
 
 @pytest.mark.parametrize("order", AUG_ORDERS)
@@ -33,7 +33,7 @@ def source_pixels(measured: Measured) -> float:
 def test_small_and_long_images(tmp_path: Path, size: tuple[int, int], case: str, order: str) -> None:
     """In source pixels: where a crop of a few pixels is enlarged, its outer half pixels show one colour each."""
     measured = measure(Scene.write(tmp_path, [size], 3), geometry_only(case, aug_order=order))
-    assert measured.dense.ramp.double().mean() > 0.2 and source_pixels(measured) < 0.1
+    assert measured.found.ramp.double().mean() > 0.2 and source_pixels(measured) < 0.1
     assert measured.coverage() < 0.03
 
 
@@ -42,20 +42,20 @@ def test_small_and_long_images(tmp_path: Path, size: tuple[int, int], case: str,
 def test_images_of_one_row_or_column(tmp_path: Path, size: tuple[int, int], order: str) -> None:
     """The label lies in the pixel that is shown, which has one colour."""
     measured = measure(Scene.write(tmp_path, [size], 2), geometry_only("crop", aug_order=order))
-    assert measured.dense.judged.all() and source_pixels(measured) < 1
+    assert measured.found.judged.all() and source_pixels(measured) < 1
     assert (measured.weight == 1).all()
 
 
 @pytest.mark.parametrize("area", ["full", "center"])
 def test_a_map_of_one_cell(scene: Scene, area: str) -> None:
     measured = measure(scene, geometry_only("turns"), (1, 1), area)
-    assert measured.coverage() < 0.03 and (measured.weight[measured.dense.whole] == 1).all()
+    assert measured.coverage() < 0.03 and (measured.weight[measured.found.whole] == 1).all()
 
 
 @pytest.mark.parametrize("cells", [(1, 40), (3, 2)])
 def test_maps_of_few_rows(scene: Scene, cells: tuple[int, int]) -> None:
     measured = measure(scene, geometry_only("turns"), cells)
-    along_x = measured.dense.ramp_error[..., 0][measured.dense.whole]
+    along_x = measured.found.ramp_error[..., 0][measured.found.whole]
     assert measured.coverage() < 0.03
     assert float((along_x * 14).abs().median()) < SHARE_LIMIT if cells == (1, 40) else measured.pixels() < 0.05
 

@@ -370,7 +370,7 @@ def test_index_is_in_no_process_memory(tmp_path: Path) -> None:
     }
     write_tensors(str(tmp_path / INDEX_NAME), FORMAT, tensors, said)
     program = (
-        "import sys; from tlt.data.sources.shards import open_shards; from tlt.data import folder\n"
+        "import sys; from tlt.data.sources.shards import open_shards; from tlt.data.sources import folder\n"
         "def private():\n"
         "    return sum(int(line.split()[1]) for line in open('/proc/self/smaps_rollup') if 'Private_Dirty' in line)\n"
         "before = private(); source = open_shards(sys.argv[1]); source.classes.sum()\n"

@@ -1,7 +1,8 @@
-"""From a batch to a loss: with token labels, or with plain class labels.
+"""What a batch is compared with, and the loss: with token labels, or with plain class labels.
 
-Both objectives are called as `objective(model, batch, step)` and return `LossTerms(total, cls, dense)`, means over the
-batch. `step` is the key of everything random in the step, so that a resumed run draws the same numbers.
+A step asks a criterion three things (`volo.train.loop`): the targets of the batch, what is random in the step (images
+that Mixup or CutMix mixes, MixToken's box), and the loss of the model's outputs. `StepKey` is the key of everything
+random, so that a resumed run draws the same numbers.
 """
 
 from __future__ import annotations
@@ -9,23 +10,21 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlt import mixtoken
 from tlt.data.augment.counter import key
 from tlt.data.loader import Batch
 from tlt.errors import UserError
-from tlt.label_map import FULL_AREA, Area, LabelBatch
-from tlt.loss import LossTerms
-from tlt.mix import Mixup
-from tlt.mixed_loss import mixed_token_label_loss
+from tlt.label_map import FULL_AREA, Area
+from tlt.loss import LossTerms, token_label_loss
+from tlt.mix import Mixup, Shares
 from tlt.models.wrap import TOKEN_LABEL_MODELS
-from tlt.sparse_targets import SparseTargets, entries_per_token, make_sparse_targets
 from tlt.targets import Targets, make_targets
 from tlt.upstream import published
 from volo.train.model import TimmModel
@@ -56,7 +55,37 @@ class StepKey:
         return key(self.seed, stream, self.update, self.micro_batch, self.rank)
 
 
-Objective = Callable[[nn.Module, Batch, StepKey], LossTerms]
+@dataclass(frozen=True)
+class Mixed:
+    """What is random in a step besides the data.
+
+    Attributes:
+        images: (B, 3, H, W), mixed by Mixup or CutMix.
+        shares: How they mixed them; None: they did not.
+        box: MixToken's, an int tensor (4,) on the device; None: no tokens are mixed.
+    """
+
+    images: Tensor
+    shares: Shares | None = None
+    box: Tensor | None = None
+
+
+class Criterion(Protocol):
+    """From a batch to a loss. Every function of it is pure: the same arguments give the same numbers."""
+
+    def targets(self, batch: Batch) -> Any:
+        """What outputs are compared with; the images are not mixed yet."""
+
+    def draw(self, batch: Batch, step: StepKey) -> Mixed:
+        """Mix the images, and draw MixToken's box."""
+
+    def arguments(self, mixed: Mixed) -> dict[str, Any]:
+        """What the model is given besides the images."""
+
+    def __call__(self, outputs: Any, targets: Any, mixed: Mixed) -> LossTerms:
+        """The loss of what the model returned: means over the batch."""
+
+
 Grid = tuple[int, int]
 
 
@@ -65,24 +94,8 @@ def box_of_step(step: StepKey, grid: Grid) -> Sequence[int]:
     return mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), grid)
 
 
-def sparse_or_dense_targets(
-    labels: LabelBatch | None,
-    affine: Tensor,
-    visible: Tensor,
-    classes: Tensor,
-    grid: Grid,
-    num_classes: int,
-    *more: Any,
-) -> Targets | SparseTargets:
-    """Targets in sparse form unless there are fewer classes than a sparse label has entries. Both forms are the same
-    targets; arguments as `tlt.targets.make_targets`."""
-    sparse = entries_per_token(labels, grid) <= num_classes
-    make = make_sparse_targets if sparse else make_targets
-    return make(labels, affine, visible, classes, grid, num_classes, *more)
-
-
 @dataclass(frozen=True)
-class TokenLabelObjective:
+class TokenLabelCriterion:
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
@@ -112,40 +125,14 @@ class TokenLabelObjective:
     mix: Mixup | None = None
     uncovered: str = "ignore"
     window: Area = FULL_AREA
-    make_targets: published.TargetMaker = sparse_or_dense_targets
+    make_targets: published.TargetMaker = make_targets
     draw_box: Callable[[StepKey, Grid], Sequence[int]] = box_of_step
     teacher: Teacher | None = None
 
-    def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
-        targets = self.targets(batch)  # before the forward pass: a teacher's activations don't add to the student's
-        box = self._box(step, batch.images.device) if self.mix_token else None
-        shares = None if self.mix is None else self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
-        images = batch.images if shares is None else shares.blend_images(batch.images)
-        if self.dense:
-            cls_logits, token_logits = model(images, dense=True, mix_box=box)
-        else:
-            cls_logits, token_logits = model(images, mix_box=box), None
-        terms = mixed_token_label_loss(
-            cls_logits,
-            token_logits,
-            targets,
-            box,
-            cls_weight=self.cls_weight,
-            dense_weight=self.dense_weight,
-            ground_truth=self.ground_truth,
-            gt_weight_agree=self.gt_weight_agree,
-            gt_weight_disagree=self.gt_weight_disagree,
-            shares=shares,
-        )
-        if token_logits is not None and not self.dense_weight:
-            # A dense head that is on but not trained gets gradients of 0, as published: weight decay still shrinks it.
-            terms = terms._replace(total=terms.total + 0 * token_logits.sum())
-        return terms
-
-    def targets(self, batch: Batch) -> Targets | SparseTargets:
-        """What the outputs for `batch` are compared with; its images are not mixed yet."""
+    def targets(self, batch: Batch) -> Targets:
+        # Before the forward pass: a teacher's activations don't add to the student's.
         batch = batch if self.teacher is None else self.teacher.label(batch)
-        made: Targets | SparseTargets = self.make_targets(
+        return self.make_targets(
             batch.labels,
             batch.affine,
             batch.visible,
@@ -157,16 +144,39 @@ class TokenLabelObjective:
             self.uncovered,
             self.window,
         )
-        return made
 
-    def _box(self, step: StepKey, device: torch.device) -> Tensor:
-        box = torch.tensor(self.draw_box(step, self.grid), dtype=torch.int32)
-        # From pinned memory the copy doesn't hold up the host.
-        return box.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else box
+    def draw(self, batch: Batch, step: StepKey) -> Mixed:
+        box = _on_device(self.draw_box(step, self.grid), batch.images.device) if self.mix_token else None
+        if self.mix is None:
+            return Mixed(batch.images, box=box)
+        shares = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        return Mixed(shares.blend_images(batch.images), shares, box)
+
+    def arguments(self, mixed: Mixed) -> dict[str, Any]:
+        return {"dense": True, "mix_box": mixed.box} if self.dense else {"mix_box": mixed.box}
+
+    def __call__(self, outputs: Any, targets: Targets, mixed: Mixed) -> LossTerms:
+        cls_logits, token_logits = outputs if self.dense else (outputs, None)
+        terms = token_label_loss(
+            cls_logits,
+            token_logits,
+            targets,
+            mixed.box,
+            mixed.shares,
+            cls_weight=self.cls_weight,
+            dense_weight=self.dense_weight,
+            ground_truth=self.ground_truth,
+            gt_weight_agree=self.gt_weight_agree,
+            gt_weight_disagree=self.gt_weight_disagree,
+        )
+        if token_logits is not None and not self.dense_weight:
+            # A dense head that is on but not trained gets gradients of 0, as published: weight decay still shrinks it.
+            terms = terms._replace(total=terms.total + 0 * token_logits.sum())
+        return terms
 
 
 @dataclass(frozen=True)
-class ClassObjective:
+class ClassCriterion:
     """Cross-entropy on the image's class, for any timm model.
 
     Args:
@@ -176,23 +186,43 @@ class ClassObjective:
     smoothing: float = 0.1
     mix: Mixup | None = None
 
-    def __call__(self, model: nn.Module, batch: Batch, step: StepKey) -> LossTerms:
+    def targets(self, batch: Batch) -> Tensor:
+        return batch.classes
+
+    def draw(self, batch: Batch, step: StepKey) -> Mixed:
         if self.mix is None:
-            loss = F.cross_entropy(model(batch.images).float(), batch.classes, label_smoothing=self.smoothing)
+            return Mixed(batch.images)
+        shares = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        return Mixed(shares.blend_images(batch.images), shares)
+
+    def arguments(self, mixed: Mixed) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, outputs: Tensor, targets: Tensor, mixed: Mixed) -> LossTerms:
+        if self.mix is None or mixed.shares is None:
+            loss = F.cross_entropy(outputs.float(), targets, label_smoothing=self.smoothing)
         else:
-            images, targets = self.mix(batch.images, batch.classes, step.generator(_MIXUP_STREAM))
-            loss = F.cross_entropy(model(images).float(), targets)
+            soft = self.mix.soft_targets(targets, mixed.shares, mixed.images.dtype)
+            loss = F.cross_entropy(outputs.float(), soft)
         return LossTerms(loss, loss, torch.zeros_like(loss))
 
 
-def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int], rank: int = 0) -> Objective:
-    """Choose the objective from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
+def _on_device(box: Sequence[int], device: torch.device) -> Tensor:
+    host = torch.tensor(box, dtype=torch.int32)
+    # From pinned memory the copy doesn't hold up the host.
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def make_criterion(
+    args: Namespace, model: TimmModel, image_size: tuple[int, int], rank: int = 0, teacher: Teacher | None = None
+) -> Criterion:
+    """Choose the criterion from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
 
     Raises:
         UserError: `--token-label` for a model without a dense head, or a label size that doesn't fit its tokens.
     """
     if not args.token_label:
-        return ClassObjective(args.smoothing, _mixup(args, model.num_classes))
+        return ClassCriterion(args.smoothing, _mixup(args, model.num_classes))
     if not isinstance(model, TOKEN_LABEL_MODELS):
         raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
@@ -204,7 +234,7 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
     rows = args.compat or ()
     if not args.dense_weight and "untrained-dense-head" not in rows:
         model.set_dense_head(False)
-    return TokenLabelObjective(
+    return TokenLabelCriterion(
         grid,
         model.num_classes,
         1 if args.token_label_size == 1 else None,
@@ -219,8 +249,9 @@ def make_objective(args: Namespace, model: TimmModel, image_size: tuple[int, int
         mix=_mixup(args, model.num_classes),
         uncovered=args.uncovered,
         window=FULL_AREA if "token-places" in rows else model.token_places(image_size).window(grid, image_size),
-        make_targets=published.target_maker(rows, sparse_or_dense_targets),
+        make_targets=published.target_maker(rows, make_targets),
         draw_box=_legacy_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
+        teacher=teacher,
     )
 
 

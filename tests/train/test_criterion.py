@@ -1,4 +1,4 @@
-"""The token-label objective: which form of the targets it takes, and that the form changes nothing."""
+"""The token-label criterion: its loss is that of the dense definition, whatever the number of classes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.labels.dense_targets import dense_targets
+from tests.train.steps import loss_of_step
 from tlt.data.loader import Batch
 from tlt.label_map import LabelBatch
-from tlt.loss import token_label_loss
-from tlt.mixtoken import Box
-from tlt.sparse_targets import SparseTargets
-from tlt.targets import Targets, make_targets
-from volo.train.objective import StepKey, TokenLabelObjective
+from tlt.loss import LossTerms, blend_truth, soft_cross_entropy
+from tlt.mixtoken import Box, mixed_share
+from tlt.targets import one_hot
+from volo.train.criterion import StepKey, TokenLabelCriterion
 
 GRID = (3, 3)
-OBJECTIVE = TokenLabelObjective(GRID, 200, ground_truth=True, dense_weight=1.5)
+CRITERION = TokenLabelCriterion(GRID, 200, ground_truth=True, dense_weight=1.5)
 
 
 def labelled_batch(num_classes: int) -> Batch:
@@ -56,29 +57,33 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("num_classes", [200, 47])
 def test_what_is_not_covered_is_left_out_or_uniform(num_classes: int) -> None:
-    batch, objective = labelled_batch(num_classes), replace(OBJECTIVE, num_classes=num_classes)
+    batch, criterion = labelled_batch(num_classes), replace(CRITERION, num_classes=num_classes)
     batch = replace(batch, visible=torch.tensor([[0.0, 0.0, 0.5, 1.0]]).repeat(3, 1))
-    left_out, uniform = (replace(objective, uncovered=way).targets(batch) for way in ("ignore", "uniform"))
+    left_out, uniform = (replace(criterion, uncovered=way).targets(batch) for way in ("ignore", "uniform"))
     assert left_out.weight is not None and left_out.weight[:, 2::3].eq(0).all() and left_out.weight[:, 0::3].eq(1).all()
     assert uniform.weight is not None and uniform.weight.eq(1).all()
 
 
-@pytest.mark.parametrize("num_classes,form", [(200, SparseTargets), (48, SparseTargets), (47, Targets)])
-def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int, form: type) -> None:
+@pytest.mark.parametrize("num_classes", [200, 47, 5])  # more, and fewer classes than the 48 entries of a token
+def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) -> None:
     batch, model = labelled_batch(num_classes), TwoHeads(num_classes)
-    objective = replace(OBJECTIVE, num_classes=num_classes)
-    assert isinstance(objective.targets(batch), form)
-    found = objective(model, batch, StepKey(0, 0, 0, 0))
-    dense = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, num_classes, 0.1)
-    expected = token_label_loss(model.cls, model.aux, dense, model.box, ground_truth=True, dense_weight=1.5)
+    criterion = replace(CRITERION, num_classes=num_classes)
+    found = loss_of_step(criterion, model, batch, StepKey(0, 0, 0, 0))
+    assert batch.labels is not None and model.box is not None
+    dense = dense_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, num_classes, 0.1)
+    cls = blend_truth(dense.cls, one_hot(batch.classes, num_classes, 0.1, torch.float32), 0.5, 0.1)
+    share = mixed_share(model.box, GRID)
+    cls_loss = soft_cross_entropy(model.cls, cls * (1 - share) + cls.flip(0) * share).mean()
+    dense_loss = (soft_cross_entropy(model.aux, dense.tokens) * dense.weight).mean()
+    expected = LossTerms(cls_loss + 1.5 * dense_loss, cls_loss, dense_loss)
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=0)
     grads = [torch.autograd.grad(loss.total, (model.cls, model.aux)) for loss in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
 
 
-def test_images_without_maps_and_labels_of_the_crop_are_sparse_too() -> None:
+def test_images_without_maps_have_one_entry_and_labels_of_the_crop_no_tokens() -> None:
     batch = labelled_batch(5)
-    without = replace(OBJECTIVE, num_classes=5).targets(replace(batch, labels=None))
-    assert isinstance(without, SparseTargets) and without.tokens is not None and without.tokens.ids.shape == (3, 9, 1)
-    crop = replace(OBJECTIVE, token_label_size=1).targets(batch)
-    assert isinstance(crop, SparseTargets) and crop.tokens is None
+    without = replace(CRITERION, num_classes=5).targets(replace(batch, labels=None))
+    assert without.tokens is not None and without.tokens.ids.shape == (3, 9, 1)
+    crop = replace(CRITERION, token_label_size=1).targets(batch)
+    assert crop.tokens is None

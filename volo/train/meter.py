@@ -1,0 +1,176 @@
+"""Losses and times of the epoch under way: added up without waiting for the device, reported interval by interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from tlt.data.loader import Batch
+from tlt.errors import UserError
+from tlt.loss import LossTerms
+from volo.checkpoint.train_state import TrainState
+from volo.cluster.distributed import World
+from volo.record.logger import Logger
+from volo.record.metrics import EpochTotals, Interval, Sums
+from volo.record.pace import CompileWatch, Pace
+from volo.train.nonfinite import NonFiniteRecorder
+from volo.train.precision import Precision
+
+
+class Meter:
+    """Counts one epoch after the other, from `begin` to `end`.
+
+    Args:
+        waited: Seconds that this rank has waited for data so far.
+        log_interval: Updates between two reports; each report synchronises host and device once.
+        recorder: Keeps what steps that were not finite can be done again with.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        world: World,
+        precision: Precision,
+        logger: Logger,
+        waited: Callable[[], float],
+        log_interval: int,
+        recorder: NonFiniteRecorder,
+        pace: Pace,
+        compile_watch: CompileWatch | None = None,
+    ) -> None:
+        self.state, self.world, self.precision, self.logger = state, world, precision, logger
+        self.log_interval, self.recorder = log_interval, recorder
+        self.pace, self.compile_watch = pace, compile_watch
+        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world.device)
+        self.epoch = dict.fromkeys(self.sums.names, 0.0)
+        self.done = self.reported = 0
+        self.lr = self.epoch_seconds = 0.0
+        self.own = 0.0  # seconds; with the wait for data, what a rank does before it waits for the others
+        self._waited, self._waited_before = waited, waited()
+        self._lap_start = time.perf_counter()
+
+    def begin(self) -> None:
+        """An epoch begins, or goes on where a resumed run stopped in it.
+
+        Raises:
+            UserError: The checkpoint's sums of the epoch can't be read.
+        """
+        if self.compile_watch is not None:
+            self.compile_watch.skip()
+        self.sums.reset()
+        self.epoch = dict.fromkeys(self.sums.names, 0.0)
+        self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
+        self.lr = self.epoch_seconds = self.own = 0.0
+        self._lap_start, self._waited_before = time.perf_counter(), self._waited()
+        if self.state.progress:
+            self._restore(self.state.progress)
+        self.state.progress = {}
+
+    @property
+    def waited(self) -> float:
+        """Seconds of this interval in which this rank waited for data."""
+        return self._waited() - self._waited_before
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Count the time that a rank works without the others."""
+        began = time.perf_counter()
+        yield
+        self.own += time.perf_counter() - began
+
+    def progress(self) -> dict[str, Any]:
+        """What a run that stops here needs to report as if it had not; every rank must call it."""
+        return {
+            "done": self.done,
+            "reported": self.reported,
+            "interval": self.sums.by_rank(),
+            "epoch": [self.epoch[name] for name in self.sums.names],
+            "seconds": [time.perf_counter() - self._lap_start, self.waited, self.epoch_seconds],
+            "lr": self.lr,
+            "skipped_steps": self.precision.counts(),
+        }
+
+    def _restore(self, progress: dict[str, Any]) -> None:
+        """Go on from `progress`; of one that was made elsewhere in an epoch only the skipped steps are counted on.
+
+        Raises:
+            UserError: It can't be read.
+        """
+        try:
+            self.precision.restore_counts(*progress["skipped_steps"])
+            if not self.done or progress["done"] != self.done:
+                return
+            self.sums.restore(progress["interval"], self.world)
+            self.epoch = {n: float(v) for n, v in zip(self.sums.names, progress["epoch"], strict=True)}
+            self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
+            seconds, waited, self.epoch_seconds = map(float, progress["seconds"])
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UserError(
+                f"the checkpoint's sums of the epoch under way can't be read ({type(error).__name__}: {error}): "
+                "resume another checkpoint"
+            ) from error
+        self._lap_start, self._waited_before = time.perf_counter() - seconds, self._waited() - waited
+
+    def add(self, terms: LossTerms, batch: Batch) -> None:
+        """Count a micro-batch, without synchronising."""
+        losses = (term.detach() * batch.size for term in (terms.total, terms.cls, terms.dense))
+        self.sums.add(batch.size, len(batch.skipped), *losses)
+
+    def update_done(self, lr: float, grad_norm: Tensor) -> None:
+        """Count an optimizer step and report if it ends an interval."""
+        self.done += 1
+        self.lr = lr
+        self.logger.update(self.state.epoch, self.state.update)
+        if self.done % self.log_interval and self.done != self.state.updates_per_epoch:
+            return
+        broken = {self.state.update + ago: own for ago, own in self.precision.take_broken().items()}
+        if broken:
+            self.recorder(broken)
+        skipped = self.precision.check()  # host synchronisation, once per interval
+        totals = self.sums.totals()
+        self.sums.reset()
+        now = time.perf_counter()
+        seconds, wait_seconds = now - self._lap_start, self.waited
+        self._lap_start, self._waited_before = now, self._waited()
+        self.epoch_seconds += seconds
+        self.epoch = {name: self.epoch[name] + value for name, value in totals.items()}
+        interval = Interval(
+            epoch=self.state.epoch,
+            update=self.state.update,
+            update_in_epoch=self.done,
+            updates_per_epoch=self.state.updates_per_epoch,
+            updates=self.done - self.reported,
+            images=int(totals["images"]),
+            **_mean_losses(totals),
+            lr=lr,
+            grad_norm=float(grad_norm),
+            seconds=seconds,
+            wait_seconds=wait_seconds,
+            skipped_steps=skipped,
+        )
+        self._report(interval)
+        self.reported, self.own = self.done, 0.0
+
+    def _report(self, interval: Interval) -> None:
+        if self.compile_watch is not None:
+            self.compile_watch.interval(interval.update - interval.updates, interval.update)
+        self.logger.interval(interval)
+        starting = interval.update_in_epoch == interval.updates < interval.updates_per_epoch  # so are its data workers
+        if not starting:
+            own = self.own + interval.wait_seconds
+            self.pace.interval(interval.epoch, own, interval.wait_seconds, interval.seconds)
+
+    def end(self) -> EpochTotals:
+        """Return the sums over the whole epoch, and leave the position to be saved behind."""
+        self.state.progress = self.progress()
+        images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
+        return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
+
+
+def _mean_losses(totals: dict[str, float]) -> dict[str, float]:
+    images = max(totals["images"], 1.0)
+    return {"loss": totals["loss"] / images, "cls_loss": totals["cls"] / images, "dense_loss": totals["dense"] / images}
