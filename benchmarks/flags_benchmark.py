@@ -6,21 +6,33 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.flags_speed import ACTIVATIONS, ACTIVATIONS_NEEDS, ALL, INFER_NEEDS, INFERENCE, TRAIN_NEEDS, TRAIN_STEP
+from benchmarks.flags_speed import ACTIVATIONS, ALL, INFERENCE, TRAIN_STEP
 from benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
-from volo.config.flag_needs import Need, check_needs
-from volo.config.flag_table import ABOVE_ZERO, AMOUNT, COUNT, POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
+from volo.config.flag_table import (
+    ABOVE_ZERO,
+    AMOUNT,
+    COUNT,
+    POSITIVE,
+    SHARE,
+    FlagParser,
+    Group,
+    Need,
+    Number,
+    check_flags,
+    flag,
+    needing,
+    switch,
+)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what it measures, its flags, and what some of them mean nothing without."""
+    """A subcommand: what it measures, and its flags."""
 
     description: str
     groups: tuple[Group, ...]
-    needs: tuple[Need, ...] = ()
 
 
 _OUTPUT = (
@@ -32,11 +44,11 @@ _LOSS = (
     Group(
         "Sizes",
         (
-            flag("-b", "--batch-size", default=128, type=POSITIVE, metavar="N", help="images"),
-            flag("--grid", default=[14, 14], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of tokens"),
-            flag("--num-classes", default=1000, type=POSITIVE, metavar="N", help="classes"),
+            flag("-b", "--batch-size", default=128, type=POSITIVE, help="images"),
+            flag("--grid", default=[14, 14], type=POSITIVE, nargs=2, help="rows and columns of tokens"),
+            flag("--num-classes", default=1000, type=POSITIVE, help="classes"),
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
-            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells"),
             flag("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the logits"),
         ),
     ),
@@ -44,7 +56,7 @@ _LOSS = (
         "Measuring",
         (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--repeats", default=5, type=POSITIVE, metavar="N", help="timed runs; the median counts"),
+            flag("--repeats", default=5, type=POSITIVE, help="timed runs; the median counts"),
             *_OUTPUT,
         ),
     ),
@@ -54,7 +66,7 @@ _OUTLOOK = (
     Group(
         "Sizes",
         (
-            flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images"),
+            flag("-b", "--batch-size", default=8, type=POSITIVE, help="images"),
             flag(
                 "--shapes",
                 default=["28x28x192x6", "28x28x384x12"],
@@ -77,8 +89,8 @@ _OUTLOOK = (
         (
             switch("--no-compile", help="without the compiled arms"),
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--rounds", default=15, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
-            flag("--calls", default=1, type=POSITIVE, metavar="N", help="of an arm in each round; more for a GPU"),
+            flag("--rounds", default=15, type=POSITIVE, help="rounds of all arms; the median counts"),
+            flag("--calls", default=1, type=POSITIVE, help="of an arm in each round; more for a GPU"),
             *_OUTPUT,
         ),
     ),
@@ -98,17 +110,17 @@ _LABELS = (
     Group(
         "Sizes",
         (
-            flag("--records", default=8192, type=POSITIVE, metavar="N", help="labels made and read"),
+            flag("--records", default=8192, type=POSITIVE, help="labels made and read"),
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
-            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
-            flag("--num-classes", default=1000, type=POSITIVE, metavar="N", help="classes"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells"),
+            flag("--num-classes", default=1000, type=POSITIVE, help="classes"),
         ),
     ),
     Group(
         "Measuring",
         (
-            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all readers; the median counts"),
-            flag("--workers", default=4, type=POSITIVE, metavar="N", help="processes whose memory is measured"),
+            flag("--rounds", default=7, type=POSITIVE, help="rounds of all readers; the median counts"),
+            flag("--workers", default=4, type=POSITIVE, help="processes whose memory is measured"),
             *_OUTPUT,
         ),
     ),
@@ -119,20 +131,18 @@ _AUGMENTATION = (
         "Images",
         (
             flag("--data-dir", default="", metavar="DIR", help="images of your own (else some are made)"),
-            flag("--images", default=256, type=POSITIVE, metavar="N", help="how many"),
-            flag(
-                "--image-size", default=[500, 375], type=POSITIVE, nargs=2, metavar="N", help="width and height if made"
-            ),
-            flag("--img-size", default=224, type=POSITIVE, metavar="N", help="height and width of the crops"),
+            flag("--images", default=256, type=POSITIVE, help="how many"),
+            flag("--image-size", default=[500, 375], type=POSITIVE, nargs=2, help="width and height if made"),
+            flag("--img-size", default=224, type=POSITIVE, help="height and width of the crops"),
             flag("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="RandAugment in timm's grammar"),
-            flag("-b", "--batch-size", default=32, type=POSITIVE, metavar="N", help="images per batch"),
+            flag("-b", "--batch-size", default=32, type=POSITIVE, help="images per batch"),
         ),
     ),
     Group(
         "Measuring",
         (
-            flag("--rounds", default=7, type=POSITIVE, metavar="N", help="rounds of all arms; the median counts"),
-            flag("--workers", default=2, type=COUNT, metavar="N", help="worker processes of the second part; 0: none"),
+            flag("--rounds", default=7, type=POSITIVE, help="rounds of all arms; the median counts"),
+            flag("--workers", default=2, type=COUNT, help="worker processes of the second part; 0: none"),
             *_OUTPUT,
         ),
     ),
@@ -157,15 +167,14 @@ _DATA_TIMED = (
         "Measuring",
         (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--rounds", default=5, type=POSITIVE, metavar="N", help="rounds of all loaders; the median counts"),
-            flag(
-                "--workers", default=2, type=COUNT, metavar="N", help="data workers, measured after none; 0: none alone"
-            ),
+            flag("--rounds", default=5, type=POSITIVE, help="rounds of all loaders; the median counts"),
+            flag("--workers", default=2, type=COUNT, help="data workers, measured after none; 0: none alone"),
         ),
     ),
 )
+_TIMED = Need("timing: leave out --entries", lambda a: not a.entries)
 _DATA = (
-    *_DATA_TIMED,
+    *(replace(group, flags=needing(_TIMED, *group.flags)) for group in _DATA_TIMED),
     Group(
         "Memory",
         (
@@ -173,29 +182,20 @@ _DATA = (
                 "--entries",
                 default=0,
                 type=COUNT,
-                metavar="N",
                 help="measure the memory of 0, 2 and 4 workers with so many made-up images instead",
             ),
         ),
     ),
     Group("Output", _OUTPUT),
 )
-_DATA_NEEDS = (
-    Need(
-        tuple(row.dest for group in _DATA_TIMED for row in group.flags),
-        "timing: leave out --entries",
-        lambda a: not a.entries,
-    ),
-)
-
 _ALIGNMENT = (
     Group(
         "Sizes",
         (
-            flag("--images", default=8, type=POSITIVE, metavar="N", help="images of each shape"),
-            flag("--crops", default=1000, type=POSITIVE, metavar="N", help="crops whose windows are compared"),
-            flag("--size", default=[224, 224], type=POSITIVE, nargs=2, metavar="N", help="height, width of the output"),
-            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, metavar="N", help="rows and columns of cells"),
+            flag("--images", default=8, type=POSITIVE, help="images of each shape"),
+            flag("--crops", default=1000, type=POSITIVE, help="crops whose windows are compared"),
+            flag("--size", default=[224, 224], type=POSITIVE, nargs=2, help="height, width of the output"),
+            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells"),
             flag("--area", default="full", choices=("full", "center"), help="of the images, what the maps cover"),
             flag(
                 "--shapes",
@@ -241,7 +241,7 @@ _CHECKPOINT = (
         "Measuring",
         (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--repeats", default=3, type=POSITIVE, metavar="N", help="saves of each kind; the median counts"),
+            flag("--repeats", default=3, type=POSITIVE, help="saves of each kind; the median counts"),
             switch("--json", help="one line of JSON instead of the table"),
             switch("--debug", help="show the traceback of an error that is normally told in one line"),
         ),
@@ -252,16 +252,14 @@ _STARTUP = (
     Group(
         "Data set",
         (
-            flag(
-                "--images", default=[100_000, 1_281_167], type=POSITIVE, nargs="+", metavar="N", help="sizes to measure"
-            ),
-            flag("--classes", default=1000, type=POSITIVE, metavar="N", help="folders that they are in"),
+            flag("--images", default=[100_000, 1_281_167], type=POSITIVE, nargs="+", help="sizes to measure"),
+            flag("--classes", default=1000, type=POSITIVE, help="folders that they are in"),
             flag("--directory", default="", metavar="DIR", help="where they are made and removed (the system's own)"),
         ),
     ),
     Group(
         "Measuring",
-        (flag("--rounds", default=3, type=POSITIVE, metavar="N", help="of all arms; the median counts"), *_OUTPUT),
+        (flag("--rounds", default=3, type=POSITIVE, help="of all arms; the median counts"), *_OUTPUT),
     ),
 )
 
@@ -269,7 +267,7 @@ _SCALING_STEP = Group(
     "Step",
     (
         flag("--model", default="volo_d1", metavar="NAME", help="any model of timm or of this project"),
-        flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images per rank"),
+        flag("-b", "--batch-size", default=8, type=POSITIVE, help="images per rank"),
         flag("--bucket-mb", default=25.0, type=ABOVE_ZERO, metavar="MB", help="MiB of gradients sent in one piece"),
         flag("--grad-compression", default="none", choices=("none", "bf16"), help="as train.py's"),
     ),
@@ -277,13 +275,14 @@ _SCALING_STEP = Group(
 _SCALING_MEASURING = Group(
     "Measuring",
     (
-        flag("--ranks", default=None, type=POSITIVE, nargs="+", metavar="N", help="(1, 2, 4, ... as GPUs or CPUs go)"),
+        flag("--ranks", default=None, type=POSITIVE, nargs="+", help="(1, 2, 4, ... as GPUs or CPUs go)"),
         flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
-        flag("--threads", default=None, type=POSITIVE, metavar="N", help="of a rank on CPUs (an even share)"),
-        flag("--rounds", default=10, type=POSITIVE, metavar="N", help="steps of each kind; the quickest counts"),
+        flag("--threads", default=None, type=POSITIVE, help="of a rank on CPUs (an even share)"),
+        flag("--rounds", default=10, type=POSITIVE, help="steps of each kind; the quickest counts"),
         switch("--settings", help="also measure DistributedDataParallel with other settings"),
     ),
 )
+_MACHINE = Need("a --machine", lambda a: a.machine != "here")
 _SCALING_PREDICTION = Group(
     "Prediction",
     (
@@ -293,7 +292,6 @@ _SCALING_PREDICTION = Group(
             default=[1, 2, 4, 8, 16, 40, 80, 160, 320, 640],
             type=POSITIVE,
             nargs="+",
-            metavar="N",
             help="how many to predict",
         ),
         flag(
@@ -302,8 +300,9 @@ _SCALING_PREDICTION = Group(
             type=ABOVE_ZERO,
             metavar="R",
             help="of one GPU alone; nothing is measured then",
+            needs=(_MACHINE,),
         ),
-        flag("--gpus-per-node", default=None, type=POSITIVE, metavar="N", help="(the machine's; here: all)"),
+        flag("--gpus-per-node", default=None, type=POSITIVE, help="(the machine's; here: all)"),
         flag("--node-gbits", default=None, type=ABOVE_ZERO, metavar="G", help="Gbit/s that a node really gets out"),
         flag("--latency-us", default=None, type=AMOUNT, metavar="U", help="microseconds of a message between nodes"),
         flag(
@@ -312,6 +311,7 @@ _SCALING_PREDICTION = Group(
             type=Number(float, positive=True, high=1),
             metavar="R",
             help="of the machine's nominal bandwidths, what is got",
+            needs=(_MACHINE,),
         ),
         flag("--algorithm", default="hierarchical", choices=("hierarchical", "ring"), help="of the all-reduce"),
         flag(
@@ -325,10 +325,12 @@ _SCALING_PREDICTION = Group(
         flag("--input-rate", default=None, type=ABOVE_ZERO, metavar="R", help="images/s that storage gives all nodes"),
     ),
 )
+_PREDICTED = Need("a model to predict: leave out --published", lambda a: not a.published)
+_MEASURED = Need("measuring: leave out --images-per-second", lambda a: a.images_per_second is None)
 _SCALING = (
-    _SCALING_STEP,
-    _SCALING_MEASURING,
-    _SCALING_PREDICTION,
+    replace(_SCALING_STEP, flags=needing(_PREDICTED, *_SCALING_STEP.flags)),
+    replace(_SCALING_MEASURING, flags=needing(_PREDICTED, *needing(_MEASURED, *_SCALING_MEASURING.flags))),
+    replace(_SCALING_PREDICTION, flags=needing(_PREDICTED, *_SCALING_PREDICTION.flags)),
     Group(
         "Output",
         (
@@ -338,28 +340,11 @@ _SCALING = (
         ),
     ),
 )
-_SCALING_NEEDS = (
-    Need(
-        tuple(row.dest for group in _SCALING[:3] for row in group.flags),
-        "a model to predict: leave out --published",
-        lambda a: not a.published,
-    ),
-    Need(
-        tuple(row.dest for row in _SCALING_MEASURING.flags),
-        "measuring: leave out --images-per-second",
-        lambda a: a.images_per_second is None,
-    ),
-    Need(("images_per_second",), "a --machine", lambda a: a.machine != "here"),
-    Need(("link_efficiency",), "a --machine", lambda a: a.machine != "here"),
-)
-
 COMMANDS: dict[str, Command] = {
     "all": Command("Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
-    "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP, TRAIN_NEEDS),
-    "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE, INFER_NEEDS),
-    "activations": Command(
-        "Memory of a training step's activations, predicted and measured.", ACTIVATIONS, ACTIVATIONS_NEEDS
-    ),
+    "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP),
+    "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE),
+    "activations": Command("Memory of a training step's activations, predicted and measured.", ACTIVATIONS),
     "alignment": Command(
         "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
     ),
@@ -374,10 +359,8 @@ COMMANDS: dict[str, Command] = {
     "augmentation": Command(
         "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
     ),
-    "data": Command(
-        "Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA, _DATA_NEEDS
-    ),
-    "scaling": Command("Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING, _SCALING_NEEDS),
+    "data": Command("Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA),
+    "scaling": Command("Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING),
 }
 
 
@@ -405,5 +388,5 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
     parser = benchmark_parser(command)
     args = Namespace(command=command, command_line=typed, **vars(parser.parse_args(words[1:])))
-    check_needs(args, parser.flags, COMMANDS[command].needs)
+    check_flags(args, parser.flags)
     return args

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from volo.config.flag_needs import Need
-from volo.config.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, flag, switch
-from volo.config.flags_train import TRAIN_GROUPS
+from dataclasses import replace
+
+from volo.config.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, Need, flag, switch
+from volo.config.flags_train import AMP, COMPILED, TRAIN_GROUPS
 
 TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask", "amp")
 INFER_PEERS = ("timm", "timm-compile", "reference", "eager", "unfolded")
@@ -13,8 +14,12 @@ SYNTHETIC = "synthetic"
 _OF_TRAIN = {row.dest: row for group in TRAIN_GROUPS for row in group.flags}
 
 
+# What they need here; other flags of train.py's are not there to be needed.
+_NEEDS = {"amp_dtype": (AMP,), "torchcompile_mode": (COMPILED,), "torchcompile_scope": (COMPILED,)}
+
+
 def _rows(*names: str) -> tuple[Flag, ...]:
-    return tuple(_OF_TRAIN[name] for name in names)
+    return tuple(replace(_OF_TRAIN[name], needs=_NEEDS.get(name, ()), excludes=()) for name in names)
 
 
 _PRECISION = (
@@ -33,12 +38,12 @@ _OUTPUT = (
 )
 _MEASURING = (
     flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-    flag("--rounds", default=5, type=POSITIVE, metavar="N", help="rounds of all arms in turns; the median counts"),
-    flag("--steps", default=1, type=POSITIVE, metavar="N", help="batches of an arm in each round"),
-    flag("--warm-up", default=2, type=POSITIVE, metavar="N", help="batches of each arm before the first round"),
+    flag("--rounds", default=5, type=POSITIVE, help="rounds of all arms in turns; the median counts"),
+    flag("--steps", default=1, type=POSITIVE, help="batches of an arm in each round"),
+    flag("--warm-up", default=2, type=POSITIVE, help="batches of each arm before the first round"),
 )
 _PROFILE = switch("--profile", help="after the rounds, where the time of a batch of ours goes (torch.profiler)")
-BATCH_SIZE = flag("-b", "--batch-size", default=8, type=POSITIVE, metavar="N", help="images per batch")
+BATCH_SIZE = flag("-b", "--batch-size", default=8, type=POSITIVE, help="images per batch")
 
 
 def _peers(choices: tuple[str, ...]) -> Flag:
@@ -75,21 +80,21 @@ TRAIN_STEP = (
         "Data",
         (
             flag("--data", default=SYNTHETIC, metavar="DIR", help="a folder of images, loaded in the step"),
-            flag("--workers", default=0, type=COUNT, metavar="N", help="data workers of each arm"),
+            flag(
+                "--workers",
+                default=0,
+                type=COUNT,
+                help="data workers of each arm",
+                needs=(Need("--data DIR", lambda a: a.data != SYNTHETIC),),
+            ),
         ),
     ),
     Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
-)
-TRAIN_NEEDS = (
-    Need(("workers",), "--data DIR", lambda a: a.data != SYNTHETIC),
-    Need(("amp_dtype",), "--amp", lambda a: a.amp),
-    Need(("torchcompile_mode", "torchcompile_scope"), "--torchcompile", lambda a: a.torchcompile is not None),
 )
 ACTIVATIONS = (
     Group("Model", (*_rows("model", "img_size"), BATCH_SIZE, *_rows("amp", "amp_dtype", "outlook_kernel"))),
     Group("Measuring", (_MEASURING[0], *_OUTPUT)),
 )
-ACTIVATIONS_NEEDS = TRAIN_NEEDS[1:2]
 INFERENCE = (
     Group("Model", (*_rows("model", "img_size"), BATCH_SIZE)),
     Group("Precision and speed", _rows(*(name for name in _PRECISION if name != "model_dtype"))),
@@ -101,7 +106,6 @@ INFERENCE = (
     ),
     Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
 )
-INFER_NEEDS = TRAIN_NEEDS[1:]
 ALL = (
     Group(
         "What",

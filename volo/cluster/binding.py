@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (
             BIND,
             flag("--root", default="/", metavar="DIR", help="folder that holds the machine's sys and proc"),
-            flag("--ranks", default=None, type=POSITIVE, metavar="N", help="processes on the machine (its GPUs)"),
+            flag("--ranks", default=None, type=POSITIVE, help="processes on the machine (its GPUs)"),
             flag("--device", default=None, metavar="NAME", help="as of train.py"),
         ),
     )

@@ -12,41 +12,11 @@ from typing import Any
 
 from tlt.errors import UserError
 from volo.config.config import load_yaml
-from volo.config.flag_needs import AUGMENTATION_FLAGS
-from volo.config.flag_rules import check_generate_label, check_train, check_validate, resolve_aliases
-from volo.config.flag_table import FlagParser
+from volo.config.flag_rules import check_train, check_validate, resolve_aliases
+from volo.config.flag_table import Flag, FlagParser
+from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
 from volo.config.flags_train import TRAIN_GROUPS
-
-# Where the command line holds a flag of one side, a recipe's flags of the other side are void.
-_ALTERNATIVES: tuple[tuple[set[str], set[str]], ...] = (
-    ({"lr"}, {"lr_base", "lr_base_size", "lr_base_scale"}),
-    ({"img_size"}, {"input_size"}),
-    ({"validation_batch_size"}, {"validation_batch_size_multiplier"}),
-    ({"drop_path"}, {"drop_connect"}),
-    ({"finetune"}, {"initial_checkpoint", "pretrained"}),
-    ({"initial_checkpoint"}, {"pretrained"}),
-    ({"token_label_data"}, {"token_label_teacher"}),
-    ({"grad_checkpointing"}, {"activation_memory"}),
-)
-_TOKEN_LABEL_FLAGS = (
-    "token_label_data",
-    "token_label_teacher",
-    "token_label_teacher_checkpoint",
-    "token_label_teacher_top_k",
-    "token_label_size",
-    "token_label_area",
-    "uncovered",
-    "compat",
-    "bad_label",
-    "label_tail",
-    "no_mix_token",
-    "dense_weight",
-    "cls_weight",
-    "ground_truth",
-    "gt_weight_agree",
-    "gt_weight_disagree",
-)
 
 
 class Settings(Namespace):
@@ -108,7 +78,7 @@ def parse_train(argv: Sequence[str] | None = None) -> Namespace:
     parser = train_parser()
     given = parser.explicit(argv)
     recipe = load_yaml(given["config"], parser.flags) if given.get("config") else {}
-    args = Namespace(**(parser.defaults() | _not_overruled(recipe, given) | given))
+    args = Namespace(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
     _join_data_dir(args, "DATA_DIR")
     args.notes = resolve_aliases(args) + check_train(args, parser.flags)
     for dest in ("aug_order", "uncovered"):
@@ -131,20 +101,18 @@ def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
     """Parse generate_label.py's command line. Returns and raises as `parse_train` does."""
     parser = generate_label_parser()
     args = Namespace(**(parser.defaults() | parser.explicit(argv)))
-    args.notes = resolve_aliases(args) + check_generate_label(args, parser.flags)
+    args.notes = resolve_aliases(args) + check_validate(args, parser.flags)
     return args
 
 
-def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
     """The recipe without what contradicts the command line, which wins."""
-    void: set[str] = set()
-    for one, other in _ALTERNATIVES:
-        void |= other if one & given.keys() else set()
-        void |= one if other & given.keys() else set()
+    void = {other for dest in given for other in flags[dest].excludes}
+    void |= {dest for dest, row in flags.items() if given.keys() & set(row.excludes)}
     if given.get("token_label") is False:
-        void.update(_TOKEN_LABEL_FLAGS)
+        void |= {row.dest for row in TOKEN_LABELS.flags}
     if given.get("no_aug"):
-        void.update(AUGMENTATION_FLAGS)
+        void |= {dest for dest, row in flags.items() if AUGMENTED in row.needs}
     if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
         void.add("token_label_size")  # it belongs to the recipe's image size
     return {dest: value for dest, value in recipe.items() if dest not in void}

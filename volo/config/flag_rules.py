@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
 from tlt.upstream import compat_rows
-from volo.config.flag_needs import (
-    COMPAT_NEEDS,
-    CYCLIC,
-    DENSE,
-    NEEDS_GENERATE_LABEL,
-    NEEDS_TRAIN,
-    NEEDS_VALIDATE,
-    REFUSED_TRAIN,
-    REFUSED_VALIDATE,
-    Need,
-    check_needs,
-    has_labels,
-    mixes,
-    with_value,
+from volo.config.flag_table import Flag, check_flags, nearest
+from volo.config.flags_data import DENSE, LABELS
+from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, SCHEDULES, mixes
+
+
+class _CompatNeed(NamedTuple):
+    rows: tuple[str, ...]
+    of: str
+    met: Callable[[Namespace], bool]
+
+
+# Rows of --compat, what they change nothing without, and whether it is there.
+_COMPAT_NEEDS = (
+    _CompatNeed(
+        (
+            "label-crop",
+            "label-scale",
+            "label-area",
+            "label-affine",
+            "roi-align",
+            "uncovered",
+            "target-sum",
+            "half-ids",
+            "label-names",
+        ),
+        "--token-label-data",
+        lambda a: a.token_label and bool(a.token_label_data),
+    ),
+    _CompatNeed(("token-places",), "--token-label", lambda a: a.token_label),
+    _CompatNeed(("label-names",), "label files", lambda a: a.data_backend != "synthetic"),
+    _CompatNeed(("aug-order", "label-affine"), "augmentation (--no-aug)", lambda a: not a.no_aug),
+    _CompatNeed(("target-sum",), "--smoothing above 0 and below 1", lambda a: 0 < a.smoothing < 1),
+    _CompatNeed(
+        ("untrained-dense-head",),
+        "--dense-weight 0 and a --token-label-size other than 1",
+        lambda a: a.token_label and a.dense_weight == 0 and a.token_label_size != 1,
+    ),
+    _CompatNeed(("mixtoken-rng",), "MixToken (--token-label)", lambda a: a.token_label and not a.no_mix_token),
 )
-from volo.config.flag_table import Flag, nearest
-from volo.config.flags_train import CUDA_GRAPH_MODES, SCHEDULES
 
 
 def resolve_aliases(args: Namespace) -> list[str]:
@@ -50,13 +73,12 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     Raises:
         UserError: A contradiction, or a flag without effect.
     """
-    _check_refused(args, flags, REFUSED_TRAIN)
-    _check_schedule(args)
+    _check_schedule(args, flags)
     _check_data(args)
     _check_weights(args)
     notes = _settle_token_labels(args)
     notes += _settle_compat(args)
-    check_needs(args, flags, NEEDS_TRAIN)
+    check_flags(args, flags)
     _check_compile(args)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
@@ -67,31 +89,25 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     return notes + _remarks(args)
 
 
-def check_generate_label(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what generate_label.py cannot honour; otherwise as `check_validate`."""
-    return check_validate(args, flags, NEEDS_GENERATE_LABEL)
-
-
-def check_validate(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = NEEDS_VALIDATE) -> list[str]:
-    """Refuse what validate.py cannot honour; return lines for the log.
+def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
 
     Raises:
         UserError: As `check_train`.
     """
-    _check_refused(args, flags, REFUSED_VALIDATE)
     _check_dataset(args, args.data, "DATA")
     check_pixels(args)
     _check_workers(args)
-    return check_weights(args, flags, needs)
+    return check_weights(args, flags)
 
 
-def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need, ...] = NEEDS_VALIDATE) -> list[str]:
+def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     """Settle where the weights come from, for every program but train.py; return lines for the log.
 
     Raises:
         UserError: Two sources, or none; a flag without effect.
     """
-    check_needs(args, flags, needs)
+    check_flags(args, flags)
     if "torchcompile" in args:
         _check_compile(args)
     if args.checkpoint and args.pretrained:
@@ -104,22 +120,15 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag], needs: tuple[Need,
     return [f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
 
 
-def _check_refused(args: Namespace, flags: Mapping[str, Flag], refused: Mapping[str, str]) -> None:
-    for dest, reason in refused.items():
-        row = flags.get(dest)
-        if row is not None and getattr(args, dest) != row.default:
-            raise UserError(f"{with_value(row, getattr(args, dest))}: {reason}")
-
-
-def _check_schedule(args: Namespace) -> None:
+def _check_schedule(args: Namespace, flags: Mapping[str, Flag]) -> None:
     if args.sched == "plateau":
         raise UserError("--sched plateau: the schedule has to be a function of the update number; use cosine or step")
     if args.sched not in SCHEDULES:
         near = nearest(args.sched, SCHEDULES)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(SCHEDULES)}"
         raise UserError(f"--sched {args.sched}: unknown schedule, {hint}")
-    lr_bases = (args.lr_base, args.lr_base_size, args.lr_base_scale)
-    if args.lr is not None and lr_bases != (1.6e-3, 1024, "linear"):
+    scaled = any(getattr(args, dest) != flags[dest].default for dest in flags["lr"].excludes)
+    if args.lr is not None and scaled:
         raise UserError(f"--lr {args.lr:g} is absolute and --lr-base... scales with the batch: keep one of them")
     if args.lr_noise is not None and (len(args.lr_noise) > 2 or args.lr_noise != sorted(args.lr_noise)):
         raise UserError("--lr-noise takes one or two parts of the epochs, the smaller first")
@@ -202,7 +211,7 @@ def _settle_token_labels(args: Namespace) -> list[str]:
             f"--token-label-data {args.token_label_data} and --token-label-teacher {args.token_label_teacher} both "
             "give labels: keep one of them"
         )
-    if not args.token_label or has_labels(args):
+    if not args.token_label or LABELS.met(args):
         return []
     args.token_label_size = args.token_label_size or 1
     what = "class targets alone" if args.token_label_size == 1 else "every token on its image's class"
@@ -214,7 +223,7 @@ def _settle_compat(args: Namespace) -> list[str]:
     if args.compat is None:
         return []
     rows, everything = compat_rows.resolve(args.compat)
-    idle = {row: need.of for need in reversed(COMPAT_NEEDS) if not need.met(args) for row in need.flags if row in rows}
+    idle = {row: need.of for need in reversed(_COMPAT_NEEDS) if not need.met(args) for row in need.rows if row in rows}
     if idle and not everything:
         row, of = next(iter(idle.items()))
         raise UserError(f"--compat {row} has no effect without {of}")
@@ -271,6 +280,6 @@ def _remarks(args: Namespace) -> list[str]:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
     if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
         notes.append(f"--warmup-epochs {args.warmup_epochs} covers all of --epochs {args.epochs}")
-    if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC:
+    if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC_SCHEDULES:
         notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")
     return notes

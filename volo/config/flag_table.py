@@ -13,9 +13,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
 
 from tlt.errors import UserError
 
@@ -68,9 +68,24 @@ SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
 
 
+class Need(NamedTuple):
+    """What a flag means nothing without: in words, and whether the arguments have it."""
+
+    of: str
+    met: Callable[[argparse.Namespace], bool]
+
+
 @dataclass(frozen=True)
 class Flag:
-    """One row: the option's names (a name without a dash is positional), its default and what it means."""
+    """One row: all that there is to know of an option.
+
+    Attributes:
+        names: A name without a dash is positional.
+        renamed: Its name in the namespace, where that is not the first long name.
+        needs: It has no effect, and is refused, unless all of them are met.
+        excludes: Flags (by destination) that set the same: on the command line, each makes a recipe's other void.
+        refused: Why it can only stay at its default; "" where it can be set.
+    """
 
     names: tuple[str, ...]
     default: Any
@@ -83,6 +98,9 @@ class Flag:
     switch: bool = False
     key_values: bool = False
     renamed: str | None = None
+    needs: tuple[Need, ...] = ()
+    excludes: tuple[str, ...] = ()
+    refused: str = ""
 
     @property
     def dest(self) -> str:
@@ -95,15 +113,44 @@ class Flag:
         """The name that messages use."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
+    def shown(self, value: Any) -> str:
+        """The flag as it would stand on a command line."""
+        if self.switch:
+            return self.label
+        return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
 
 def flag(*names: str, default: Any, help: str, **rest: Any) -> Flag:
-    """A flag that takes a value."""
+    """A flag that takes a value; a whole number is shown as N."""
+    if isinstance(rest.get("type"), Number) and rest["type"].kind is int:
+        rest.setdefault("metavar", "N")
     return Flag(names, default, help, **rest)
 
 
-def switch(*names: str, help: str) -> Flag:
+def switch(*names: str, help: str, **rest: Any) -> Flag:
     """A flag without a value, off by default."""
-    return Flag(names, False, help, switch=True)
+    return Flag(names, False, help, switch=True, **rest)
+
+
+def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
+    """The rows with one more need, checked before their own."""
+    return tuple(replace(row, needs=(need, *row.needs)) for row in rows)
+
+
+def check_flags(args: argparse.Namespace, flags: Mapping[str, Flag]) -> None:
+    """Refuse flags that can't be set, and flags that mean nothing without others.
+
+    Raises:
+        UserError: The first of them.
+    """
+    changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
+    for row in changed:
+        if row.refused:
+            raise UserError(f"{row.shown(getattr(args, row.dest))}: {row.refused}")
+    for row in changed:
+        for need in row.needs:
+            if not need.met(args):
+                raise UserError(f"{row.shown(getattr(args, row.dest))} has no effect without {need.of}")
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,26 @@ what it is.
 
 from __future__ import annotations
 
-from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, flag, switch
+from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, Need, flag, switch
 from volo.config.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, WORKER_TYPES
-from volo.config.flags_train import BIND, COMPILE, OUTLOOK_KERNEL, POOLS
+from volo.config.flags_train import AMP, BIND, COMPILE, NO_TORCHSCRIPT, OUTLOOK_KERNEL, POOLS
 
+CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
+RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
+ARCHIVE = Need("--format archive", lambda a: a.format == "archive")
 MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
     flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
     switch("--pretrained", help="the published weights"),
-    switch("--use-ema", help="the moving average in the checkpoint; an error where there is none"),
-    flag("--num-classes", default=None, type=POSITIVE, metavar="N", help="number of classes (the model's own)"),
+    switch("--use-ema", help="the moving average in the checkpoint; an error where there is none", needs=(CHECKPOINT,)),
+    flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the model's own)"),
     flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
     flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
 )
 
 PREPROCESSING = (
-    flag("--img-size", default=None, type=POSITIVE, metavar="N", help="image side in px (the model's own)"),
-    flag("--input-size", default=None, type=POSITIVE, nargs=3, metavar="N", help="channels, height and width in px"),
+    flag("--img-size", default=None, type=POSITIVE, help="image side in px (the model's own)"),
+    flag("--input-size", default=None, type=POSITIVE, nargs=3, help="channels, height and width in px"),
     flag("--crop-pct", default=None, type=ABOVE_ZERO, metavar="R", help="crop / resized side (the model's own)"),
     flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
     flag("--std", default=None, type=ABOVE_ZERO, nargs="+", metavar="S", help="their deviations (the model's own)"),
@@ -31,7 +34,7 @@ PREPROCESSING = (
 
 _IMAGES = (
     *PREPROCESSING,
-    flag("-j", "--workers", default=4, type=COUNT, metavar="N", help="decoding processes or threads per rank; 0: none"),
+    flag("-j", "--workers", default=4, type=COUNT, help="decoding processes or threads per rank; 0: none"),
     flag(
         "--worker-type",
         default=None,
@@ -41,14 +44,11 @@ _IMAGES = (
     switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
     flag("--data-backend", default="torchvision", choices=FILE_BACKENDS, help="who decodes and resizes"),
-    flag(
-        "--max-bad-images", default=None, type=COUNT, metavar="N", help="unreadable images to bear (0.1 %%, 10 to 100)"
-    ),
+    flag("--max-bad-images", default=None, type=COUNT, help="unreadable images to bear (0.1 %%, 10 to 100)"),
     flag(
         "--max-pixels",
         default=50_000_000,
         type=POSITIVE,
-        metavar="N",
         help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
     ),
     flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
@@ -57,21 +57,27 @@ _IMAGES = (
 _PRECISION = (
     flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
     switch("--amp", help="mixed precision"),
-    flag("--amp-dtype", default=None, choices=("float16", "bfloat16"), help="(float16 on GPUs, bfloat16 on CPUs)"),
+    flag(
+        "--amp-dtype",
+        default=None,
+        choices=("float16", "bfloat16"),
+        help="(float16 on GPUs, bfloat16 on CPUs)",
+        needs=(AMP,),
+    ),
     switch("--apex-amp", help="the same as --amp"),
     switch("--native-amp", help="the same as --amp"),
     switch("--channels-last", help="channels-last memory layout"),
     *COMPILE,
     OUTLOOK_KERNEL,
-    switch("--torchscript", help="refused: use --torchcompile"),
-    switch("--legacy-jit", help="refused: use --torchcompile"),
+    switch("--torchscript", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),
+    switch("--legacy-jit", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),
 )
 
 _DEBUG = switch("--debug", help="show the traceback of an error that is normally told in one line")
 
 
 def _batch_size(default: int) -> Flag:
-    return flag("-b", "--batch-size", default=default, type=POSITIVE, metavar="N", help="images per device")
+    return flag("-b", "--batch-size", default=default, type=POSITIVE, help="images per device")
 
 
 VALIDATE_GROUPS = (
@@ -85,7 +91,11 @@ VALIDATE_GROUPS = (
             flag("--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs"),
             _batch_size(256),
             *_IMAGES,
-            switch("--tf-preprocessing", help="refused"),
+            switch(
+                "--tf-preprocessing",
+                help="refused",
+                refused="TensorFlow's preprocessing is not supported: remove the flag",
+            ),
         ),
     ),
     Group("Model", (*MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
@@ -99,15 +109,30 @@ VALIDATE_GROUPS = (
                 "--valid-labels", default="", metavar="FILE", help="class numbers, one per line: rank among these alone"
             ),
             flag("--results-file", default="", metavar="FILE", help="write the results there"),
-            flag("--results-format", default="csv", choices=("csv", "json"), help="format of --results-file"),
-            flag("--log-freq", default=50, type=POSITIVE, metavar="N", help="batches between lines of the log"),
+            flag(
+                "--results-format",
+                default="csv",
+                choices=("csv", "json"),
+                help="format of --results-file",
+                needs=(RESULTS_FILE,),
+            ),
+            flag("--log-freq", default=50, type=POSITIVE, help="batches between lines of the log"),
             _DEBUG,
         ),
     ),
     Group("Precision and speed", _PRECISION),
     Group(
         "Distributed",
-        (flag("--num-gpu", default=1, type=COUNT, metavar="N", help="1; start more with torchrun"), BIND),
+        (
+            flag(
+                "--num-gpu",
+                default=1,
+                type=COUNT,
+                help="1; start more with torchrun",
+                refused="one process drives one GPU: torchrun --nproc-per-node N validate.py ...",
+            ),
+            BIND,
+        ),
     ),
 )
 
@@ -136,7 +161,11 @@ GENERATE_LABEL_GROUPS = (
                 help="one file per image, as published, or the few files of a label archive",
             ),
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
-            switch("--no-log-sum-exp", help="an archive without what --label-tail exact needs, a sixth smaller"),
+            switch(
+                "--no-log-sum-exp",
+                help="an archive without what --label-tail exact needs, a sixth smaller",
+                needs=(ARCHIVE,),
+            ),
             switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
             switch("--overwrite", help="write label maps that exist already anew"),
             _DEBUG,

@@ -25,7 +25,7 @@ _GROUPS = (
             flag(
                 "--shm-gb", default=1.0, type=AMOUNT, metavar="GB", help="free /dev/shm per process, for data workers"
             ),
-            flag("--processes", default=None, type=POSITIVE, metavar="N", help="processes per node (the GPUs, else 1)"),
+            flag("--processes", default=None, type=POSITIVE, help="processes per node (the GPUs, else 1)"),
         ),
     ),
     Group(

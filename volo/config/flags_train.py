@@ -8,7 +8,22 @@ means something, `--lr` and `--token-label-size`, are told in docs/flags.md); ne
 
 from __future__ import annotations
 
-from volo.config.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, INT, POSITIVE, SEED, SHARE, Group, flag, switch
+from argparse import Namespace
+
+from volo.config.flag_table import (
+    ABOVE_ZERO,
+    AMOUNT,
+    COUNT,
+    FLOAT,
+    INT,
+    POSITIVE,
+    SEED,
+    SHARE,
+    Group,
+    Need,
+    flag,
+    switch,
+)
 from volo.config.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
@@ -17,14 +32,58 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference", "slices")
 DROP_PATH_MODES = ("mask", "subset")
 SCHEDULES = ("cosine", "tanh", "poly", "step", "constant")
+CYCLIC_SCHEDULES = ("cosine", "tanh", "poly")
+NO_TORCHSCRIPT = "TorchScript is not supported: use --torchcompile"
+_SPLITS = "AugMix splits and the Jensen-Shannon loss are not supported: remove the flag"
+
+
+def _cuts(args: Namespace) -> bool:
+    return args.cutmix > 0 or args.cutmix_minmax is not None
+
+
+def mixes(args: Namespace) -> bool:
+    """Whether Mixup or CutMix is on."""
+    return args.mixup > 0 or _cuts(args)
+
+
+AMP = Need("--amp", lambda a: a.amp)
+INDUCTOR = Need("--torchcompile inductor", lambda a: a.torchcompile == "inductor")
+COMPILED = Need("--torchcompile", lambda a: bool(a.torchcompile))
+MIXING = Need("--mixup or --cutmix", mixes)
+BOTH_MIX = Need("--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a))
+AVERAGED = Need("--model-ema", lambda a: a.model_ema)
+CLIPPED = Need("--clip-grad", lambda a: a.clip_grad is not None)
+NOISY = Need("--lr-noise", lambda a: a.lr_noise is not None)
+RESUMED = Need("--resume", lambda a: bool(a.resume))
+WARMED_UP = Need("--warmup-epochs", lambda a: a.warmup_epochs > 0)
+DROPPING = Need("--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs)
+NOT_CHECKPOINTED = Need("--no-grad-checkpointing", lambda a: not a.grad_checkpointing)
+STEPPED = Need("--sched step", lambda a: a.sched == "step")
+DECAYING = Need(
+    "--sched step, poly or several cosine cycles",
+    lambda a: a.sched in ("step", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
+)
+CYCLIC = Need("--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC_SCHEDULES)
+# 0 says what happens.
+COOLED_DOWN = Need(CYCLIC.of, lambda a: CYCLIC.met(a) or a.cooldown_epochs == 0)
+SEVERAL_CYCLES = Need("--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1)
+
 COMPILE = (
     flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
-    flag("--torchcompile-mode", default=None, choices=COMPILE_MODES, metavar="MODE", help=", ".join(COMPILE_MODES)),
+    flag(
+        "--torchcompile-mode",
+        default=None,
+        choices=COMPILE_MODES,
+        metavar="MODE",
+        help=", ".join(COMPILE_MODES),
+        needs=(INDUCTOR,),
+    ),
     flag(
         "--torchcompile-scope",
         default=None,
         choices=("blocks", "model"),
         help="one graph for all blocks of a kind, or one of the model (blocks of VOLO and LV-ViT without CUDA graphs)",
+        needs=(COMPILED,),
     ),
 )
 OUTLOOK_KERNEL = flag(
@@ -48,9 +107,7 @@ RUN = Group(
         flag("-c", "--config", default="", metavar="FILE", help="YAML recipe; flags on the command line win over it"),
         flag("--output", default="", metavar="DIR", help="folder for run directories (output/train)"),
         flag("--experiment", default="", metavar="NAME", help="name of the run directory (TIME-MODEL-SIZE)"),
-        flag(
-            "--seed", default=42, type=SEED, metavar="N", help="seed of weights, data order, augmentation and MixToken"
-        ),
+        flag("--seed", default=42, type=SEED, help="seed of weights, data order, augmentation and MixToken"),
         flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
         switch("--dry-run", help="check flags, data and model, print what would run, and stop before the first step"),
         switch("--debug", help="show the traceback of an error that is normally told in one line"),
@@ -63,12 +120,20 @@ MODEL = Group(
         flag("--model", default="volo_d1", metavar="NAME", help="volo_d1..d5, lvvit_t/s/m/l or any timm model"),
         switch("--pretrained", help="start from the published weights"),
         flag(
-            "--initial-checkpoint", default="", metavar="PATH", help="start from these weights, which must fit exactly"
+            "--initial-checkpoint",
+            default="",
+            metavar="PATH",
+            help="start from these weights, which must fit exactly",
+            excludes=("pretrained",),
         ),
-        flag("--finetune", default="", metavar="PATH", help="start from weights of another image size or class count"),
         flag(
-            "--num-classes", default=None, type=POSITIVE, metavar="N", help="number of classes (the model's own, 1000)"
+            "--finetune",
+            default="",
+            metavar="PATH",
+            help="start from weights of another image size or class count",
+            excludes=("initial_checkpoint", "pretrained"),
         ),
+        flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the model's own, 1000)"),
         flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
         flag("--head-init-scale", default=None, type=FLOAT, metavar="R", help="multiply the heads' initial weights"),
         flag("--head-init-bias", default=None, type=FLOAT, metavar="B", help="initial value of the heads' biases"),
@@ -89,39 +154,67 @@ OPTIMIZER = Group(
         flag("--layer-decay", default=None, type=SHARE, metavar="R", help="learning rate factor from layer to layer"),
         flag("--clip-grad", default=None, type=ABOVE_ZERO, metavar="N", help="gradient clipping threshold (none)"),
         flag(
-            "--clip-mode", default="norm", choices=("norm", "value", "agc"), help="what is clipped; agc: not the heads"
+            "--clip-mode",
+            default="norm",
+            choices=("norm", "value", "agc"),
+            help="what is clipped; agc: not the heads",
+            needs=(CLIPPED,),
         ),
-        flag("--grad-accum-steps", default=1, type=POSITIVE, metavar="N", help="batches per update"),
+        flag("--grad-accum-steps", default=1, type=POSITIVE, help="batches per update"),
     ),
 )
 
 SCHEDULE = Group(
     "Schedule",
     (
-        flag("--lr", default=None, type=AMOUNT, metavar="LR", help="learning rate, absolute (else from --lr-base)"),
-        flag("--lr-base", default=1.6e-3, type=AMOUNT, metavar="LR", help="learning rate at --lr-base-size images"),
         flag(
-            "--lr-base-size", default=1024, type=POSITIVE, metavar="N", help="global batch that --lr-base is meant for"
+            "--lr",
+            default=None,
+            type=AMOUNT,
+            metavar="LR",
+            help="learning rate, absolute (else from --lr-base)",
+            excludes=("lr_base", "lr_base_size", "lr_base_scale"),
         ),
+        flag("--lr-base", default=1.6e-3, type=AMOUNT, metavar="LR", help="learning rate at --lr-base-size images"),
+        flag("--lr-base-size", default=1024, type=POSITIVE, help="global batch that --lr-base is meant for"),
         flag(
             "--lr-base-scale", default="linear", choices=("linear", "sqrt"), help="how it grows with the global batch"
         ),
         flag("--sched", default="cosine", metavar="NAME", help=f"schedule: {', '.join(SCHEDULES)}"),
         switch("--sched-on-updates", help="change the learning rate at every update, not every epoch"),
-        flag("--epochs", default=300, type=POSITIVE, metavar="N", help="epochs without the cool-down"),
-        flag("--warmup-epochs", default=20, type=COUNT, metavar="N", help="epochs of linear warm-up"),
-        flag("--warmup-lr", default=1e-6, type=AMOUNT, metavar="LR", help="learning rate at the start of the warm-up"),
-        switch("--warmup-prefix", help="put the warm-up before --epochs, not into them"),
-        flag("--cooldown-epochs", default=10, type=COUNT, metavar="N", help="epochs at --min-lr after the schedule"),
-        flag("--min-lr", default=1e-5, type=AMOUNT, metavar="LR", help="learning rate at the end"),
+        flag("--epochs", default=300, type=POSITIVE, help="epochs without the cool-down"),
+        flag("--warmup-epochs", default=20, type=COUNT, help="epochs of linear warm-up"),
+        flag(
+            "--warmup-lr",
+            default=1e-6,
+            type=AMOUNT,
+            metavar="LR",
+            help="learning rate at the start of the warm-up",
+            needs=(WARMED_UP,),
+        ),
+        switch("--warmup-prefix", help="put the warm-up before --epochs, not into them", needs=(WARMED_UP,)),
+        flag(
+            "--cooldown-epochs",
+            default=10,
+            type=COUNT,
+            help="epochs at --min-lr after the schedule",
+            needs=(COOLED_DOWN,),
+        ),
+        flag("--min-lr", default=1e-5, type=AMOUNT, metavar="LR", help="learning rate at the end", needs=(CYCLIC,)),
         flag(
             "--start-epoch",
             default=None,
             type=COUNT,
-            metavar="N",
             help="first epoch (the checkpoint's, or 0); what --resume auto finds beyond it goes on from there",
         ),
-        flag("--decay-epochs", default=30.0, type=AMOUNT, metavar="N", help="epochs between decays (step)"),
+        flag(
+            "--decay-epochs",
+            default=30.0,
+            type=AMOUNT,
+            metavar="N",
+            help="epochs between decays (step)",
+            needs=(STEPPED,),
+        ),
         flag(
             "--decay-rate",
             "--dr",
@@ -129,12 +222,24 @@ SCHEDULE = Group(
             type=AMOUNT,
             metavar="R",
             help="decay per step (step) or cycle (cosine); exponent (poly)",
+            needs=(DECAYING,),
         ),
         flag(
-            "--patience-epochs", default=10, type=COUNT, metavar="N", help="of the plateau schedule, which is refused"
+            "--patience-epochs",
+            default=10,
+            type=COUNT,
+            help="of the plateau schedule, which is refused",
+            refused="belongs to --sched plateau, which is not supported: remove the flag",
         ),
-        flag("--lr-cycle-mul", default=1.0, type=AMOUNT, metavar="R", help="length of a cycle over the one before"),
-        flag("--lr-cycle-limit", default=1, type=POSITIVE, metavar="N", help="number of cycles"),
+        flag(
+            "--lr-cycle-mul",
+            default=1.0,
+            type=AMOUNT,
+            metavar="R",
+            help="length of a cycle over the one before",
+            needs=(SEVERAL_CYCLES,),
+        ),
+        flag("--lr-cycle-limit", default=1, type=POSITIVE, help="number of cycles", needs=(CYCLIC,)),
         flag(
             "--lr-noise",
             default=None,
@@ -143,8 +248,15 @@ SCHEDULE = Group(
             metavar="R",
             help="noise from (to) this part of the epochs",
         ),
-        flag("--lr-noise-pct", default=0.67, type=AMOUNT, metavar="R", help="largest relative noise"),
-        flag("--lr-noise-std", default=1.0, type=AMOUNT, metavar="R", help="relative standard deviation of the noise"),
+        flag("--lr-noise-pct", default=0.67, type=AMOUNT, metavar="R", help="largest relative noise", needs=(NOISY,)),
+        flag(
+            "--lr-noise-std",
+            default=1.0,
+            type=AMOUNT,
+            metavar="R",
+            help="relative standard deviation of the noise",
+            needs=(NOISY,),
+        ),
     ),
 )
 
@@ -153,27 +265,55 @@ REGULARISATION = Group(
     (
         flag("--smoothing", default=0.1, type=SHARE, metavar="S", help="label smoothing"),
         flag("--drop", default=0.0, type=SHARE, metavar="P", help="dropout rate"),
-        flag("--drop-path", default=None, type=SHARE, metavar="P", help="stochastic depth rate (the model's own)"),
         flag(
-            "--drop-path-mode", default="mask", choices=DROP_PATH_MODES, help="mask what is dropped, or skip its work"
+            "--drop-path",
+            default=None,
+            type=SHARE,
+            metavar="P",
+            help="stochastic depth rate (the model's own)",
+            excludes=("drop_connect",),
+        ),
+        flag(
+            "--drop-path-mode",
+            default="mask",
+            choices=DROP_PATH_MODES,
+            help="mask what is dropped, or skip its work",
+            needs=(DROPPING,),
         ),
         flag("--drop-connect", default=None, type=SHARE, metavar="P", help="old name of --drop-path"),
         flag("--drop-block", default=None, type=SHARE, metavar="P", help="DropBlock rate; no model here has it"),
-        switch("--outlooker-drop-path", help="stochastic depth in the outlooker stage as well (published: not there)"),
+        switch(
+            "--outlooker-drop-path",
+            help="stochastic depth in the outlooker stage as well (published: not there)",
+            needs=(DROPPING,),
+        ),
         flag("--mixup", default=0.0, type=AMOUNT, metavar="A", help="Mixup alpha; 0: off"),
         flag("--cutmix", default=0.0, type=AMOUNT, metavar="A", help="CutMix alpha; 0: off"),
         flag(
             "--cutmix-minmax", default=None, type=SHARE, nargs="+", metavar="R", help="CutMix box sides, least and most"
         ),
-        flag("--mixup-prob", default=1.0, type=SHARE, metavar="P", help="probability of Mixup or CutMix"),
         flag(
-            "--mixup-switch-prob", default=0.5, type=SHARE, metavar="P", help="probability of CutMix where both are on"
+            "--mixup-prob", default=1.0, type=SHARE, metavar="P", help="probability of Mixup or CutMix", needs=(MIXING,)
         ),
-        flag("--mixup-mode", default="batch", choices=("batch", "pair", "elem"), help="mix per batch, pair or image"),
-        flag("--mixup-off-epoch", default=0, type=COUNT, metavar="N", help="stop mixing at this epoch; 0: never"),
-        flag("--aug-splits", default=0, type=COUNT, metavar="N", help="AugMix splits; refused"),
-        switch("--jsd", help="Jensen-Shannon loss over the splits; refused"),
-        switch("--resplit", help="no erasing on the first split; refused"),
+        flag(
+            "--mixup-switch-prob",
+            default=0.5,
+            type=SHARE,
+            metavar="P",
+            help="probability of CutMix where both are on",
+            needs=(BOTH_MIX,),
+        ),
+        flag(
+            "--mixup-mode",
+            default="batch",
+            choices=("batch", "pair", "elem"),
+            help="mix per batch, pair or image",
+            needs=(MIXING,),
+        ),
+        flag("--mixup-off-epoch", default=0, type=COUNT, help="stop mixing at this epoch; 0: never", needs=(MIXING,)),
+        flag("--aug-splits", default=0, type=COUNT, help="AugMix splits; refused", refused=_SPLITS),
+        switch("--jsd", help="Jensen-Shannon loss over the splits; refused", refused=_SPLITS),
+        switch("--resplit", help="no erasing on the first split; refused", refused=_SPLITS),
     ),
 )
 
@@ -191,7 +331,11 @@ BATCH_NORM = Group(
             choices=("", "broadcast", "reduce"),
             help="share running statistics after each epoch",
         ),
-        switch("--split-bn", help="a BatchNorm per augmentation split; refused"),
+        switch(
+            "--split-bn",
+            help="a BatchNorm per augmentation split; refused",
+            refused="there are no augmentation splits, so BatchNorm cannot be split by them: remove the flag",
+        ),
     ),
 )
 
@@ -199,9 +343,20 @@ EMA = Group(
     "EMA",
     (
         switch("--model-ema", help="keep a moving average of the weights and validate it too"),
-        flag("--model-ema-decay", default=0.99992, type=SHARE, metavar="R", help="share of the old average per update"),
-        switch("--model-ema-warmup", help="let the decay grow from small values at the start"),
-        switch("--model-ema-force-cpu", help="keep the average on the CPU of rank 0; it is not validated then"),
+        flag(
+            "--model-ema-decay",
+            default=0.99992,
+            type=SHARE,
+            metavar="R",
+            help="share of the old average per update",
+            needs=(AVERAGED,),
+        ),
+        switch("--model-ema-warmup", help="let the decay grow from small values at the start", needs=(AVERAGED,)),
+        switch(
+            "--model-ema-force-cpu",
+            help="keep the average on the CPU of rank 0; it is not validated then",
+            needs=(AVERAGED,),
+        ),
     ),
 )
 
@@ -209,7 +364,13 @@ PRECISION = Group(
     "Precision and speed",
     (
         switch("--amp", help="mixed precision"),
-        flag("--amp-dtype", default=None, choices=("float16", "bfloat16"), help="(float16 on GPUs, bfloat16 on CPUs)"),
+        flag(
+            "--amp-dtype",
+            default=None,
+            choices=("float16", "bfloat16"),
+            help="(float16 on GPUs, bfloat16 on CPUs)",
+            needs=(AMP,),
+        ),
         flag(
             "--model-dtype",
             default="float32",
@@ -219,17 +380,22 @@ PRECISION = Group(
         switch("--apex-amp", help="the same as --amp"),
         switch("--native-amp", help="the same as --amp"),
         switch("--channels-last", help="channels-last memory layout"),
-        switch("--grad-checkpointing", help="recompute activations in the backward pass to save memory"),
+        switch(
+            "--grad-checkpointing",
+            help="recompute activations in the backward pass to save memory",
+            excludes=("activation_memory",),
+        ),
         flag(
             "--activation-memory",
             default=None,
             type=_gib_or_auto,
             metavar="GIB",
             help="recompute as few of them as fit into so many GiB of a device; auto: into what a GPU has left",
+            needs=(NOT_CHECKPOINTED,),
         ),
         *COMPILE,
         OUTLOOK_KERNEL,
-        switch("--torchscript", help="refused: use --torchcompile"),
+        switch("--torchscript", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),
     ),
 )
 
@@ -237,29 +403,26 @@ CHECKPOINTS = Group(
     "Checkpoints and logging",
     (
         flag("--resume", default="", metavar="PATH", help="checkpoint to go on from, or auto: the newest of the run"),
-        switch("--no-resume-opt", help="take weights alone from --resume"),
-        switch("--allow-changed-data", help="resume on other images or labels than the checkpoint's"),
-        flag("--checkpoint-hist", default=10, type=POSITIVE, metavar="N", help="best checkpoints to keep"),
-        flag(
-            "--recovery-interval", default=0, type=COUNT, metavar="N", help="updates between saves in an epoch; 0: none"
-        ),
+        switch("--no-resume-opt", help="take weights alone from --resume", needs=(RESUMED,)),
+        switch("--allow-changed-data", help="resume on other images or labels than the checkpoint's", needs=(RESUMED,)),
+        flag("--checkpoint-hist", default=10, type=POSITIVE, help="best checkpoints to keep"),
+        flag("--recovery-interval", default=0, type=COUNT, help="updates between saves in an epoch; 0: none"),
         flag("--checkpoint-minutes", default=0.0, type=AMOUNT, metavar="M", help="minutes between saves; 0: none"),
         switch("--checkpoint-sync", help="wait for every save; without, training goes on from a copy in host memory"),
-        flag("--max-failed-saves", default=10, type=COUNT, metavar="N", help="stop after more failed saves in a row"),
+        flag("--max-failed-saves", default=10, type=COUNT, help="stop after more failed saves in a row"),
         flag(
             "--eval-metric", default="top1", choices=("top1", "top5", "loss"), help="what makes a checkpoint the best"
         ),
-        flag("--val-interval", default=1, type=POSITIVE, metavar="N", help="epochs between validations"),
-        flag("--log-interval", default=50, type=POSITIVE, metavar="N", help="updates between lines of the log"),
+        flag("--val-interval", default=1, type=POSITIVE, help="epochs between validations"),
+        flag("--log-interval", default=50, type=POSITIVE, help="updates between lines of the log"),
         flag(
             "--max-nonfinite",
             "--skip-nonfinite",
             default=10,
             type=COUNT,
-            metavar="N",
             help="skip up to N updates in a row whose gradients are not finite, stop after more",
         ),
-        flag("--tta", default=0, type=COUNT, metavar="N", help="test-time augmentation; more than 1 is refused"),
+        flag("--tta", default=0, type=COUNT, help="test-time augmentation; more than 1 is refused"),
     ),
 )
 
@@ -277,7 +440,6 @@ DISTRIBUTED = Group(
             "--local-rank",
             default=0,
             type=INT,
-            metavar="N",
             help="from old launchers; LOCAL_RANK or SLURM_LOCALID in the environment wins",
         ),
         flag(

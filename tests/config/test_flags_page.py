@@ -1,0 +1,51 @@
+"""docs/flags.md against the rows of the flags: it names none that isn't there, and tells what the rows say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from benchmarks.flags_benchmark import COMMANDS, benchmark_parser
+from tests.commands.conftest import ROOT
+from volo.config.args import generate_label_parser, train_parser, validate_parser
+from volo.config.flag_table import Flag
+from volo.config.flags_attention import attention_parser
+from volo.config.flags_export import export_parser
+from volo.config.flags_preflight import preflight_parser
+from volo.config.flags_report import report_parser
+
+PARSERS = (train_parser, validate_parser, generate_label_parser, export_parser, attention_parser, preflight_parser)
+PAGE = (ROOT / "docs" / "flags.md").read_text()
+
+
+def rows() -> Iterator[Flag]:
+    for parser in (*(make() for make in (*PARSERS, report_parser)), *map(benchmark_parser, COMMANDS)):
+        yield from parser.flags.values()
+
+
+def known_flags() -> set[str]:
+    names = {name for row in rows() for name in row.names if name.startswith("-")}
+    return names | {f"--no-{row.label[2:]}" for row in rows() if row.switch}
+
+
+def test_the_page_names_no_flag_that_is_not_there() -> None:
+    quoted = re.findall(r"`((?:\w+\.py )?--[a-z][^`]*)`", PAGE)
+    named = {flag for text in quoted for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", text)} - {"--help", "--no-X"}
+    assert len(named) > 40 and not named - known_flags()
+
+
+def test_every_refused_flag_is_told() -> None:
+    refused = {row.label for row in rows() if row.refused}
+    told = PAGE[PAGE.index("Refused, because") :].partition("\n\n")[0]
+    assert refused and not {label for label in refused if f"`{label}`" not in told and f"`{label} " not in told} - {
+        "--num-gpu"  # told with its number
+    }
+
+
+def test_the_preflights_table_has_every_flag_and_its_default() -> None:
+    table = PAGE[PAGE.index("## Preflight") :]
+    for row in preflight_parser().flags.values():
+        if row.label == "--debug":
+            continue
+        default = f" {row.default:g}" if isinstance(row.default, (int, float)) and not row.switch else ""
+        assert f"`{row.label}{default}" in table, row.label
