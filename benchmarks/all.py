@@ -23,8 +23,9 @@ from pathlib import Path
 from threading import Timer
 from typing import IO, Any
 
-from benchmarks import outlook, tests
+from benchmarks import tests
 from benchmarks.conditions import conditions, heading
+from benchmarks.speed import outlook
 from benchmarks.speed_report import table
 from benchmarks.targets import EXPERIMENTS, Experiment, Target, arm, rehearsed
 from tlt.errors import UserError

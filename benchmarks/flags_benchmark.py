@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.flags_speed import ACTIVATIONS, ALL, INFERENCE, TRAIN_STEP
-from benchmarks.scaling_machines import LINK_EFFICIENCY, MACHINES
+from benchmarks.scaling.machines import LINK_EFFICIENCY, MACHINES
 from volo.config.flag_table import (
     ABOVE_ZERO,
     AMOUNT,
@@ -29,8 +29,9 @@ from volo.config.flag_table import (
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what it measures, and its flags."""
+    """A subcommand: its module in `benchmarks`, what it measures, and its flags."""
 
+    module: str
     description: str
     groups: tuple[Group, ...]
 
@@ -341,26 +342,44 @@ _SCALING = (
     ),
 )
 COMMANDS: dict[str, Command] = {
-    "all": Command("Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
-    "train": Command("Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP),
-    "infer": Command("Images/s of inference: ours against timm's VOLO and others.", INFERENCE),
-    "activations": Command("Memory of a training step's activations, predicted and measured.", ACTIVATIONS),
+    "all": Command("all", "Every number that has a target, measured on this machine, as Markdown and JSON.", ALL),
+    "train": Command("speed.train", "Images/s of a training step: ours against timm's VOLO and others.", TRAIN_STEP),
+    "infer": Command("speed.infer", "Images/s of inference: ours against timm's VOLO and others.", INFERENCE),
+    "activations": Command(
+        "speed.activations", "Memory of a training step's activations, predicted and measured.", ACTIVATIONS
+    ),
     "alignment": Command(
-        "Distance between what tokens show and what their labels say, ours and published, in one run.", _ALIGNMENT
+        "feed.alignment",
+        "Distance between what tokens show and what their labels say, ours and published, in one run.",
+        _ALIGNMENT,
     ),
-    "loss": Command("Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS),
-    "checkpoint": Command("How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT),
+    "loss": Command(
+        "speed.loss", "Time and peak memory of the token-label loss: sparse and dense targets, in one run.", _LOSS
+    ),
+    "checkpoint": Command(
+        "feed.checkpoint", "How long a save keeps training waiting: synchronous and asynchronous.", _CHECKPOINT
+    ),
     "startup": Command(
-        "Cost of finding images and labels before the first step: ours, torchvision's and timm's.", _STARTUP
+        "feed.startup",
+        "Cost of finding images and labels before the first step: ours, torchvision's and timm's.",
+        _STARTUP,
     ),
-    "tests": Command("Every test that needs a GPU: what fails, and why.", _TESTS),
-    "outlook": Command("Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK),
-    "labels": Command("Cost of reading token labels: archive and published files; memory that workers share.", _LABELS),
+    "tests": Command("tests", "Every test that needs a GPU: what fails, and why.", _TESTS),
+    "outlook": Command(
+        "speed.outlook", "Time of outlook attention: each kernel of ours, compiled or not, and timm's.", _OUTLOOK
+    ),
+    "labels": Command(
+        "feed.labels", "Cost of reading token labels: archive and published files; memory that workers share.", _LABELS
+    ),
     "augmentation": Command(
-        "Images/s from JPEG to augmented crops: ours, timm's, and the published order.", _AUGMENTATION
+        "feed.augmentation",
+        "Images/s from JPEG to augmented crops: ours, timm's, and the published order.",
+        _AUGMENTATION,
     ),
-    "data": Command("Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA),
-    "scaling": Command("Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING),
+    "data": Command(
+        "feed.data", "Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA
+    ),
+    "scaling": Command("scaling.study", "Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING),
 }
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 
+from benchmarks.flags_benchmark import COMMANDS
+
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    code: int = importlib.import_module(f"benchmarks.{args.command}").run(args)
+    code: int = importlib.import_module(f"benchmarks.{COMMANDS[args.command].module}").run(args)
     return code

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.flags_speed import PARTS
-from benchmarks.outlook_arms import BOTH, TIMM, TIMM_COMPILED
+from benchmarks.speed.outlook_arms import BOTH, TIMM, TIMM_COMPILED
 
 Json = Mapping[str, Any]
 _COMPILED = "--torchcompile"

@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 
-from benchmarks import startup
+from benchmarks.feed import startup
 from benchmarks.flags_benchmark import COMMANDS
 from benchmarks.memory import peak_of
 from volo import cli

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from timm.data.auto_augment import NAME_TO_OP
 
-from benchmarks import augmentation, images, labels
-from benchmarks.published_order import _MOVES, PublishedOrder, moved
+from benchmarks.feed import augmentation, images, labels
+from benchmarks.feed.published_order import _MOVES, PublishedOrder, moved
 from benchmarks.rounds import Timing, interleaved
 from tlt.data.augment.plan import AugmentConfig
 from volo import cli

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import data, data_memory, images
-from benchmarks.data_report import BATCHES, CROPS, TIMM, Arm
+from benchmarks.feed import data, data_memory, images
+from benchmarks.feed.data_report import BATCHES, CROPS, TIMM, Arm
 from benchmarks.flags_benchmark import DATA_BACKENDS
 from benchmarks.rounds import cpu_seconds
 from tests.conftest import LIMIT

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.outlook_arms import BOTH, FORWARD, Case
+from benchmarks.speed.outlook_arms import BOTH, FORWARD, Case
 from volo import cli
 from volo.kernels import KERNELS, windows
 

@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from benchmarks import all as whole
-from benchmarks import arms, infer, phases, profile, speed_report, targets, train
+from benchmarks import arms, phases, profile, speed_report, targets
 from benchmarks.contest import Found, Row
 from benchmarks.flags_benchmark import parse_benchmark
 from benchmarks.rounds import Timing
+from benchmarks.speed import infer, train
 from benchmarks.targets import EXPERIMENTS, Experiment, Target
 from benchmarks.timm_volo import TimmVolo
 from volo import cli

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
-from benchmarks import scaling_published as published
-from benchmarks.scaling_fit import MeasuredStep, Transfer, fit, fit_link, where
-from benchmarks.scaling_machines import MACHINES, machine_of
-from benchmarks.scaling_model import (
+from benchmarks.scaling import published
+from benchmarks.scaling.fit import MeasuredStep, Transfer, fit, fit_link, where
+from benchmarks.scaling.machines import MACHINES, machine_of
+from benchmarks.scaling.model import (
     MIB,
     Conditions,
     Gradient,
@@ -33,7 +33,7 @@ from benchmarks.scaling_model import (
     slowest_factor,
     step_seconds,
 )
-from benchmarks.scaling_work import computing, even_gradients, gradients_of
+from benchmarks.scaling.work import computing, even_gradients, gradients_of
 from tests.conftest import LIMIT
 from volo import cli
 

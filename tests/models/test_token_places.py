@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import volo  # noqa: F401
-from benchmarks.families import measure
+from benchmarks.feed.families import measure
 from tests.labels.dense_targets import dense_targets, sample_tokens
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import Shares

@@ -1,6 +1,6 @@
 """The measure of the alignment tests: the same for what must agree and for planted mistakes.
 
-Image and label files whose values say where they are (`benchmarks.position_code`) go through the training loader,
+Image and label files whose values say where they are (`benchmarks.feed.position_code`) go through the training loader,
 the device stage and the target makers. What a token shows is read off its pixels, what it is said to show off its
 target, dense and sparse. Neither reading knows anything of the geometry in between.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.position_code import Comparison, Size, compare, position_classes, position_map, read_images
-from benchmarks.position_data import GEOMETRIC, load_batch, write_images, write_maps
+from benchmarks.feed.position_code import Comparison, Size, compare, position_classes, position_map, read_images
+from benchmarks.feed.position_data import GEOMETRIC, load_batch, write_images, write_maps
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.loader import Batch
 from tlt.data.sources.folder import ImageFolder

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.alignment import window_overlap
-from benchmarks.position_code import Size
+from benchmarks.feed.alignment import window_overlap
+from benchmarks.feed.position_code import Size
 from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, Scene, check, measure
 from tests.data.alignment.test_positions import geometry_only
 from tlt import geometry

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.position_data import GeometryOnly
+from benchmarks.feed.position_data import GeometryOnly
 from tests.data.alignment.oracle import CASES, PIXELS, Scene, check, measure
 from tlt.data.augment.plan import AUG_ORDERS
 from tlt.data.backends.decode import PilBackend

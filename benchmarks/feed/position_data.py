@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.position_code import Size, ramp_image
+from benchmarks.feed.position_code import Size, ramp_image
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig

@@ -14,8 +14,8 @@ from PIL import Image
 from timm.data.auto_augment import RandAugment
 from torch.utils.data import Dataset
 
-from benchmarks.labels import Sizes, random_maps
-from benchmarks.published_order import keep_a_bit
+from benchmarks.feed.labels import Sizes, random_maps
+from benchmarks.feed.published_order import keep_a_bit
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.sources.folder import ImageFolder, find_split, scan_folder
 from tlt.errors import UserError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import timm
 import torch
 
-from benchmarks.scaling_model import Gradient, Work
+from benchmarks.scaling.model import Gradient, Work
 from tlt.errors import UserError
 from volo import models as models  # registers them with timm
 

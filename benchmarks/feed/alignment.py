@@ -1,7 +1,7 @@
 """`benchmark.py alignment`: how far what a token's label says is from what the token shows, operation by operation.
 
 Images and maps that say where they are go as files through the training loader, the device stage and the target maker
-(`benchmarks.position_code`), once as this project does it and once under `--compat upstream`.
+(`benchmarks.feed.position_code`), once as this project does it and once under `--compat upstream`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import families
-from benchmarks.position_code import (
+from benchmarks.feed import families
+from benchmarks.feed.position_code import (
     Comparison,
     Size,
     compare,
@@ -27,7 +27,7 @@ from benchmarks.position_code import (
     position_map,
     read_images,
 )
-from benchmarks.position_data import GEOMETRIC, GeometryOnly, load_batch, write_images, write_maps
+from benchmarks.feed.position_data import GEOMETRIC, GeometryOnly, load_batch, write_images, write_maps
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.labels.labels import open_labels

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.scaling_fit import where
-from benchmarks.scaling_machines import MACHINES, machine_of
-from benchmarks.scaling_model import Conditions, Gradient, Link, Machine, Work, in_buckets, step_seconds
-from benchmarks.scaling_picture import Curves, Efficiencies, Panel
-from benchmarks.scaling_work import computing, gradients_of
+from benchmarks.scaling.fit import where
+from benchmarks.scaling.machines import MACHINES, machine_of
+from benchmarks.scaling.model import Conditions, Gradient, Link, Machine, Work, in_buckets, step_seconds
+from benchmarks.scaling.picture import Curves, Efficiencies, Panel
+from benchmarks.scaling.work import computing, gradients_of
 
 _GBITS = np.geomspace(0.1, 2000, 120)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from benchmarks.scaling_model import Link, Machine
+from benchmarks.scaling.model import Link, Machine
 
 # Of nominal bandwidth, what all-reduces of large messages usually reach with NCCL.
 LINK_EFFICIENCY = 0.8

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.conditions import conditions, heading
-from benchmarks.data_memory import PACKED, Measured
+from benchmarks.feed.data_memory import PACKED, Measured
 from benchmarks.rounds import Timing
 
 CROPS, BATCHES = "crops", "batches"

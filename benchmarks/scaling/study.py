@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.rounds import machine as this_machine
-from benchmarks.scaling_fit import Fit, MeasuredStep, Transfer, fit
-from benchmarks.scaling_machines import MACHINES, machine_of
-from benchmarks.scaling_measure import Job, Measured, measure
-from benchmarks.scaling_model import MIB, Conditions, Link, Machine, Prediction, Work, predict
-from benchmarks.scaling_picture import Curves, Panel, draw
-from benchmarks.scaling_published import published
-from benchmarks.scaling_work import check_model, computing, gradients_of
+from benchmarks.scaling.fit import Fit, MeasuredStep, Transfer, fit
+from benchmarks.scaling.machines import MACHINES, machine_of
+from benchmarks.scaling.measure import Job, Measured, measure
+from benchmarks.scaling.model import MIB, Conditions, Link, Machine, Prediction, Work, predict
+from benchmarks.scaling.picture import Curves, Panel, draw
+from benchmarks.scaling.published import published
+from benchmarks.scaling.work import check_model, computing, gradients_of
 from tlt.errors import UserError, require
 from volo.cluster.ddp import DdpSettings
 from volo.cluster.distributed import choose_device

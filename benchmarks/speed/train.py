@@ -26,9 +26,9 @@ from benchmarks.arms import (
     place,
 )
 from benchmarks.contest import Found, NoPeerError, hold
+from benchmarks.speed.train_step import TrainStep, load_batches, losses_of
 from benchmarks.speed_report import show, tell
 from benchmarks.timm_volo import channels_last_is_faster
-from benchmarks.train_step import TrainStep, load_batches, losses_of
 from tlt.data.loader import Batch
 from tlt.models.flops import flops_per_image
 from tlt.models.layers import SelfAttention

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.scaling_model import Conditions, Link, Machine, Work, ring_seconds, step_seconds
+from benchmarks.scaling.model import Conditions, Link, Machine, Work, ring_seconds, step_seconds
 
 Values = NDArray[np.float64]
 

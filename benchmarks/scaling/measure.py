@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.utils.hooks import RemovableHandle
 
-from benchmarks.scaling_model import Gradient, Work
+from benchmarks.scaling.model import Gradient, Work
 from tlt.errors import UserError
 from volo import models as models  # registers them with timm
 from volo.cluster.ddp import DdpSettings, distribute

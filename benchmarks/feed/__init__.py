@@ -1,0 +1,1 @@
+"""What feeds the device and what saves its work: images, labels, augmentation, starts, checkpoints."""

@@ -1,0 +1,1 @@
+"""Many devices: step time against ranks, measured and predicted."""

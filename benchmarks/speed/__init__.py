@@ -1,0 +1,1 @@
+"""What the device does: steps, inference, attention, the loss."""
