@@ -4,6 +4,7 @@
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
 # make benchmark-gpu   on a GPU: its tests, then every number that has a target, in four parts of less than 10 minutes
+# make house   how easily the code is read, in numbers
 # make lint   ruff, mypy, shellcheck, hadolint                               make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ PART ?= 1 2 3 4
 DEVICE ?= cuda
 BENCHMARK_ARGS ?=
 
-.PHONY: demo test test-versions test-faults test-slurm test-docker benchmark-gpu lint clean
+.PHONY: demo house test test-versions test-faults test-slurm test-docker benchmark-gpu lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -62,6 +63,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	.ci/lint-shell
+
+house: $(VENV)/.installed-test
+	@$(BIN)/python tests/house.py
 
 clean:
 	rm -rf $(VENV) .venv-versions demo_output

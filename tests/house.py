@@ -1,0 +1,94 @@
+"""How easily the code is read, in numbers: `make house`.
+
+A small run is made with made-up images and labels; files are those of volo, tlt and benchmarks.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.test_layout import MODULES, imported_by  # noqa: E402
+
+FLAGS = (
+    *("--data-backend", "synthetic", "--num-classes", "300", "--model", "volo_test", "--img-size", "64", "-b", "4"),
+    *("-j", "0", "--device", "cpu", "--epochs", "1", "--warmup-epochs", "0", "--cooldown-epochs", "0"),
+    *("--token-label", "--token-label-data", "made up", "--drop-path", "0.1", "--model-ema"),
+)
+
+
+class Trace:
+    """Which of our files a step enters, and how often it goes from one to another."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.switches, self._last = 0, ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith((f"{ROOT}/volo", f"{ROOT}/tlt")):
+            self.files.add(file)
+            self.switches += file != self._last
+            self._last = file
+
+
+def run_and_trace(update: int) -> tuple[Trace, list[str]]:
+    """The trace of one update of a small run, and the modules of ours that the run has imported."""
+    from volo import cli
+    from volo.commands import train
+
+    trace, make = Trace(), train.batch_watcher
+
+    def watched(*arguments: Any) -> Callable[[int, Any], None]:
+        watch = make(*arguments)
+
+        def look(number: int, batch: Any) -> None:
+            sys.setprofile(None)
+            watch(number, batch)
+            if number == update:
+                sys.setprofile(trace)
+            elif number > update:
+                raise KeyboardInterrupt
+
+        return look
+
+    train.batch_watcher = watched
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        cli.run("train", [*FLAGS, "--output", folder])
+    return trace, [name for name in sys.modules if name in MODULES]
+
+
+def main() -> None:
+    """Print the table."""
+    sizes = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    folders = Counter(path.parent for path in MODULES.values() if not path.name.startswith("_"))
+    importers = Counter(other for module in MODULES for other in imported_by(module))
+    packages = {path.parent for path in MODULES.values() if path.name == "__init__.py"}
+    trace, imported = run_and_trace(2)
+    words = sum(len(path.read_text().split()) for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    own = [module for module, path in MODULES.items() if path.parent not in packages or path.name != "__init__.py"]
+    rows = {
+        "files in the largest folder": max(folders.values()),
+        "files imported by a run of train.py": f"{len(imported)}, {sum(sizes[name] for name in imported)} lines",
+        "files entered by its third update; switches between files": f"{len(trace.files)}; {trace.switches}",
+        "lines of volo + tlt + benchmarks": sum(sizes.values()),
+        "words of docs + README": words,
+        "modules with one importer": sum(importers[module] == 1 for module in own),
+        "files under 60 lines": sum(sizes[module] < 60 for module in own),
+    }
+    for what, number in rows.items():
+        print(f"{what:<60}{number}")
+
+
+if __name__ == "__main__":
+    main()
