@@ -30,7 +30,7 @@ from benchmarks.feed.position_code import (
 from benchmarks.feed.position_data import GEOMETRIC, GeometryOnly, load_batch, write_images, write_maps
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
-from tlt.labels.labels import open_labels
+from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.upstream.compat_rows import ROWS
 from tlt.upstream.published import target_maker

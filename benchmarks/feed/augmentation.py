@@ -43,7 +43,7 @@ from tlt.data.dataset import BatchKey, HostBatch, TrainDataset
 from tlt.data.loader import TrainLoader
 from tlt.data.sources.folder import ImageFolder
 from tlt.data.workers import PREFETCH_FACTOR
-from tlt.labels.archive import LabelArchive
+from tlt.labels.store import LabelStore
 
 OURS, STAGED, TIMM, PUBLISHED = "ours", "ours + stage", "timm, no labels", "published"
 RATIOS = ((OURS, PUBLISHED), (STAGED, PUBLISHED), (OURS, TIMM))
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     """What is measured: images, their labels, how they are augmented, how many make a batch."""
 
     folder: ImageFolder
-    labels: LabelArchive
+    labels: LabelStore
     config: AugmentConfig
     batch_size: int
 

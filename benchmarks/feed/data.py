@@ -40,7 +40,7 @@ from tlt.data.dataset import TrainDataset
 from tlt.data.loader import TrainLoader
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
-from tlt.labels.archive import LabelArchive
+from tlt.labels.store import LabelStore
 from volo.cluster.distributed import choose_device
 
 TIMM_WORKERS = "timm, no prefetcher"
@@ -54,7 +54,7 @@ class Case(NamedTuple):
     """What is loaded, and how."""
 
     folder: ImageFolder
-    labels: LabelArchive
+    labels: LabelStore
     config: AugmentConfig
     batch_size: int
     workers: int

@@ -28,8 +28,8 @@ from tlt.data.sources.source import ImageSource
 from tlt.data.workers import Workers
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
-from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.store import open_labels
 
 PACKED, LIST = "names in one block", "a list of str instead"
 WORKERS = (0, 2, 4)
@@ -100,7 +100,7 @@ def made_up(entries: int, names: str) -> ImageSource:
 def measure(root: str, entries: int, names: str, workers: int) -> Measured:
     """Load with so many workers and add up what this process and they have."""
     source = made_up(entries, names)
-    labels = LabelArchive(root, source.paths, num_classes=_CLASSES)
+    labels = open_labels(root, source.paths, num_classes=_CLASSES)
     dataset = TrainDataset(source, AugmentConfig((32, 32)), 0, labels, SyntheticBackend())
     loading = Workers(dataset, workers, False, True, DEFAULT_TIMEOUT, torch.device("cpu"))
     for _ in loading.run(functools.partial(_everywhere, entries)):

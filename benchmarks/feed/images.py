@@ -19,8 +19,8 @@ from benchmarks.feed.published_order import keep_a_bit
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.sources.folder import ImageFolder, find_split, scan_folder
 from tlt.errors import UserError
-from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.store import LabelStore, open_labels
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _QUALITY = 93
@@ -54,7 +54,7 @@ def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=_QUALITY)
 
 
-def make_labels(root: Path, folder: ImageFolder) -> LabelArchive:
+def make_labels(root: Path, folder: ImageFolder) -> LabelStore:
     """Random labels of the published kind (5 of 1000 classes, 18 x 18 cells) for the images, in an archive."""
     sizes = Sizes(len(folder), 5, (18, 18), _CLASSES)
     files = [f"{name}.pt" for name in folder.paths]
@@ -63,7 +63,7 @@ def make_labels(root: Path, folder: ImageFolder) -> LabelArchive:
     for row, label_map in enumerate(random_maps(sizes)):
         writer.write(row, label_map)
     writer.finish()
-    return LabelArchive(root, folder.paths, num_classes=_CLASSES)
+    return open_labels(root, folder.paths, num_classes=_CLASSES)
 
 
 class TimmImages(Dataset[tuple[Any, int]]):

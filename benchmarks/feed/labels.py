@@ -29,9 +29,10 @@ from benchmarks.speed.loss import Case, random_labels
 from tlt.errors import UserError
 from tlt.io.processes import START_METHOD
 from tlt.label_map import LabelMap
-from tlt.labels.archive import LabelArchive
+from tlt.labels.archive import ArchiveReader
 from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.store import PublishedTree, write_map
+from tlt.labels.store import LabelStore, open_labels
+from tlt.labels.tree import write_map
 
 PUBLISHED = "published: torch.load"
 _IMAGE = (500, 375)  # width and height of the images that the labels are said to be of
@@ -54,8 +55,8 @@ class Sample(NamedTuple):
 
     names: list[str]  # of the images
     files: list[str]  # paths of the tree's files
-    archive: LabelArchive
-    tree: PublishedTree
+    archive: LabelStore
+    tree: LabelStore
     archive_bytes: int
     tree_bytes: int  # as the files' lengths add up
 
@@ -109,8 +110,8 @@ def make_sample(root: Path, sizes: Sizes) -> Sample:
     return Sample(
         names,
         files,
-        LabelArchive(root / "archive", names, num_classes=sizes.num_classes),
-        PublishedTree(root / "tree", names, num_classes=sizes.num_classes),
+        open_labels(root / "archive", names, num_classes=sizes.num_classes),
+        open_labels(root / "tree", names, num_classes=sizes.num_classes),
         sum(length for length, _ in manifest.files.values()),
         sum(os.path.getsize(file) for file in files),
     )
@@ -170,12 +171,12 @@ class _Reader:
         return len(self.order)
 
 
-def sharing(archive: LabelArchive, workers: int) -> dict[str, Sharing]:
+def sharing(archive: LabelStore, workers: int) -> dict[str, Sharing]:
     """Memory of `workers` processes that each read all labels: out of the archive, and keeping copies of their own."""
     return {name: _in_workers(keep, archive, workers) for name, keep in (("archive", False), ("private copies", True))}
 
 
-def _in_workers(keep: bool, archive: LabelArchive, workers: int) -> Sharing:
+def _in_workers(keep: bool, archive: LabelStore, workers: int) -> Sharing:
     context: Any = multiprocessing.get_context(START_METHOD)  # as data workers are started
     queue, barrier = context.SimpleQueue(), context.Barrier(workers)
     start = partial(context.Process, target=_worker, args=(archive, keep, barrier, queue), daemon=True)
@@ -190,14 +191,15 @@ def _in_workers(keep: bool, archive: LabelArchive, workers: int) -> Sharing:
     return Sharing(sum(m.rss for m in added), sum(m.pss for m in added), max(m.private for m in added))
 
 
-def _worker(archive: LabelArchive, keep: bool, barrier: Barrier, queue: SimpleQueue[Resident]) -> None:
+def _worker(archive: LabelStore, keep: bool, barrier: Barrier, queue: SimpleQueue[Resident]) -> None:
     archive.read(0, *_IMAGE)
     barrier.wait(_PATIENCE)
     before = resident()
     barrier.wait(_PATIENCE)
     kept = []
+    assert isinstance(archive.reader, ArchiveReader)
     for index in range(len(archive)):
-        tensors, place = archive.rows.tensors(index)
+        tensors, place = archive.reader.rows.tensors(index)
         kept.append([tensor[place].copy() for tensor in tensors.values()] if keep else None)
     barrier.wait(_PATIENCE)  # a page is shared while the others have it too
     after = resident()

@@ -20,8 +20,8 @@ from tlt.data.dataset import TrainDataset
 from tlt.data.loader import Batch, TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.label_map import LabelMap
-from tlt.labels.label_store import LabelStore
-from tlt.labels.store import write_map
+from tlt.labels.store import LabelStore
+from tlt.labels.tree import write_map
 from tlt.upstream.published import views
 
 SHOTS = 8

@@ -33,8 +33,8 @@ from tlt.data.sources.folder import ImageFolder, compare_classes, scan_folder
 from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.size_index import SizeIndex, index_file, open_folder, write_index
 from tlt.label_map import LabelMap
-from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.store import open_labels
 from volo.checkpoint.fingerprint import fingerprint
 
 _SIZE = (64, 48)  # of the images
@@ -112,7 +112,7 @@ def _timm(root: str) -> Callable[[], object]:
 
 def _archive(root: str) -> Callable[[], object]:
     names = open_folder(f"{root}/train").paths
-    return lambda: LabelArchive(f"{root}/labels", names)
+    return lambda: open_labels(f"{root}/labels", names)
 
 
 def _fingerprint(root: str) -> Callable[[], object]:

@@ -13,7 +13,7 @@ import timm
 import torch
 
 from tests.commands.conftest import QUICK, Ended, launch, metrics
-from tlt.labels.store import read_map
+from tlt.labels.tree import read_map
 from tlt.mix import Mixup
 from tlt.models.wrap import with_dense_head
 from volo import cli

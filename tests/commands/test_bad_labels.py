@@ -19,9 +19,8 @@ import torch
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.data.sources.folder import scan_folder
 from tlt.data.workers import WorkerDied
-from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_format import MappedFile
-from tlt.labels.store import PublishedTree
+from tlt.labels.store import open_labels
 from tlt.tools.cli import main as tlt_command
 from volo.checkpoint.saver import Saver
 
@@ -204,7 +203,7 @@ def test_four_classes_with_five_asked_for(train: Train, call: Call, data: Path, 
     ended = call("label", f"{_annotator(tmp_path)} --top-k 5", data, made)
     assert ended.code == 0, ended.err
     names = scan_folder(str(data / "train")).paths
-    assert PublishedTree(made, names, num_classes=4).shape[0] == 4
+    assert open_labels(made, names, num_classes=4).shape[0] == 4
     assert tlt_command(["pack", str(made), str(packed)]) == 0
     losses = []
     for labels in (made, packed):
@@ -238,8 +237,8 @@ def test_dotted_nested_and_non_ascii_names(train: Train, call: Call, data: Path,
     assert tlt_command(["pack", str(made), str(packed), "--images", str(odd)]) == 0
     assert tlt_command(["check", str(odd), str(packed)]) == 0
     names = scan_folder(str(odd / "train")).paths
-    tree, archive = PublishedTree(made, names), LabelArchive(packed, names)
-    assert len({tree.label(index) for index in range(24)}) == 24
+    tree, archive = open_labels(made, names), open_labels(packed, names)
+    assert len({tree.reader.label(index) for index in range(24)}) == 24
     assert all((tree.read(index).values == archive.read(index, 40, 36).values).all() for index in range(24))
     losses = []
     for labels in (made, packed):

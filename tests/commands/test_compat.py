@@ -12,9 +12,9 @@ import torch
 import yaml
 
 from tests.commands.conftest import QUICK, Ended, metrics
-from tlt.mixtoken import Box
+from tlt.data.loader import Batch
 from tlt.upstream.compat_rows import ROWS
-from volo.train.criterion import TokenLabelCriterion
+from volo.train.criterion import Mixed, StepKey, TokenLabelCriterion
 
 Call = Callable[..., Ended]
 
@@ -27,14 +27,15 @@ def test_upstream_runs_is_recorded_and_resumes_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     boxes: list[list[int]] = []
-    draw = TokenLabelCriterion._box
+    draw = TokenLabelCriterion.draw
 
-    def watched(self: TokenLabelCriterion, *args: object) -> Box:
-        box = draw(self, *args)
-        boxes.append(box.tolist())
-        return box
+    def watched(self: TokenLabelCriterion, batch: Batch, step: StepKey) -> Mixed:
+        mixed = draw(self, batch, step)
+        assert mixed.box is not None
+        boxes.append(mixed.box.tolist())
+        return mixed
 
-    monkeypatch.setattr(TokenLabelCriterion, "_box", watched)
+    monkeypatch.setattr(TokenLabelCriterion, "draw", watched)
     data = make_dataset(size=(60, 36))
     labels = make_labels(data, grid=(6, 8))
     flags = f"{data} {QUICK} --img-size 64 -b 4 --grad-accum-steps 2 --lr 1e-3 --epochs 2 --token-label"

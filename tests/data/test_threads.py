@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources import image_file
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError
-from tlt.label_map import LabelMap
-from tlt.labels.label_store import LabelStore
+from tlt.io.names import Names
+from tlt.labels.records import MapForm, Reader, Record
+from tlt.labels.store import LabelStore
 
 THREAD = {"worker_type": "thread"}
 
@@ -174,16 +176,17 @@ def test_a_program_ends_while_a_thread_loads(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")
 
 
-class _Broken(LabelStore):
+class _Broken:
     """Every map of an odd image is unusable; the others take their time."""
 
-    area, shape = "full", (1, 2, 2)
+    root, form = "maps", MapForm((1, 2, 2), 0, "full", False, None)
+    missing: set[int] = set()
 
-    def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+    def record(self, index: int) -> Record:
         time.sleep(0.001)
         if index % 2:
             raise UserError(f"map {index} is broken")
-        return LabelMap(np.zeros(self.shape, np.float16), np.zeros(self.shape, np.int32))
+        return Record(np.zeros((1, 2, 2), np.float16), np.zeros((1, 2, 2), np.int32))
 
     def source(self, index: int) -> str:
         return str(index)
@@ -191,7 +194,7 @@ class _Broken(LabelStore):
 
 def test_replaced_label_maps_are_told_with_their_batch() -> None:
     base = loader().dataset
-    labels = _Broken("maps", base.source.paths, 4, "skip")
+    labels = LabelStore(cast(Reader, _Broken()), Names(base.source.paths), num_classes=4, bad_label="skip")
     dataset = TrainDataset(base.source, CONFIG, 5, labels, base.backend)
     training = TrainLoader(dataset, IndexStream(26, 8, seed=5), as_floats, workers=3, **THREAD)
     for _, _, batch in training.epoch(0):

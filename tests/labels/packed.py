@@ -12,7 +12,7 @@ from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import label_names
 from tlt.labels.metadata import TreeMetadata
-from tlt.labels.store import write_map
+from tlt.labels.tree import write_map
 
 SHAPE = (2, 3, 4)
 # natural order, dots, a percent sign, one stem twice, not ASCII, not even UTF-8, nested, a dotted class

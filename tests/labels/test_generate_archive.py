@@ -29,9 +29,9 @@ from tlt.data.sources.folder import scan_folder
 from tlt.label_map import LabelMap
 from tlt.labels import annotate
 from tlt.labels.annotate import Annotator
-from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_format import Manifest, file_places
 from tlt.labels.metadata import TreeMetadata
+from tlt.labels.store import open_labels
 from tlt.tools.check import check
 from tlt.tools.pack import pack, unpack
 from volo import cli
@@ -129,12 +129,15 @@ def test_the_archive_is_what_pack_makes_of_the_tree(command: list[str], tmp_path
     unpack(str(tmp_path / "whole"), str(tmp_path / "back"))
     assert same_files(tmp_path / "tree", tmp_path / "back")
     folder = scan_folder(Path(command[0]) / "train")
-    whole, packed = (LabelArchive(tmp_path / name, folder.paths) for name in ("whole", "packed"))
+    whole, packed = (open_labels(tmp_path / name, folder.paths) for name in ("whole", "packed"))
     for name in ("values", "ids", "size", "area", "form"):
-        np.testing.assert_array_equal(whole.rows.column(name), packed.rows.column(name))
-    assert whole.manifest.accuracy == packed.manifest.accuracy and whole.manifest.accuracy["images"] == 16
+        np.testing.assert_array_equal(whole.reader.rows.column(name), packed.reader.rows.column(name))
+    assert (
+        whole.reader.manifest.accuracy == packed.reader.manifest.accuracy
+        and whole.reader.manifest.accuracy["images"] == 16
+    )
     assert whole.metadata is not None and whole.metadata.annotator["model"] == "resnet10t"
-    assert (whole.rows.column("size") == (40, 36)).all() and packed.log_sum_exp(0) is None
+    assert (whole.reader.rows.column("size") == (40, 36)).all() and packed.log_sum_exp(0) is None
     assert check(command[0], str(tmp_path / "whole")).usable
 
 
@@ -143,7 +146,7 @@ def test_log_sum_exp_is_that_of_all_logits(command: list[str], tmp_path: Path) -
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval().double()
     transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
     folder = scan_folder(Path(command[0]) / "train")
-    store = LabelArchive(tmp_path / "whole", folder.paths)
+    store = open_labels(tmp_path / "whole", folder.paths)
     for index in (0, 9):
         with torch.no_grad():
             features = model.forward_features(transform(Image.open(folder.path(index)))[None].double())[0]
@@ -234,9 +237,17 @@ def test_broken_images_have_no_label(command: list[str], tmp_path: Path, capsys:
     assert "1 of 16 images can't be read, more than --max-bad-images 0" in capsys.readouterr().err
     assert cli.run("label", into(command, "out", *ARCHIVE, "-b", "1")) == 0
     folder = scan_folder(Path(command[0]) / "train")
-    store = LabelArchive(tmp_path / "out", folder.paths)
-    assert store.metadata is not None and store.metadata.skipped == ["blue/blue4.jpg"] and store.manifest.absent == 1
-    assert store.missing() == [folder.paths.index("blue/blue4.jpg")] and store.warnings == [] and store.extra() == []
+    store = open_labels(tmp_path / "out", folder.paths)
+    assert (
+        store.metadata is not None
+        and store.metadata.skipped == ["blue/blue4.jpg"]
+        and store.reader.manifest.absent == 1
+    )
+    assert (
+        store.missing() == [folder.paths.index("blue/blue4.jpg")]
+        and store.warnings == []
+        and store.reader.extra() == []
+    )
     assert cli.run("label", into(command, "tree", "-b", "1")) == 0
     unpack(str(tmp_path / "out"), str(tmp_path / "back"))
     assert same_files(tmp_path / "tree", tmp_path / "back")
@@ -269,10 +280,10 @@ def test_other_ways_to_run(command: list[str], tmp_path: Path, flags: str) -> No
     assert cli.run("label", into(command, "exact", *ARCHIVE)) == 0
     assert cli.run("label", into(command, "other", *ARCHIVE, *flags.split())) == 0
     names = scan_folder(Path(command[0]) / "train").paths
-    exact, other = (LabelArchive(tmp_path / name, names) for name in ("exact", "other"))
+    exact, other = (open_labels(tmp_path / name, names) for name in ("exact", "other"))
     apart = [np.abs(exact.load(i).values - other.load(i).values.astype(np.float32)).max() for i in range(16)]
     assert max(apart) < 0.05 and (max(apart) > 1e-3) == ("bfloat16" in flags)
-    assert bool(other.manifest.accuracy) == (flags != "--transfer")
+    assert bool(other.reader.manifest.accuracy) == (flags != "--transfer")
 
 
 class ManyClasses(nn.Module):
@@ -317,6 +328,6 @@ def test_many_classes_are_exact_in_bounded_memory(
         label_map = LabelMap(found.values[row].numpy(), found.ids[row].numpy())
         job.write(row, label_map, found.log_sum_exp[row].numpy(), (10, 8))
     job.finish([])
-    store = LabelArchive(tmp_path / "out", folder.paths, num_classes=classes)
+    store = open_labels(tmp_path / "out", folder.paths, num_classes=classes)
     np.testing.assert_array_equal([store.read(row).ids for row in range(7)], order)
-    assert store.rows.column("ids").dtype == dtype and store.rows.column("ids").max() > 2**14
+    assert store.reader.rows.column("ids").dtype == dtype and store.reader.rows.column("ids").max() > 2**14

@@ -17,7 +17,8 @@ import volo  # noqa: F401  (registers the models)
 from tlt.data.sources.folder import scan_folder
 from tlt.io.progress import Progress
 from tlt.labels.metadata import TreeMetadata
-from tlt.labels.store import PublishedTree, read_map
+from tlt.labels.store import open_labels
+from tlt.labels.tree import read_map
 from volo import cli
 
 SIZE = 64
@@ -59,7 +60,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval()
     transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
     folder = scan_folder(Path(command[0]) / "train")
-    store = PublishedTree(out_of(command), folder.paths, num_classes=4, class_names=folder.class_names)
+    store = open_labels(out_of(command), folder.paths, num_classes=4, class_names=folder.class_names)
     for index in range(0, 16, 5):
         image = Image.open(folder.path(index))
         with torch.no_grad():
@@ -161,7 +162,7 @@ def test_a_folder_without_splits_and_images_of_one_stem(command: list[str], tmp_
     assert cli.run("label", [str(data), *command[1:]]) == 0
     names = sorted(path.name for path in (out_of(command) / "red").iterdir())
     assert names == ["red.v1.jpg.pt", "red.v1.png.pt", "red11.pt", "red15.pt", "red3.pt", "red7.pt"]
-    assert PublishedTree(out_of(command), scan_folder(data).paths).warnings == []
+    assert open_labels(out_of(command), scan_folder(data).paths).warnings == []
 
 
 def test_broken_images_are_counted_and_the_tree_can_still_be_used(
@@ -178,7 +179,7 @@ def test_broken_images_are_counted_and_the_tree_can_still_be_used(
     metadata = TreeMetadata.read(out_of(command) / "labels.json")
     assert metadata is not None and metadata.skipped == ["red/red3.jpg"]
     folder = scan_folder(Path(command[0]) / "train")
-    store = PublishedTree(out_of(command), folder.paths)
+    store = open_labels(out_of(command), folder.paths)
     assert store.read(folder.paths.index("red/red3.jpg"), 40, 36).area == (0, 0, 0, 0)
 
 

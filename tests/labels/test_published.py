@@ -18,8 +18,8 @@ from tlt.data.augment.plan import AugmentConfig, Plan, Steps, draw_steps, make_p
 from tlt.data.augment.rand_augment import Kernel
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.labels.labels import open_labels
-from tlt.labels.store import write_map
+from tlt.labels.store import open_labels
+from tlt.labels.tree import write_map
 from tlt.targets import make_targets
 from tlt.tools.pack import pack
 from tlt.upstream.published import LegacyBoxes, check_half_ids, label_view, moved_maps, summing_to_more, target_maker

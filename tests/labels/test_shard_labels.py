@@ -12,8 +12,8 @@ from tests.labels.packed import SHAPE, label_map, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
 from tlt.labels.label_files import label_names
-from tlt.labels.labels import open_labels
-from tlt.labels.shard_labels import ShardLabels
+from tlt.labels.shards import ShardReader
+from tlt.labels.store import open_labels
 from tlt.tools.check import check
 from tlt.tools.cli import main
 from tlt.tools.pack_images import pack_images
@@ -79,10 +79,10 @@ def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys:
     folder = scan_folder(data / "train")
     pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
     store = open_labels(tmp_path / "out", folder.paths)
-    assert isinstance(store, ShardLabels) and check(str(tmp_path / "out"), str(tmp_path / "out")).usable
+    assert isinstance(store.reader, ShardReader) and check(str(tmp_path / "out"), str(tmp_path / "out")).usable
     path = tmp_path / "out" / "train" / "00000.tar"
     content = bytearray(path.read_bytes())
-    content[int(store.index.tensors["label_offset"][4]) + 200] ^= 1
+    content[int(store.reader.index.tensors["label_offset"][4]) + 200] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match="label of b/x.jpg in .*crc32 is wrong"):
         open_labels(tmp_path / "out", folder.paths).read(4)

@@ -15,7 +15,8 @@ from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
 from tlt.labels.label_files import label_names, published_label_name
 from tlt.labels.metadata import TreeMetadata
-from tlt.labels.store import PublishedTree, read_map, write_map
+from tlt.labels.store import LabelStore, open_labels
+from tlt.labels.tree import read_map, write_map
 
 NAMES = ["c0/0.jpg", "c0/1.png", "c1/0.jpg"]
 SHAPE = (2, 3, 4)
@@ -40,12 +41,12 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def mark_of(store: PublishedTree, index: int) -> float:
+def mark_of(store: LabelStore, index: int) -> float:
     return float(store.read(index, 8, 8).values[0, 0, 0])
 
 
 def test_a_published_tree_is_read_as_it_was_written(tree: Path) -> None:
-    store = PublishedTree(tree, NAMES, num_classes=2)
+    store = open_labels(tree, NAMES, num_classes=2)
     assert (len(store), store.shape, store.warnings) == (3, SHAPE, [])
     found = store.read(1)
     expected = published(1)
@@ -55,15 +56,15 @@ def test_a_published_tree_is_read_as_it_was_written(tree: Path) -> None:
 
 
 def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> None:
-    known = PublishedTree(tree, NAMES).identity()
+    known = open_labels(tree, NAMES).identity()
     elsewhere = shutil.copytree(tree, tmp_path / "elsewhere", copy_function=shutil.copyfile)  # with other times
-    assert PublishedTree(elsewhere, NAMES).identity() == known
-    torch.save(published(mark=99), elsewhere / PublishedTree(tree, NAMES).label(len(NAMES) - 1))
-    assert PublishedTree(elsewhere, NAMES).identity() != known
+    assert open_labels(elsewhere, NAMES).identity() == known
+    torch.save(published(mark=99), elsewhere / open_labels(tree, NAMES).reader.label(len(NAMES) - 1))
+    assert open_labels(elsewhere, NAMES).identity() != known
 
 
 def test_it_travels_to_a_worker(tree: Path) -> None:
-    store = pickle.loads(pickle.dumps(PublishedTree(tree, NAMES)))
+    store = pickle.loads(pickle.dumps(open_labels(tree, NAMES)))
     assert [mark_of(store, index) for index in range(3)] == [0, 1, 2]
 
 
@@ -163,7 +164,7 @@ def test_fault_45_cut_files_name_the_file(tree: Path, keep: int) -> None:
 def test_fault_45_missing_labels_stop_before_the_first_step(tree: Path) -> None:
     (tree / "c1" / "0.pt").unlink()
     with pytest.raises(UserError, match=r"1 of 3 images have no label in .*first is c1/0\.jpg"):
-        PublishedTree(tree, NAMES)
+        open_labels(tree, NAMES)
 
 
 @pytest.mark.parametrize("policy,area", [("skip", NO_AREA), ("uniform", FULL_AREA)])
@@ -173,7 +174,7 @@ def test_policies_replace_and_report(tree: Path, policy: str, area: tuple[float,
     torch.save(published(1), tree / "c0" / "1.pt")
     metadata = TreeMetadata(2, (3, 4), 2)
     metadata.write(tree / "labels.json")
-    store = PublishedTree(tree, NAMES, bad_label=policy)
+    store = open_labels(tree, NAMES, bad_label=policy)
     assert "1 of 3 images have no label" in store.warnings[0]
     assert mark_of(store, 1) == 1 and store.take_faults() == []
     for index in (0, 2):
@@ -186,20 +187,20 @@ def test_policies_replace_and_report(tree: Path, policy: str, area: tuple[float,
 
 def test_fault_46_a_map_of_another_shape_stops(tree: Path) -> None:
     torch.save(published(shape=(3, 3, 4)), tree / "c1" / "0.pt")
-    store = PublishedTree(tree, NAMES)
+    store = open_labels(tree, NAMES)
     with pytest.raises(UserError, match=r"c1/0\.pt: shape"):
         store.read(2, 8, 8)
 
 
 def test_no_label_at_all_is_an_error_under_any_policy(tree: Path) -> None:
     with pytest.raises(UserError, match="2 of 2 images have no label"):
-        PublishedTree(tree, ["d/0.jpg", "d/1.jpg"], bad_label="skip")
+        open_labels(tree, ["d/0.jpg", "d/1.jpg"], bad_label="skip")
     with pytest.raises(UserError, match="does not exist or is not a folder"):
-        PublishedTree(tree / "nothing", NAMES)
+        open_labels(tree / "nothing", NAMES)
     for path in tree.rglob("*.pt"):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="not one of its label files can be used"):
-        PublishedTree(tree, NAMES, bad_label="skip")
+        open_labels(tree, NAMES, bad_label="skip")
 
 
 def test_fault_50_names_with_dots_have_their_own_labels(tmp_path: Path) -> None:
@@ -207,11 +208,11 @@ def test_fault_50_names_with_dots_have_their_own_labels(tmp_path: Path) -> None:
     (tmp_path / "c1.x").mkdir()
     for mark, name in enumerate(names):
         torch.save(published(mark), tmp_path / label_names([name])[0])
-    store = PublishedTree(tmp_path, names)
+    store = open_labels(tmp_path, names)
     assert [mark_of(store, index) for index in range(3)] == [0, 1, 2]
     (tmp_path / "c1.x" / "1.crop.pt").unlink()
     with pytest.raises(UserError, match=r"1 of 3 images have no label.*c1\.x/1\.crop\.jpg"):
-        PublishedTree(tmp_path, names)
+        open_labels(tmp_path, names)
 
 
 def test_the_published_rule_is_followed_where_it_is_unambiguous(tmp_path: Path) -> None:
@@ -222,10 +223,10 @@ def test_the_published_rule_is_followed_where_it_is_unambiguous(tmp_path: Path) 
         path.parent.mkdir(exist_ok=True)
         torch.save(published(mark), path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pt")) == ["n01/a.pt", "n01/b.pt"]
-    store = PublishedTree(tmp_path, names)
+    store = open_labels(tmp_path, names)
     assert [mark_of(store, index) for index in range(2)] == [0, 1]
     with pytest.raises(UserError, match=r"n01/a\.pt fits 2 images, such as animals/n01/a\.v1\.jpg"):
-        PublishedTree(tmp_path, [*names, "animals/n01/a.v2.jpg"])
+        open_labels(tmp_path, [*names, "animals/n01/a.v2.jpg"])
 
 
 def test_images_that_differ_in_their_suffix_alone(tmp_path: Path) -> None:
@@ -234,16 +235,16 @@ def test_images_that_differ_in_their_suffix_alone(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     for mark, label in enumerate(label_names(names)):
         torch.save(published(mark), tmp_path / label)
-    assert [mark_of(PublishedTree(tmp_path, names), index) for index in range(3)] == [0, 1, 2]
+    assert [mark_of(open_labels(tmp_path, names), index) for index in range(3)] == [0, 1, 2]
     for label in ("c/x.jpg.pt", "c/x.png.pt"):
         (tmp_path / label).unlink()
     torch.save(published(), tmp_path / "c" / "x.pt")
     with pytest.raises(UserError, match=r"x\.pt fits c/x\.png and another image"):
-        PublishedTree(tmp_path, names)
+        open_labels(tmp_path, names)
 
 
 def test_maps_of_the_centre_square_lie_there(tree: Path) -> None:
-    store = PublishedTree(tree, NAMES, area="center")
+    store = open_labels(tree, NAMES, area="center")
     assert store.read(0, 500, 375).area == centre_square(500, 375) == pytest.approx((0.125, 0, 0.875, 1))
     with pytest.raises(ValueError, match="size of the source image"):
         store.read(0)
@@ -254,16 +255,16 @@ def test_metadata_travels_and_is_compared(tree: Path) -> None:
     metadata.write(tree / "labels.json")
     assert TreeMetadata.read(tree / "labels.json") == metadata
     (tree / "c1" / "0.pt").unlink()
-    store = PublishedTree(tree, NAMES, num_classes=2, class_names=["c0", "c1"])
+    store = open_labels(tree, NAMES, num_classes=2, class_names=["c0", "c1"])
     assert store.read(0).area == (0.0, 0.1, 1.0, 0.9)
     assert store.warnings == [] and store.read(2).area == NO_AREA
-    assert "overrides" in PublishedTree(tree, NAMES, area="full").warnings[0]
+    assert "overrides" in open_labels(tree, NAMES, area="full").warnings[0]
     with pytest.raises(UserError, match="labels of 2 classes, but the model has 3"):
-        PublishedTree(tree, NAMES, num_classes=3)
+        open_labels(tree, NAMES, num_classes=3)
     with pytest.raises(UserError, match="class 0 is c0 there, c1 here"):
-        PublishedTree(tree, NAMES, class_names=["c1", "c0"])
+        open_labels(tree, NAMES, class_names=["c1", "c0"])
     with pytest.raises(UserError, match="2 classes there, 3 here"):
-        PublishedTree(tree, NAMES, class_names=["c0", "c1", "c2"])
+        open_labels(tree, NAMES, class_names=["c0", "c1", "c2"])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": "other"}', '{"format": "volo-tlt label tree, version 1"}'])

@@ -12,9 +12,8 @@ from tlt.errors import UserError
 from tlt.io.tail import relative_to_tail
 from tlt.label_map import LabelBatch, LabelMap
 from tlt.labels.annotate import _annotation
-from tlt.labels.archive import LabelArchive
 from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.labels import open_labels
+from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 
 
@@ -102,13 +101,13 @@ def test_stores_without_log_sum_exp_are_refused(tmp_path: Path) -> None:
     dense = annotator_says(6, 1.0)
     names = archive_of(tmp_path / "without", dense, 2, log_sum_exp=False)
     with pytest.raises(UserError, match="without has no log-sum-exp: make it with `generate_label.py --format archive"):
-        LabelArchive(tmp_path / "without", names, num_classes=6, label_tail="exact")
+        open_labels(tmp_path / "without", names, num_classes=6, label_tail="exact")
     (tmp_path / "tree").mkdir()
     with pytest.raises(UserError, match="tree is no archive with log-sum-exp, as `generate_label.py --format archive"):
         open_labels(tmp_path / "tree", names, label_tail="exact")
     archive_of(tmp_path / "with", dense, 2)
     with pytest.raises(UserError, match="does not say how many classes"):
-        LabelArchive(tmp_path / "with", names, label_tail="exact")
+        open_labels(tmp_path / "with", names, label_tail="exact")
     dense[1, 2, 3] = 1e30
     with pytest.raises(UserError, match="NaN or infinite"):
         archive_of(tmp_path / "infinite", dense, 2)

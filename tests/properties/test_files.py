@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tests.properties.outcomes import result_or_refusal, spoilt
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
 from tlt.label_map import LabelMap
-from tlt.labels.archive import LabelArchive
 from tlt.labels.metadata import TreeMetadata
-from tlt.labels.store import read_map, write_map
+from tlt.labels.store import open_labels
+from tlt.labels.tree import read_map, write_map
 from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.train_state import TrainState
@@ -75,7 +75,7 @@ def test_a_spoilt_label_file_is_refused_or_reads_the_same(data: st.DataObject, t
 
 
 def _read_all(root: Path) -> list[LabelMap]:
-    store = LabelArchive(root, NAMES, num_classes=CLASSES)
+    store = open_labels(root, NAMES, num_classes=CLASSES)
     return [store.read(index, 8, 8) for index in range(len(NAMES))]
 
 

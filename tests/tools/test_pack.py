@@ -22,13 +22,14 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tlt.errors import UserError
+from tlt.io.names import Names
 from tlt.io.natural import natural_key
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
-from tlt.labels.archive import LabelArchive
+from tlt.labels.archive import ArchiveReader
 from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.labels import open_labels
 from tlt.labels.metadata import TreeMetadata
-from tlt.labels.store import PublishedTree, write_map
+from tlt.labels.store import LabelStore, open_labels
+from tlt.labels.tree import TreeReader, write_map
 from tlt.tools.pack import pack, unpack
 
 K, H, W = SHAPE = (2, 3, 4)
@@ -86,7 +87,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def mark_of(store: LabelArchive | PublishedTree, index: int) -> float:
+def mark_of(store: LabelStore, index: int) -> float:
     return float(store.read(index, 8, 4).values[0, 0, 0])
 
 
@@ -102,14 +103,14 @@ def test_names_find_their_labels_in_any_order(archive: Path, tree: Path) -> None
     order = [4, 0, 6, 2, 5, 1, 3]
     names = [NAMES[place] for place in order]
     store = open_labels(archive, names, num_classes=5)
-    assert isinstance(store, LabelArchive) and store.shape == SHAPE and store.warnings == []
+    assert isinstance(store.reader, ArchiveReader) and store.shape == SHAPE and store.warnings == []
     assert [mark_of(store, index) for index in range(7)] == order
     for index, name in enumerate(names):
         expected = torch.load(tree / label_of(name)).squeeze(0).float().numpy()
         found = store.read(index)
         assert (found.values.dtype, found.ids.dtype, found.area) == (np.float16, np.int32, FULL_AREA)
         np.testing.assert_array_equal(np.stack([found.values, found.ids]), expected)
-    assert isinstance(open_labels(tree, names), PublishedTree)
+    assert isinstance(open_labels(tree, names).reader, TreeReader)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["images", "labels"])
@@ -123,10 +124,10 @@ def test_rows_in_the_order_of_the_images_are_not_searched(
     pack(str(tree), str(tmp_path / "ordered"), str(images) if known else None)
     ordered = sorted(names, key=lambda name: (natural_key(name), name))
     monkeypatch.setattr("tlt.labels.archive.find_labels", MagicMock(side_effect=AssertionError("searched")))
-    store = LabelArchive(tmp_path / "ordered", ordered)
+    store = open_labels(tmp_path / "ordered", ordered)
     assert [mark_of(store, row) for row in range(len(names))] == [NAMES.index(name) for name in ordered]
     with pytest.raises(AssertionError, match="searched"):
-        LabelArchive(tmp_path / "ordered", [*ordered[1:], "d/new.jpg"])
+        open_labels(tmp_path / "ordered", [*ordered[1:], "d/new.jpg"])
 
 
 def test_unpacking_gives_the_same_files_byte_for_byte(archive: Path, tree: Path, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_unpacking_gives_the_same_files_byte_for_byte(archive: Path, tree: Path,
 
 
 def test_safetensors_reads_the_files(archive: Path) -> None:
-    store = LabelArchive(archive, NAMES)
+    store = open_labels(archive, NAMES)
     shard = load_file(archive / "00000.safetensors")
     assert {name: (str(t.dtype), t.shape) for name, t in shard.items()} == {
         "values": ("float16", (3, *SHAPE)),
@@ -171,12 +172,12 @@ def test_a_flipped_bit_is_noticed(archive: Path, name: str) -> None:
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     flip(path, 8 + int.from_bytes(data[:8], "little") + header[name]["data_offsets"][0])
-    store = LabelArchive(archive, NAMES)
+    store = open_labels(archive, NAMES)
     with pytest.raises(UserError, match=r"a/0\.pt in .*00000\.safetensors, row 0, is damaged \(crc32 is wrong\)"):
         store.read(0)
     assert mark_of(store, 1) == 1
-    assert store.damaged_files() == ["00000.safetensors"]
-    skipping = LabelArchive(archive, NAMES, bad_label="skip")
+    assert store.reader.damaged_files() == ["00000.safetensors"]
+    skipping = open_labels(archive, NAMES, bad_label="skip")
     assert skipping.read(0).area == NO_AREA and "crc32" in skipping.take_faults()[0][1]
 
 
@@ -186,7 +187,7 @@ def test_a_hole_of_zeros_is_noticed(archive: Path) -> None:
     start = 8 + int.from_bytes(data[:8], "little")
     path.write_bytes(data[:start] + bytes(len(data) - start))
     assert load_file(path)["values"].shape == (3, *SHAPE)  # safetensors takes it
-    store = LabelArchive(archive, NAMES)
+    store = open_labels(archive, NAMES)
     assert mark_of(store, 0) == 0
     with pytest.raises(UserError, match=r"00001\.safetensors, row 0, is damaged"):
         store.read(3)
@@ -203,37 +204,37 @@ def test_a_hole_of_zeros_is_noticed(archive: Path) -> None:
 def test_cut_files_are_told_at_the_start(archive: Path, file: str, text: str) -> None:
     os.truncate(archive / file, (archive / file).stat().st_size - 9)
     with pytest.raises(UserError, match=text):
-        LabelArchive(archive, NAMES)
+        open_labels(archive, NAMES)
     (archive / file).unlink()
     with pytest.raises(UserError, match="can't be read|not a label archive"):
-        LabelArchive(archive, NAMES)
+        ArchiveReader(str(archive), Names(NAMES))
 
 
 def test_other_damage_at_the_start(archive: Path) -> None:
     manifest = (archive / "manifest.json").read_text()
     (archive / "manifest.json").write_text(manifest.replace('"max_id": 4', '"max_id": 0'))
     with pytest.raises(UserError, match=r"manifest\.json is damaged \(its checksum is wrong\)"):
-        LabelArchive(archive, NAMES)
+        open_labels(archive, NAMES)
     (archive / "manifest.json").write_text(manifest)
     flip(archive / "names.safetensors", (archive / "names.safetensors").stat().st_size - 1)
     with pytest.raises(UserError, match=r"names\.safetensors is damaged"):
-        LabelArchive(archive, NAMES)
+        open_labels(archive, NAMES)
     flip(archive / "names.safetensors", (archive / "names.safetensors").stat().st_size - 1)
     flip(archive / "00001.safetensors", 20)
     with pytest.raises(UserError, match="its header is wrong"):
-        LabelArchive(archive, NAMES)
+        open_labels(archive, NAMES)
 
 
 def test_shards_that_the_manifest_does_not_name_do_not_exist(archive: Path) -> None:
     (archive / "00003.safetensors").write_bytes(b"rest of a killed run")
-    assert mark_of(LabelArchive(archive, NAMES), 6) == 6
+    assert mark_of(open_labels(archive, NAMES), 6) == 6
     os.replace(archive / "manifest.json", archive / "manifest.partial.json")
     with pytest.raises(UserError, match="is not complete"):
-        LabelArchive(archive, NAMES)
+        open_labels(archive, NAMES)
 
 
 def test_deleted_or_cut_while_in_use(archive: Path) -> None:
-    store = LabelArchive(archive, NAMES)
+    store = open_labels(archive, NAMES)
     os.truncate(archive / "00001.safetensors", 100)
     with pytest.raises(UserError, match=r"00001\.safetensors has been cut to 100 of \d+ bytes"):
         store.read(3)
@@ -246,17 +247,17 @@ def test_deleted_or_cut_while_in_use(archive: Path) -> None:
 
 def test_images_and_archives_that_do_not_belong_together(archive: Path) -> None:
     with pytest.raises(UserError, match=r"2 of 2 images have no label in .*first is d/0\.jpg"):
-        LabelArchive(archive, ["d/0.jpg", "d/1.jpg"], bad_label="skip")
+        open_labels(archive, ["d/0.jpg", "d/1.jpg"], bad_label="skip")
     with pytest.raises(UserError, match=r"1 of 8 images have no label in .*first is d/0\.jpg"):
-        LabelArchive(archive, [*NAMES, "d/0.jpg"])
-    store = LabelArchive(archive, ["d/0.jpg", "a/0.jpg"], bad_label="uniform")
+        open_labels(archive, [*NAMES, "d/0.jpg"])
+    store = open_labels(archive, ["d/0.jpg", "a/0.jpg"], bad_label="uniform")
     assert store.read(0).area == FULL_AREA and mark_of(store, 1) == 0 and store.missing() == [0]
-    assert len(store.extra()) == 6 and "1 of 2" in store.warnings[0]
+    assert len(store.reader.extra()) == 6 and "1 of 2" in store.warnings[0]
 
 
 def test_class_ids_out_of_range_are_told_at_the_start(archive: Path) -> None:
     with pytest.raises(UserError, match=r"class ids up to 4, which are not in 0\.\.3 \(--num-classes 4\)"):
-        LabelArchive(archive, NAMES, num_classes=4)
+        open_labels(archive, NAMES, num_classes=4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -275,15 +276,15 @@ def test_large_class_ids_may_come_late(tree: Path, tmp_path: Path) -> None:
     large[1] += 70_000
     torch.save(large, tree / "b" / "deep" / "ü 2.pt")
     pack(str(tree), str(tmp_path / "out.tlt"))
-    assert LabelArchive(tmp_path / "out.tlt", NAMES).read(3).ids.max() >= 70_000
+    assert open_labels(tmp_path / "out.tlt", NAMES).read(3).ids.max() >= 70_000
     torch.save(entry(0), tree / "a" / "0.pt")  # half precision: of few classes, says the first file
     with pytest.raises(UserError, match=r"ü 2\.pt: class id 7\d+, .* one format"):
         pack(str(tree), str(tmp_path / "other.tlt"))
 
 
 def test_values_that_another_program_made_infinite_are_noticed(archive: Path) -> None:
-    store = LabelArchive(archive, NAMES)
-    rows = store.rows
+    store = open_labels(archive, NAMES)
+    rows = store.reader.rows
     writer_view = bytearray((archive / "00000.safetensors").read_bytes())
     header = int.from_bytes(writer_view[:8], "little")
     places = json.loads(writer_view[8 : 8 + header])
@@ -297,7 +298,7 @@ def test_values_that_another_program_made_infinite_are_noticed(archive: Path) ->
     writer_view[start : start + 4] = crc
     (archive / "00000.safetensors").write_bytes(writer_view)
     with pytest.raises(UserError, match="NaN or infinite"):
-        LabelArchive(archive, NAMES).read(0)
+        open_labels(archive, NAMES).read(0)
 
 
 def test_labels_that_would_change_are_not_packed(tree: Path, tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_other_shapes_and_damaged_files_are_not_packed(tree: Path, tmp_path: Pat
         pack(str(tree), str(tmp_path / "out.tlt"))
     torch.save(entry(3), tree / "b" / "deep" / "ü 2.pt")
     pack(str(tree), str(tmp_path / "out.tlt"))  # the same command goes on
-    assert mark_of(LabelArchive(tmp_path / "out.tlt", NAMES), 3) == 3
+    assert mark_of(open_labels(tmp_path / "out.tlt", NAMES), 3) == 3
 
 
 def test_images_give_names_sizes_and_areas(tree: Path, images: Path, tmp_path: Path) -> None:
@@ -325,9 +326,9 @@ def test_images_give_names_sizes_and_areas(tree: Path, images: Path, tmp_path: P
     said = pack(str(tree), str(tmp_path / "out.tlt"), images=str(images), area="center")
     assert "1 of 8 images have no label, such as c/new.jpg" in said[0]
     assert "1 labels belong to no image, such as z/9.pt" in said[1] and "% by chance" in said[-1]
-    store = LabelArchive(tmp_path / "out.tlt", NAMES)
+    store = open_labels(tmp_path / "out.tlt", NAMES)
     assert [mark_of(store, index) for index in range(7)] == list(range(7))
-    assert store.read(0).area == centre_square(8, 4) == (0.25, 0, 0.75, 1) and store.extra() == ["z/9.pt"]
+    assert store.read(0).area == centre_square(8, 4) == (0.25, 0, 0.75, 1) and store.reader.extra() == ["z/9.pt"]
     with pytest.raises(UserError, match="made of an image of 8 x 4 pixels, which now has 4 x 8"):
         store.read(0, 4, 8)
     assert store.read(0, 80, 40).area == (0.25, 0, 0.75, 1)
@@ -337,7 +338,7 @@ def test_images_give_names_sizes_and_areas(tree: Path, images: Path, tmp_path: P
 
 def test_centre_squares_without_images_are_placed_when_read(tree: Path, tmp_path: Path) -> None:
     pack(str(tree), str(tmp_path / "out.tlt"), area="center")
-    store = LabelArchive(tmp_path / "out.tlt", NAMES)
+    store = open_labels(tmp_path / "out.tlt", NAMES)
     assert store.read(0, 500, 375).area == centre_square(500, 375)
     with pytest.raises(ValueError, match="size of the source image"):
         store.read(0)
@@ -345,7 +346,7 @@ def test_centre_squares_without_images_are_placed_when_read(tree: Path, tmp_path
 
 def test_transposed_trees_are_turned_when_read_and_not_when_unpacked(tree: Path, tmp_path: Path) -> None:
     pack(str(tree), str(tmp_path / "out.tlt"), transposed=True)
-    store = LabelArchive(tmp_path / "out.tlt", NAMES)
+    store = open_labels(tmp_path / "out.tlt", NAMES)
     assert store.shape == (K, W, H)
     np.testing.assert_array_equal(store.read(0).values, entry(0)[0].numpy().transpose(0, 2, 1))
     unpack(str(tmp_path / "out.tlt"), str(tmp_path / "back"))
@@ -355,13 +356,13 @@ def test_transposed_trees_are_turned_when_read_and_not_when_unpacked(tree: Path,
 def test_what_labels_json_says_travels(tree: Path, tmp_path: Path) -> None:
     TreeMetadata(K, (H, W), 5, (0.0, 0.1, 1.0, 0.9), {"model": "r"}, ["a", "deep", "c"]).write(tree / "labels.json")
     pack(str(tree), str(tmp_path / "out.tlt"))
-    store = LabelArchive(tmp_path / "out.tlt", NAMES, num_classes=5)
+    store = open_labels(tmp_path / "out.tlt", NAMES, num_classes=5)
     assert store.metadata == TreeMetadata.read(tree / "labels.json")
     assert store.read(0).area == pytest.approx((0.0, 0.1, 1.0, 0.9))
     with pytest.raises(UserError, match="labels of 5 classes, but the model has 6"):
-        LabelArchive(tmp_path / "out.tlt", NAMES, num_classes=6)
+        open_labels(tmp_path / "out.tlt", NAMES, num_classes=6)
     with pytest.raises(UserError, match="class 0 is a there, b here"):
-        LabelArchive(tmp_path / "out.tlt", NAMES, class_names=["b", "a", "c"])
+        open_labels(tmp_path / "out.tlt", NAMES, class_names=["b", "a", "c"])
     unpack(str(tmp_path / "out.tlt"), str(tmp_path / "back"))
     assert filecmp.cmp(tree / "labels.json", tmp_path / "back" / "labels.json", False)
 
@@ -379,7 +380,7 @@ def test_many_classes_and_log_sum_exp(tmp_path: Path) -> None:
         writer.finish()
     writer.write_absent(0)
     writer.finish()
-    store = LabelArchive(tmp_path / "out", names[0], bad_label="skip")
+    store = open_labels(tmp_path / "out", names[0], bad_label="skip")
     np.testing.assert_array_equal(store.read(1).ids, ids)
     np.testing.assert_array_equal(store.log_sum_exp(1), sums)
     assert store.missing() == [0] and load_file(tmp_path / "out" / "00000.safetensors")["ids"].dtype == np.int32
@@ -421,11 +422,11 @@ def test_what_is_there_is_not_overwritten(archive: Path, tree: Path, tmp_path: P
     with pytest.raises(UserError, match="beginning of another archive"):
         pack(str(tree), str(archive), transposed=True, shard_records=3)
     pack(str(tree), str(archive), transposed=True, overwrite=True)
-    assert LabelArchive(archive, NAMES).shape == (K, W, H)
+    assert open_labels(archive, NAMES).shape == (K, W, H)
 
 
 def test_workers_share_the_mapping(archive: Path) -> None:
-    store = LabelArchive(archive, NAMES)
+    store = open_labels(archive, NAMES)
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
 

@@ -28,9 +28,9 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
 from tlt.errors import UserError
-from tlt.labels.labels import open_labels
 from tlt.labels.metadata import TreeMetadata
-from tlt.labels.shard_labels import ShardLabels
+from tlt.labels.shards import ShardReader
+from tlt.labels.store import open_labels
 from tlt.tools import shard_writer
 from tlt.tools.cli import main
 from tlt.tools.pack_images import pack_images
@@ -67,7 +67,7 @@ def test_shards_hold_what_folder_and_labels_hold(data: Path, tmp_path: Path, kin
     theirs = open_labels(root, folder.paths, num_classes=5)
     for path in ("out", "out/train"):
         ours = open_labels(tmp_path / path, shards.paths, num_classes=5)
-        assert isinstance(ours, ShardLabels) and fingerprint(shards, ours) == fingerprint(folder, theirs)
+        assert isinstance(ours.reader, ShardReader) and fingerprint(shards, ours) == fingerprint(folder, theirs)
         for row in range(len(folder)):
             one, other = (store.read(row, *folder.size(row)) for store in (ours, theirs))
             np.testing.assert_array_equal(one.values, other.values)
@@ -301,7 +301,7 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     assert shards.size(row) == (100, 53) and folder.size(row) == (300, 160)
     assert [i for i in range(len(folder)) if shards.read(i) != folder.read(i)] == [row]
     ours, theirs = open_labels(tmp_path / "out", shards.paths), open_labels(root, folder.paths)
-    assert isinstance(ours, ShardLabels) and ours.record(row)["size"].tolist() == [100, 53]
+    assert isinstance(ours.reader, ShardReader) and ours.reader.record(row).size.tolist() == [100, 53]
     one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
     np.testing.assert_array_equal(one.values, other.values)
     assert one.area == other.area

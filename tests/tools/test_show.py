@@ -20,7 +20,7 @@ from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.dataset import TrainDataset
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError
-from tlt.labels.labels import open_labels
+from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.cli import main, parser
 from tlt.tools.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure

@@ -30,8 +30,8 @@ from tlt.labels.archive_format import (
     row_crc,
     shard_name,
 )
-from tlt.labels.label_files import find_labels, find_published
-from tlt.labels.recorded_labels import GRID_FIELDS, RECORD_FIELDS, MapForm, RecordedLabels
+from tlt.labels.label_files import find_labels, find_published, published_label_name
+from tlt.labels.records import GRID_FIELDS, MapForm, Record
 
 
 def is_archive(root: str | Path) -> bool:
@@ -133,62 +133,57 @@ class Rows:
         return self._shards[shard], place
 
 
-class LabelArchive(RecordedLabels):
-    """The label maps of a list of images, out of an archive.
+class ArchiveReader:
+    """The rows of an archive that belong to a list of images. A `tlt.labels.records.Reader`.
 
     Images are matched by name, in whatever order the archive has them: by the image's own name where the archive knows
-    it, else by label file, with the rule of `PublishedTree`.
+    it, else by label file, with the rule of `tlt.labels.tree.TreeReader`.
 
-    Args and attributes: those of `LabelStore`, and `label_tail` (see `tlt.labels.recorded_labels`).
+    Args:
+        names: Image paths relative to the image folder.
+        published_names: As for `TreeReader`.
 
     Raises:
-        UserError: No archive, not complete, damaged, made for other classes or images, without the log-sum-exp that
-            `"exact"` needs; with `"stop"` also if any image has no label.
+        UserError: No archive, not complete, or damaged.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        names: Sequence[str],
-        area: str | None = None,
-        num_classes: int | None = None,
-        bad_label: str = "stop",
-        class_names: Sequence[str] | None = None,
-        published_names: bool = False,
-        label_tail: str = "zero",
-    ) -> None:
-        super().__init__(root, names, num_classes, bad_label, published_names)
-        self.manifest = read_manifest(self.root)
+    def __init__(self, root: str, names: Names, published_names: bool = False) -> None:
+        self.root, self.published_names, self._names = root, published_names, names
+        self.manifest = read_manifest(root)
         header = self.manifest.header
-        self.rows = Rows(self.root, header)
-        if sha256_of(os.path.join(self.root, NAMES_NAME)) != header.names_sha256:
-            raise UserError(f"label archive {printable(self.root)}: {NAMES_NAME} is damaged; copy the archive again")
+        self.rows = Rows(root, header)
+        if sha256_of(os.path.join(root, NAMES_NAME)) != header.names_sha256:
+            raise UserError(f"label archive {printable(root)}: {NAMES_NAME} is damaged; copy the archive again")
         grid = header.grid[::-1] if header.transposed else header.grid
-        form = MapForm((header.k, *grid), self.manifest.max_id, header.area, header.log_sum_exp, header.labels_json)
-        self._describe(form, f"{self.root}/{MANIFEST_NAME}", area, class_names, label_tail)
+        self.form = MapForm(
+            (header.k, *grid), self.manifest.max_id, header.area, header.log_sum_exp, header.labels_json
+        )
         self._row_of = self._match(names)  # (images,) int64 row, -1: none
-        self._missing = set(np.flatnonzero(self._row_of < 0).tolist())
-        self._refuse_missing(names)
+        self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
     def source(self, index: int) -> str:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"
 
-    def record(self, index: int) -> dict[str, np.ndarray]:
+    def usual_label(self, name: str) -> str:
+        return published_label_name(name) if self.published_names else os.path.splitext(name)[0] + ".pt"
+
+    def identity(self) -> bytes:
+        return Path(self.root, MANIFEST_NAME).read_bytes()
+
+    def record(self, index: int) -> Record:
         tensors, place = self.rows.tensors(int(self._row_of[index]))
-        record = {name: tensors[name][place] for name in RECORD_FIELDS if name in tensors}
+        record = {name: tensors[name][place] for name in Record._fields if name in tensors}
         if self.manifest.header.transposed:
             record |= {name: record[name].swapaxes(-1, -2) for name in GRID_FIELDS if name in record}
-        return record
+        return Record(**record)
 
     def extra(self) -> list[str]:
-        """Label files that belong to none of the images."""
         used = np.zeros(self.manifest.header.records, bool)
         used[self._row_of[self._row_of >= 0]] = True
         used |= self.rows.column("form") == Form.ABSENT
         return [os.fsdecode(self.rows.label(row)) for row in np.flatnonzero(~used).tolist()]
 
     def damaged_files(self) -> list[str]:
-        """Files of the archive whose sha256 is not the manifest's."""
         files = self.manifest.files.items()
         return [name for name, (_, sha256) in files if sha256_of(os.path.join(self.root, name)) != sha256]
 

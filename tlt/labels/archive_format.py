@@ -49,9 +49,7 @@ class Form:
 
     DTYPE = 0b0011  # index into `FILE_DTYPES`
     FIVE_DIMENSIONS = 0b0100  # [1, 2, k, H, W]
-    TEMPORARY_NAME = (
-        0b1000  # saved under the name that `tlt.labels.store.write_map` uses, which torch keeps in the file
-    )
+    TEMPORARY_NAME = 0b1000  # saved under the name that `tlt.labels.tree.write_map` uses, which torch keeps in the file
     NO_NAME = 0b10000  # saved to memory first
     ABSENT = 0xFF  # no label: the image could not be read when the labels were made
 

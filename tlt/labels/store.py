@@ -1,194 +1,313 @@
-"""Label maps on disk: the published tree of one file per image, read and written.
-
-`ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
-exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
-
-`ROOT/labels.json` says what the maps are (`tlt.labels.metadata`). Published trees have none.
-"""
+"""Label maps by image index, wherever they lie: checked against the data, with a policy for bad ones."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 
+import numpy as np
 import torch
 
 from tlt.errors import UserError
-from tlt.io.progress import SearchProgress
+from tlt.io.names import Names
+from tlt.io.tail import relative_to_tail
 from tlt.io.text import printable
-from tlt.io.weights import refused_name, short_reason, verify_zip
-from tlt.label_map import FULL_AREA, Area, LabelMap
-from tlt.labels.label_files import TreeListing, find_labels, find_published
-from tlt.labels.label_store import LabelStore
-from tlt.labels.metadata import METADATA_NAME, TreeMetadata
+from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
+from tlt.labels.archive import ArchiveReader, is_archive
+from tlt.labels.metadata import AREAS, TreeMetadata
+from tlt.labels.records import Reader, Record
+from tlt.labels.shards import ShardReader, shard_folder
+from tlt.labels.tree import TreeReader
 
-# Largest class id up to which every id is a number of its own.
-_EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
-
-
-def label_dtype(num_classes: int) -> torch.dtype:
-    """The number format of a tree: half precision as published, as long as it can tell all classes apart."""
-    return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
+BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
+_HALF_EXPONENT = np.uint16(0x7C00)  # all ones: infinite or not a number
+_ASPECT_TOLERANCE = 0.02  # between the image a label was made of and the image now, which may have been made smaller
 
 
-def most_classes(dtype: torch.dtype) -> int:
-    """How many classes labels of a number format can tell apart."""
-    return _EXACT_IDS.get(dtype, 2**31 - 1) + 1
+def open_labels(
+    path: str | Path,
+    names: Sequence[str],
+    area: str | None = None,
+    num_classes: int | None = None,
+    bad_label: str = "stop",
+    class_names: Sequence[str] | None = None,
+    published_names: bool = False,
+    label_tail: str = "zero",
+    found: Callable[[str, int], None] | None = None,
+) -> LabelStore:
+    """The labels of a list of images: out of an archive (`tlt pack`), of shards (`tlt pack-images`), or of a tree of
+    published files.
 
-
-def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
-    """Write one label file in the published form, replacing `path` in one step.
-
-    Raises:
-        UserError: The map can't be trained on (see `LabelMap.validate`); nothing is written.
-    """
-    label_map.validate(num_classes, printable(str(path)))
-    dtype = label_dtype(num_classes)
-    both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
-    path = Path(path)
-    # No process id in the name: what a killed run leaves behind, the next one overwrites.
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        torch.save(both, temporary)
-        # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
-    """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
+    Args:
+        path: Where the maps are.
+        names: Image paths relative to the image folder, in row order.
+        published_names: Find labels by the published rule alone (`tlt.labels.label_files.published_label_name`).
+        found: As in `tlt.data.sources.folder_listing.list_folder`.
+        The others: as `LabelStore`.
 
     Raises:
-        UserError: Missing, damaged, no such tensor, class ids that its number format can't hold, or a map that
-            can't be trained on (see `LabelMap.validate`). The message starts with the file.
+        UserError: Whatever can be known now about why the labels can't be used.
     """
-    shown = f"label {printable(str(path))}"
-    return map_of(read_tensor(path, shown), shown, num_classes, area)
+    packed = names if isinstance(names, Names) else Names(names)
+    reader = open_reader(path, packed, num_classes, published_names, found)
+    return LabelStore(reader, packed, area, num_classes, bad_label, class_names, label_tail)
 
 
-def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
-    """The map in the tensor of a label file; see `read_map`. `shown` starts its messages."""
-    if tensor.ndim == 5 and tensor.shape[0] == 1:
-        tensor = tensor[0]
-    if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
-        raise UserError(f"{shown}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
-    ids = tensor[1].double()
-    if not torch.isfinite(ids).all() or (ids != ids.round()).any():
-        raise UserError(f"{shown}: class ids are not whole numbers; is the order logits, class ids?")
-    limit = _EXACT_IDS.get(tensor.dtype, 2**31 - 1)
-    if max(int(ids.max()), (num_classes or 1) - 1) > limit:
+def open_reader(
+    path: str | Path,
+    names: Names,
+    num_classes: int | None = None,
+    published_names: bool = False,
+    found: Callable[[str, int], None] | None = None,
+) -> Reader:
+    """What reads the maps at `path`. Arguments and errors as `open_labels`."""
+    if is_archive(path):
+        return ArchiveReader(os.fspath(path), names, published_names)
+    if (shards := shard_folder(path)) is None:
+        return TreeReader(os.fspath(path), names, num_classes, published_names, found)
+    if published_names:
         raise UserError(
-            f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
-            f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
+            f"--compat label-names: --token-label-data {printable(shards)} are shards, where each label has its "
+            "image; leave it out"
         )
-    values = tensor[0].half().numpy()
-    return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
+    return ShardReader(shards, names)
 
 
-def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
-    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
-    try:
-        with open(path, "rb") as file:
-            source = io.BytesIO(file.read())
-        if source.getbuffer()[:2] == b"PK":  # before torch 1.6 it was a pickle, without a checksum
-            verify_zip(source, shown)
-            source.seek(0)
-        content = torch.load(source, map_location="cpu", weights_only=True)
-    except UserError as error:
-        reason = str(error).removeprefix(f"{shown} is ")
-        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
-    except FileNotFoundError as error:
-        raise UserError(f"{shown} does not exist") from error
-    except Exception as error:  # whatever the bytes of a damaged file lead to
-        if name := refused_name(error):
-            raise UserError(f"{shown} is refused: it holds {name}, not a tensor (nothing of it was run)") from error
-        reason = short_reason(error).split(". ")[0]
-        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
-    if not isinstance(content, torch.Tensor):
-        raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
-    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
-    if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
-        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(content.shape)} has")
-    return content
+class LabelStore:
+    """The label maps of a list of images; `tlt.data.dataset.LabelReader` by `read` and `take_faults`.
 
+    Args:
+        reader: Where the maps are.
+        names: Image paths relative to the image folder, in row order.
+        area: `"full"` or `"center"`, what part of the images the maps cover (None: as is recorded, else full).
+        num_classes: Class ids must be below it.
+        bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
+            that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
+        class_names: Compared with what is recorded, if anything is.
+        label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
+            have the share that the annotator gave them (`tlt.io.tail`).
 
-_SAMPLED = 1024  # files of a tree that a checkpoint knows its labels by: of 100 changed ones in 10,000 it sees some
-
-
-class PublishedTree(LabelStore):
-    """The label maps of a list of images, found and checked when constructed.
-
-    The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
-    take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
-
-    Args and attributes: those of `LabelStore`; `found` as in `tlt.data.sources.folder_listing.list_folder`.
+    Attributes:
+        metadata: How the maps were made, or None.
+        area: What part of the images the maps cover.
+        shape: (k, h, w) of every map.
+        warnings: One line each, for rank 0 to print once.
 
     Raises:
-        UserError: No such folder, two images with one label file, made for other classes, all labels missing; with
-            `"stop"` also if any is missing.
+        UserError: The labels were made for other classes, all are missing, or there is no log-sum-exp that `"exact"`
+            needs; with `"stop"` also if any is missing.
     """
 
     def __init__(
         self,
-        root: str | Path,
-        names: Sequence[str],
+        reader: Reader,
+        names: Names,
         area: str | None = None,
         num_classes: int | None = None,
         bad_label: str = "stop",
         class_names: Sequence[str] | None = None,
-        published_names: bool = False,
-        found: Callable[[str, int], None] | None = None,
+        label_tail: str = "zero",
     ) -> None:
-        super().__init__(root, names, num_classes, bad_label, published_names)
-        if not os.path.isdir(self.root):
-            raise UserError(f"--token-label-data {printable(self.root)} does not exist or is not a folder")
-        self.metadata = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
+        if bad_label not in BAD_LABEL_POLICIES:
+            raise UserError(f"--bad-label {bad_label} is none of {', '.join(BAD_LABEL_POLICIES)}")
+        self.reader, self.root = reader, reader.root
+        self.num_classes, self.bad_label = num_classes, bad_label
+        self.warnings: list[str] = []
+        self._names = names
+        self._faults: dict[int, list[tuple[str, str]]] = {}  # by thread
+        form = reader.form
+        said = None if form is None else form.labels_json
+        self.metadata = None if said is None else TreeMetadata.parse(said, f"{self.root}: labels.json")
         self._compare(class_names)
-        self._resolve_area(area, self.metadata.area if self.metadata else "full")
-        listing = TreeListing(self.root, found or SearchProgress())
-        matched = (find_published if published_names else find_labels)(listing, self._names)
-        self._other_name, self._missing = matched.other_name, matched.missing
-        self._refuse_missing(names)
-        self.shape = self._first_shape()
+        self._check_ids()
+        self._tail_classes = self._classes_of_tail(label_tail)
+        self._area_asked = area is not None
+        self.area = self._resolve_area(area, "full" if form is None else form.area)
+        self._refuse_missing()
+        self.shape = self._first_shape() if form is None else form.shape
 
-    def path(self, index: int) -> str:
-        """Label file of image `index`."""
-        return os.path.join(self.root, self.label(index))
+    def __len__(self) -> int:
+        return len(self._names)
 
-    def label(self, index: int) -> str:
-        """Label file of image `index`, relative to the tree."""
-        return self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
+    @property
+    def has_log_sum_exp(self) -> bool:
+        """Whether the log-sum-exp of all the annotator's logits is recorded."""
+        return self.reader.form is not None and self.reader.form.log_sum_exp
 
     def source(self, index: int) -> str:
-        return f"label {printable(self.path(index))}"
-
-    def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
-        return read_map(self.path(index), self.num_classes, self._area_of(width, height))
+        """Where the map of image `index` is, for messages."""
+        return self.reader.source(index)
 
     def identity(self) -> bytes:
-        digest = hashlib.sha256()
-        count = min(len(self), _SAMPLED)
-        for number in range(count):
-            index = number * len(self) // count
-            digest.update(os.fsencode(self.label(index)))
-            with suppress(OSError):  # one that is missing
-                digest.update(Path(self.path(index)).read_bytes())
-        return super().identity() + digest.digest()
+        """What a checkpoint knows these labels by, besides shape and area."""
+        return self.reader.identity()
+
+    def missing(self) -> list[int]:
+        """Images without a map."""
+        return sorted(self.reader.missing)
+
+    def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+        """The map of image `index`, of shape `self.shape`.
+
+        Args:
+            width, height: Size of the source image, needed where the maps cover its centred square.
+
+        Raises:
+            UserError: The map is unusable and the policy is `"stop"`.
+        """
+        if index in self.reader.missing:
+            return self._replacement()
+        try:
+            label_map = self.load(index, width, height)
+            if label_map.shape != self.shape:
+                raise UserError(f"{self.source(index)}: {self._shapes(label_map.shape)}")
+        except UserError as error:
+            if self.bad_label == "stop":
+                raise
+            self._faults.setdefault(get_ident(), []).append((self._names[index], str(error)))
+            return self._replacement()
+        return label_map
+
+    def load(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
+        """The map of image `index`, which is not missing, whatever the policy. Raises UserError."""
+        record = self.reader.record(index)
+        values = record.values
+        # Class ids were compared with the largest one when it was recorded, and haven't changed since. Values were
+        # looked at too, but not by whatever other program may have written them.
+        if np.maximum.reduce(values.view(np.uint16) & _HALF_EXPONENT, axis=None) == _HALF_EXPONENT:
+            raise UserError(f"{self.source(index)}: a label value is NaN or infinite; make this label again")
+        if self._tail_classes:
+            values = self._relative_to_tail(index, record)
+        if width and height and record.size is not None:
+            self._compare_size(index, record.size.tolist(), width, height)
+        if record.area is None or self._area_asked or record.area[0] <= -1:
+            area = self.area_of(width, height)
+        else:
+            x0, y0, x1, y1 = record.area.tolist()
+            area = (x0, y0, x1, y1)
+        return LabelMap(values.copy(), record.ids.astype(np.int32), area)
+
+    def log_sum_exp(self, index: int) -> np.ndarray | None:
+        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None: it isn't recorded."""
+        found = self.reader.record(index).log_sum_exp
+        return None if found is None else found.copy()
+
+    def area_of(self, width: int | None, height: int | None) -> Area:
+        """The share of an image of this size that its map covers."""
+        if not isinstance(self.area, str):
+            return self.area
+        if self.area == "full":
+            return FULL_AREA
+        if not width or not height:
+            raise ValueError("maps of the centred square can only be placed with the size of the source image")
+        return centre_square(width, height)
+
+    def take_faults(self) -> list[tuple[str, str]]:
+        """(image, reason) of the maps replaced by `read` since the last call, in this thread."""
+        return self._faults.pop(get_ident(), [])
+
+    def _replacement(self) -> LabelMap:
+        return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
+
+    def _shapes(self, shape: tuple[int, int, int]) -> str:
+        return f"shape (k, h, w) = {shape}, but the tree's is {self.shape}; make it again with the others' settings"
+
+    def _resolve_area(self, asked: str | None, recorded: str | Area) -> str | Area:
+        if asked is not None and asked not in AREAS:
+            raise UserError(f"--token-label-area {asked} is none of {', '.join(AREAS)}")
+        if asked is not None and self.metadata is not None and asked != recorded:
+            self.warnings.append(
+                f"--token-label-area {asked} overrides {recorded} of {printable(self.root)}/labels.json"
+            )
+        return asked or recorded
+
+    def _compare(self, class_names: Sequence[str] | None) -> None:
+        metadata, where = self.metadata, f"--token-label-data {printable(self.root)}"
+        if metadata is None:
+            return
+        if self.num_classes is not None and metadata.num_classes != self.num_classes:
+            raise UserError(
+                f"{where} has labels of {metadata.num_classes} classes, but the model has {self.num_classes}: give "
+                f"--num-classes {metadata.num_classes} or make labels with an annotator for {self.num_classes} classes"
+            )
+        if class_names is None or metadata.class_names is None or list(class_names) == metadata.class_names:
+            return
+        pairs = enumerate(zip(metadata.class_names, class_names, strict=False))
+        first = next((f"class {i} is {printable(a)} there, {printable(b)} here" for i, (a, b) in pairs if a != b), "")
+        counts = f"{len(metadata.class_names)} classes there, {len(class_names)} here"
+        raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
+
+    def _check_ids(self) -> None:
+        form = self.reader.form
+        if form is not None and self.num_classes is not None and form.max_id >= self.num_classes:
+            raise UserError(
+                f"--token-label-data {printable(self.root)} has class ids up to {form.max_id}, which are not "
+                f"in 0..{self.num_classes - 1} (--num-classes {self.num_classes}); were these labels made for other "
+                "classes?"
+            )
+
+    def _classes_of_tail(self, label_tail: str) -> int:
+        """C for `"exact"`, 0 for `"zero"`."""
+        if label_tail == "zero":
+            return 0
+        shown = f"--label-tail {label_tail}: label archive {printable(self.root)}"
+        classes = self.num_classes or (self.metadata.num_classes if self.metadata else 0)
+        if isinstance(self.reader, TreeReader):
+            raise UserError(
+                f"--label-tail {label_tail}: {printable(self.root)} is no archive with log-sum-exp, as "
+                "`generate_label.py --format archive` makes it"
+            )
+        if not self.has_log_sum_exp:
+            raise UserError(f"{shown} has no log-sum-exp: make it with `generate_label.py --format archive`")
+        if not classes:
+            raise UserError(f"{shown} does not say how many classes there are: give --num-classes")
+        return classes
+
+    def _relative_to_tail(self, index: int, record: Record) -> np.ndarray:
+        values, log_sum_exp = record.values, record.log_sum_exp
+        if log_sum_exp is None or not np.isfinite(log_sum_exp).all():
+            raise UserError(f"{self.source(index)}: a log-sum-exp is NaN or infinite; make this label again")
+        # Tensors want memory that they may write to.
+        both = torch.from_numpy(values.copy()), torch.from_numpy(log_sum_exp.copy())
+        return relative_to_tail(*both, self._tail_classes).numpy()
+
+    def _compare_size(self, index: int, recorded: list[int], width: int, height: int) -> None:
+        was_width, was_height = recorded
+        if abs(was_width * height - was_height * width) > _ASPECT_TOLERANCE * max(was_width * height, 1):
+            raise UserError(
+                f"{self.source(index)} was made of an image of {was_width} x {was_height} pixels, which now has "
+                f"{width} x {height}: make this label again"
+            )
+
+    def _refuse_missing(self) -> None:
+        names, known = self._names, set(self.metadata.skipped) if self.metadata else set()
+        missing = [names[index] for index in self.missing() if names[index] not in known]
+        if not missing:
+            return
+        text = (
+            f"{len(missing)} of {len(names)} images have no label in {printable(self.root)}, the first is "
+            f"{printable(missing[0])} (looked for {printable(self.reader.usual_label(missing[0]))})"
+        )
+        if len(missing) == len(names):
+            raise UserError(f"{text}; these labels are of another data set, or not complete")
+        if self.bad_label == "stop" or len(self.reader.missing) == len(names):
+            raise UserError(
+                f"{text}; make labels with generate_label.py, or use --bad-label skip if some may be missing"
+            )
+        self.warnings.append(f"{text}; --bad-label {self.bad_label}")
 
     def _first_shape(self) -> tuple[int, int, int]:
-        if self.metadata is not None:
-            return (self.metadata.k, *self.metadata.grid)
+        """Of the first map that can be used, where nothing is recorded."""
         for index in range(len(self)):
-            if index in self._missing:
+            if index in self.reader.missing:
                 continue
             try:
-                return read_map(self.path(index), self.num_classes).shape
+                ids = self.reader.record(index).ids
             except UserError:
                 if self.bad_label == "stop":
                     raise
+            else:
+                return ids.shape[0], ids.shape[1], ids.shape[2]
         raise UserError(f"--token-label-data {printable(self.root)}: not one of its label files can be used")

@@ -11,16 +11,11 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.natural import natural_key
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import Agreement
-from tlt.labels.label_files import label_files_below
-from tlt.labels.label_store import LabelStore
-from tlt.labels.labels import open_labels
-from tlt.labels.recorded_labels import RecordedLabels
-from tlt.labels.store import PublishedTree
+from tlt.labels.store import LabelStore, open_labels
 
 _SHOWN = 3  # examples of each fault
 
@@ -91,9 +86,7 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
         progress.step()
     progress.close()
     _compare_shapes(report, store, shapes, folder.paths)
-    report.extra = _extra(store)
-    if isinstance(store, RecordedLabels):
-        report.damaged_files = store.damaged_files()
+    report.extra, report.damaged_files = store.reader.extra(), store.reader.damaged_files()
     if isinstance(folder, ShardedImages):
         report.damaged_files = sorted({*report.damaged_files, *folder.index.damaged_files()})
     return report
@@ -119,13 +112,3 @@ def _compare_shapes(
     report.shape = store.shape if store.metadata else frequent
     odd = [(names[row], f"{shape}") for row, shape in shapes.items() if shape != report.shape]
     report.wrong_shape = odd
-
-
-def _extra(store: LabelStore) -> list[str]:
-    if isinstance(store, RecordedLabels):
-        return store.extra()
-    assert isinstance(store, PublishedTree)
-    missing = set(store.missing())
-    used = {store.label(row) for row in range(len(store)) if row not in missing}
-    labels, _ = label_files_below(store.root)
-    return sorted(set(labels) - used, key=natural_key)

@@ -25,7 +25,7 @@ from tlt.labels.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, 
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import TreeListing, find_labels, label_files_below
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
-from tlt.labels.store import map_of, most_classes, read_tensor
+from tlt.labels.tree import map_of, most_classes, read_tensor
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ from tlt.errors import UserError
 from tlt.io.files import sync_folder
 from tlt.io.processes import in_processes
 from tlt.io.text import printable
-from tlt.labels.label_store import LabelStore
-from tlt.labels.labels import open_labels
-from tlt.labels.shard_labels import describe_labels
-from tlt.tools.shard_writer import Shrinking, Split, make_shard, member_names, read_image
+from tlt.labels.store import LabelStore, open_labels
+from tlt.tools.shard_writer import Shrinking, Split, describe_labels, make_shard, member_names, read_image
 
 _SAMPLED = 256  # images whose bytes say how many make a shard
 

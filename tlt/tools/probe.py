@@ -27,7 +27,7 @@ from tlt.errors import UserError
 from tlt.io.progress import Progress
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import class_shares
-from tlt.labels.labels import open_labels
+from tlt.labels.store import open_labels
 
 HYPOTHESES = (
     ("as stored", "full image"),

@@ -10,9 +10,11 @@ import os
 import tarfile
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -22,8 +24,10 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import sync_folder
 from tlt.io.text import printable
-from tlt.labels.label_store import LabelStore
-from tlt.labels.shard_labels import label_record
+from tlt.label_map import LabelMap
+from tlt.labels.archive_format import UNKNOWN_AREA
+from tlt.labels.records import MapForm
+from tlt.labels.store import LabelStore
 
 _JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
 
@@ -185,3 +189,32 @@ def _largest_id(rows: ShardRows) -> int:
                 ids = load(os.pread(file.fileno(), length, offset))["ids"]
                 largest = max(largest, int(ids.max()))
     return largest
+
+
+def describe_labels(labels: LabelStore, max_id: int) -> dict[str, Any]:
+    """What an index says of the labels that were packed."""
+    text = labels.metadata.text() if labels.metadata else None
+    form = MapForm(labels.shape, max_id, labels.area, labels.has_log_sum_exp, text)
+    return {**asdict(form), "identity": labels.identity().decode(errors="surrogateescape")}
+
+
+def label_record(labels: LabelStore, index: int, size: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
+    """The map of image `index` as it is written beside it. `size`: of the image, where it isn't the one labelled.
+
+    Raises:
+        UserError: The map is damaged, or can't be trained on.
+    """
+    found = labels.reader.record(index)
+    record = {name: np.ascontiguousarray(array) for name, array in found._asdict().items() if array is not None}
+    if found.area is None:
+        record["area"] = np.array(UNKNOWN_AREA if labels.area == "center" else labels.area_of(None, None), np.float32)
+    if found.size is None:
+        record["ids"] = found.ids.astype(np.uint16 if found.ids.max() < 2**16 else np.int32)
+        record["size"] = np.zeros(2, np.int32)
+    classes = labels.metadata.num_classes if labels.metadata else labels.num_classes
+    shape = LabelMap(record["values"], record["ids"]).validate(classes, labels.source(index)).shape
+    if shape != labels.shape:
+        raise UserError(f"{labels.source(index)}: shape (k, h, w) = {shape}, but the others' is {labels.shape}")
+    if size is not None:
+        record["size"] = np.array(size, np.int32)
+    return record

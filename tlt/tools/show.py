@@ -20,8 +20,7 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.text import printable
-from tlt.labels.label_store import LabelStore
-from tlt.labels.labels import open_labels
+from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, save_figure
 from tlt.tools.label_page import MAX_IMAGES, draw_page, read_examples

@@ -28,8 +28,7 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, LabelBatch, LabelMap
-from tlt.labels.label_store import LabelStore
-from tlt.labels.labels import open_labels
+from tlt.labels.store import LabelStore, open_labels
 from tlt.mix import Mixup
 from tlt.targets import make_targets, one_hot
 

@@ -13,7 +13,7 @@ from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.labels.label_store import LabelStore
+from tlt.labels.store import LabelStore
 
 KEY = "data"
 _WHAT = {"images": "the training images (names and classes)", "labels": "the token labels"}

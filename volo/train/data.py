@@ -24,7 +24,7 @@ from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
-from tlt.labels.labels import open_labels as open_label_store
+from tlt.labels.store import open_labels as open_label_store
 from tlt.upstream.published import check_half_ids, views
 from volo.cluster.distributed import World
 from volo.cluster.ranks import local_size_from_environment

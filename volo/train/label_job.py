@@ -28,7 +28,7 @@ from tlt.labels.archive_format import FILE_DTYPES, MANIFEST_NAME, PARTIAL_NAME, 
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import label_names
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
-from tlt.labels.store import label_dtype, read_map, write_map
+from tlt.labels.tree import label_dtype, read_map, write_map
 
 TREE_PARTIAL_NAME = "labels.partial.json"
 

@@ -20,8 +20,7 @@ from benchmarks.feed.position_data import GEOMETRIC, load_batch, write_images, w
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.loader import Batch
 from tlt.data.sources.folder import ImageFolder
-from tlt.labels.label_store import LabelStore
-from tlt.labels.labels import open_labels
+from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
 from tlt.tools.pack import pack
 from tlt.upstream.published import target_maker

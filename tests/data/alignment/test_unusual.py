@@ -18,7 +18,7 @@ from tlt.data.augment.rand_augment import OPS, RandAugmentPolicy
 from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.sources.folder import scan_folder
 from tlt.label_map import LabelMap
-from tlt.labels.labels import open_labels
+from tlt.labels.store import open_labels
 
 FILL = (1.0, 0.0, 1.0)
 

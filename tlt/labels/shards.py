@@ -1,0 +1,94 @@
+"""Token labels that lie beside the images in tar shards, one small safetensors file each (`tlt pack-images`).
+
+| tensor | | |
+|---|---|---|
+| `values` | float16 (k, h, w) | logits |
+| `ids` | uint16 or int32 (k, h, w) | class ids |
+| `log_sum_exp` | float32 (h, w), where the packed archive had it | of all the annotator's logits |
+| `area` | float32 (4) | x0, y0, x1, y1: share of the image that the map covers; -1: only its size tells |
+| `size` | int32 (2) | width and height of the image the map was made of; 0: not known |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load
+
+from tlt.data.sources.folder import TRAIN_SPLITS
+from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.shards import INDEX_NAME, ShardIndex
+from tlt.errors import UserError
+from tlt.io.names import Names
+from tlt.io.text import printable
+from tlt.labels.records import MapForm, Record
+
+
+def shard_folder(path: str | Path) -> str | None:
+    """The folder of the shards that hold labels: `path` itself or the training split in it; None: it has neither."""
+    for folder in [os.fspath(path), *(os.path.join(path, split) for split in TRAIN_SPLITS)]:
+        if os.path.isfile(os.path.join(folder, INDEX_NAME)):
+            return folder
+    return None
+
+
+class ShardReader:
+    """The label maps of a list of images in tar shards, matched by name. A `tlt.labels.records.Reader`.
+
+    Args:
+        names: Image paths relative to the image folder.
+
+    Raises:
+        UserError: No index, a shard that doesn't fit it, or no labels in them.
+    """
+
+    def __init__(self, root: str, names: Names) -> None:
+        self.root, self._names = root, names
+        self.index = ShardIndex(os.path.join(root, INDEX_NAME))
+        if not self.index.labels:
+            raise UserError(
+                f"--token-label-data {printable(root)} are shards without labels: pack them with "
+                "`tlt pack-images --labels LABELS`"
+            )
+        self.index.check_shards()
+        said = dict(self.index.description["labels"])
+        self._identity = str(said.pop("identity"))
+        said |= {name: tuple(said[name]) for name in ("shape", "area") if isinstance(said[name], list)}
+        self.form = MapForm(**said)
+        self._row_of = self._match(names)  # (images,) int64 row of the index, -1: none; None: row i is image i
+
+    def identity(self) -> bytes:
+        return self._identity.encode(errors="surrogateescape")
+
+    def source(self, index: int) -> str:
+        return f"label of {printable(self._names[index])} in {printable(self.root)}"
+
+    def usual_label(self, name: str) -> str:
+        return os.path.splitext(name)[0] + ".pt"
+
+    def record(self, index: int) -> Record:
+        where, row = self.index, index if self._row_of is None else int(self._row_of[index])
+        offset, length, crc32 = (where.tensors[f"label_{name}"][row] for name in ("offset", "length", "crc32"))
+        try:
+            return Record(**load(bytes(where.shards.read(int(where.shard[row]), int(offset), int(length), int(crc32)))))
+        except (BadImage, SafetensorError, TypeError) as error:
+            raise UserError(f"{self.source(index)}: {error}") from error
+
+    def extra(self) -> list[str]:
+        there = np.flatnonzero(self.index.tensors["label_length"])
+        used = np.arange(len(self._names)) if self._row_of is None else self._row_of
+        return [self.index.names[row] for row in np.setdiff1d(there, used).tolist()]
+
+    def damaged_files(self) -> list[str]:
+        return self.index.damaged_files()
+
+    def _match(self, names: Names) -> np.ndarray | None:
+        same = self._names == self.index.names
+        row_of = {} if same else {name: row for row, name in enumerate(self.index.names)}
+        rows = np.arange(len(names)) if same else np.array([row_of.get(name, -1) for name in names], np.int64)
+        missing = (rows < 0) | (self.index.tensors["label_length"][rows] == 0)
+        self.missing = set(np.flatnonzero(missing).tolist())
+        return None if same else rows

@@ -1,0 +1,199 @@
+"""Label maps on disk: the published tree of one file per image, read and written.
+
+`ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
+exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
+
+`ROOT/labels.json` says what the maps are (`tlt.labels.metadata`). Published trees have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from tlt.errors import UserError
+from tlt.io.names import Names
+from tlt.io.natural import natural_key
+from tlt.io.progress import SearchProgress
+from tlt.io.text import printable
+from tlt.io.weights import refused_name, short_reason, verify_zip
+from tlt.label_map import FULL_AREA, Area, LabelMap
+from tlt.labels.label_files import TreeListing, find_labels, find_published, label_files_below, published_label_name
+from tlt.labels.metadata import METADATA_NAME, TreeMetadata
+from tlt.labels.records import MapForm, Record
+
+# Largest class id up to which every id is a number of its own.
+_EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+
+
+def label_dtype(num_classes: int) -> torch.dtype:
+    """The number format of a tree: half precision as published, as long as it can tell all classes apart."""
+    return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
+
+
+def most_classes(dtype: torch.dtype) -> int:
+    """How many classes labels of a number format can tell apart."""
+    return _EXACT_IDS.get(dtype, 2**31 - 1) + 1
+
+
+def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
+    """Write one label file in the published form, replacing `path` in one step.
+
+    Raises:
+        UserError: The map can't be trained on (see `LabelMap.validate`); nothing is written.
+    """
+    label_map.validate(num_classes, printable(str(path)))
+    dtype = label_dtype(num_classes)
+    both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
+    path = Path(path)
+    # No process id in the name: what a killed run leaves behind, the next one overwrites.
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        torch.save(both, temporary)
+        # Not flushed to the disk: a million flushes take hours, and a torn file is found and made again.
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
+
+    Raises:
+        UserError: Missing, damaged, no such tensor, class ids that its number format can't hold, or a map that
+            can't be trained on (see `LabelMap.validate`). The message starts with the file.
+    """
+    shown = f"label {printable(str(path))}"
+    return map_of(read_tensor(path, shown), shown, num_classes, area)
+
+
+def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+    """The map in the tensor of a label file; see `read_map`. `shown` starts its messages."""
+    if tensor.ndim == 5 and tensor.shape[0] == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
+        raise UserError(f"{shown}: shape {tuple(tensor.shape)} is not [2, k, H, W] (logits, class ids)")
+    ids = tensor[1].double()
+    if not torch.isfinite(ids).all() or (ids != ids.round()).any():
+        raise UserError(f"{shown}: class ids are not whole numbers; is the order logits, class ids?")
+    limit = _EXACT_IDS.get(tensor.dtype, 2**31 - 1)
+    if max(int(ids.max()), (num_classes or 1) - 1) > limit:
+        raise UserError(
+            f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
+            f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
+        )
+    values = tensor[0].half().numpy()
+    return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
+
+
+def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
+    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
+    try:
+        with open(path, "rb") as file:
+            source = io.BytesIO(file.read())
+        if source.getbuffer()[:2] == b"PK":  # before torch 1.6 it was a pickle, without a checksum
+            verify_zip(source, shown)
+            source.seek(0)
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{shown} is ")
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{shown} does not exist") from error
+    except Exception as error:  # whatever the bytes of a damaged file lead to
+        if name := refused_name(error):
+            raise UserError(f"{shown} is refused: it holds {name}, not a tensor (nothing of it was run)") from error
+        reason = short_reason(error).split(". ")[0]
+        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+    if not isinstance(content, torch.Tensor):
+        raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
+    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
+    if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
+        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(content.shape)} has")
+    return content
+
+
+_SAMPLED = 1024  # files of a tree that a checkpoint knows its labels by: of 100 changed ones in 10,000 it sees some
+
+
+class TreeReader:
+    """The label files of a list of images, found when constructed. A `tlt.labels.records.Reader`.
+
+    The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
+    take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
+
+    Args:
+        names: Image paths relative to the image folder.
+        num_classes: Class ids must be below it.
+        published_names: Find labels by the published rule alone (`tlt.labels.label_files.published_label_name`).
+        found: As in `tlt.data.sources.folder_listing.list_folder`.
+
+    Raises:
+        UserError: No such folder, or two images with one label file.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        names: Names,
+        num_classes: int | None = None,
+        published_names: bool = False,
+        found: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self.root, self.num_classes, self.published_names = root, num_classes, published_names
+        if not os.path.isdir(root):
+            raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
+        self._names = names
+        self.form = self._read_form()
+        listing = TreeListing(root, found or SearchProgress())
+        matched = (find_published if published_names else find_labels)(listing, names)
+        self._other_name, self.missing = matched.other_name, matched.missing
+
+    def path(self, index: int) -> str:
+        """Label file of image `index`."""
+        return os.path.join(self.root, self.label(index))
+
+    def label(self, index: int) -> str:
+        """Label file of image `index`, relative to the tree."""
+        return self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
+
+    def source(self, index: int) -> str:
+        return f"label {printable(self.path(index))}"
+
+    def usual_label(self, name: str) -> str:
+        return published_label_name(name) if self.published_names else os.path.splitext(name)[0] + ".pt"
+
+    def record(self, index: int) -> Record:
+        label_map = read_map(self.path(index), self.num_classes)
+        return Record(label_map.values, label_map.ids)
+
+    def identity(self) -> bytes:
+        file = Path(self.root) / METADATA_NAME
+        digest = hashlib.sha256()
+        count = min(len(self._names), _SAMPLED)
+        for number in range(count):
+            index = number * len(self._names) // count
+            digest.update(os.fsencode(self.label(index)))
+            with suppress(OSError):  # one that is missing
+                digest.update(Path(self.path(index)).read_bytes())
+        return (file.read_bytes() if file.is_file() else b"") + digest.digest()
+
+    def extra(self) -> list[str]:
+        used = {self.label(index) for index in range(len(self._names)) if index not in self.missing}
+        labels, _ = label_files_below(self.root)
+        return sorted(set(labels) - used, key=natural_key)
+
+    def damaged_files(self) -> list[str]:
+        return []
+
+    def _read_form(self) -> MapForm | None:
+        said = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
+        if said is None:
+            return None
+        return MapForm((said.k, *said.grid), said.num_classes - 1, said.area, False, said.text())
