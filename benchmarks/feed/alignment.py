@@ -32,8 +32,8 @@ from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
-from tlt.upstream.compat_rows import ROWS
-from tlt.upstream.published import target_maker
+from tlt.upstream.behaviour import target_maker
+from tlt.upstream.rows import ROWS
 
 OPERATIONS: dict[str, dict[str, Any]] = {
     "crop": {},

@@ -22,7 +22,7 @@ from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.label_map import LabelMap
 from tlt.labels.store import LabelStore
 from tlt.labels.tree import write_map
-from tlt.upstream.published import views
+from tlt.upstream.behaviour import views
 
 SHOTS = 8
 SEED = 3
@@ -88,7 +88,7 @@ def load_batch(
 ) -> tuple[Tensor, Batch]:
     """All images as one augmented batch, and the images (S, B, 3, H, W) of all shots; grey levels as shares of 255.
 
-    `rows`: of `tlt.upstream.compat_rows.ROWS`.
+    `rows`: of `tlt.upstream.rows.ROWS`.
     """
     batches = []
     for folder in shots:

@@ -13,7 +13,7 @@ import yaml
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.data.loader import Batch
-from tlt.upstream.compat_rows import ROWS
+from tlt.upstream.rows import ROWS
 from volo.train.criterion import Mixed, StepKey, TokenLabelCriterion
 
 Call = Callable[..., Ended]

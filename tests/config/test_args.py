@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tlt.errors import UserError
-from tlt.upstream.compat_rows import ROWS as ROWS_OF_COMPAT
+from tlt.upstream.rows import ROWS as ROWS_OF_COMPAT
 from volo.config.args import (
     generate_label_parser,
     parse_generate_label,

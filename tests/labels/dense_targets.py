@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.targets import hat_weights, known, one_hot, points_per_token, smooth, source_points
-from tlt.upstream.published import dense_maps
+from tlt.upstream.behaviour import dense_maps
 
 
 class DenseTargets(NamedTuple):

@@ -15,7 +15,7 @@ from torchvision.ops import roi_align
 import tlt.data
 from tlt.errors import UserError
 from tlt.loss import TokenLabelCrossEntropy
-from tlt.upstream.compat import TokenLabels
+from tlt.upstream.functions import TokenLabels
 
 CLASSES = 9
 

@@ -26,7 +26,7 @@ from tlt.tools.cli import main, parser
 from tlt.tools.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
 from tlt.tools.label_page import Example, draw_page, read_examples
 from tlt.tools.show import find_images, load_batch, spread
-from tlt.upstream.published import views
+from tlt.upstream.behaviour import views
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
 GRID = (4, 6)

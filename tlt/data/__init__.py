@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tlt.upstream.compat import FastCollateTokenLabelMixup as FastCollateTokenLabelMixup
-    from tlt.upstream.compat import TokenLabelMixup as TokenLabelMixup
-    from tlt.upstream.compat import create_token_label_dataset as create_token_label_dataset
-    from tlt.upstream.compat import create_token_label_loader as create_token_label_loader
-    from tlt.upstream.compat import create_token_label_target as create_token_label_target
+    from tlt.upstream.functions import FastCollateTokenLabelMixup as FastCollateTokenLabelMixup
+    from tlt.upstream.functions import TokenLabelMixup as TokenLabelMixup
+    from tlt.upstream.functions import create_token_label_dataset as create_token_label_dataset
+    from tlt.upstream.functions import create_token_label_loader as create_token_label_loader
+    from tlt.upstream.functions import create_token_label_target as create_token_label_target
 
 __all__ = [
     "FastCollateTokenLabelMixup",
@@ -27,6 +27,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tlt.upstream import compat
+    from tlt.upstream import functions
 
-    return getattr(compat, name)
+    return getattr(functions, name)

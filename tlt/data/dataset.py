@@ -167,7 +167,7 @@ class TrainDataset(BatchDataset):
         seed: Of crops, augmentation and replacements.
         labels: Token labels in the folder's order, or None.
         backend: Decoder; None: torchvision's.
-        label_view: How the maps of a batch are read in place of the plan's own way (`tlt.upstream.published.views`).
+        label_view: How the maps of a batch are read in place of the plan's own way (`tlt.upstream.behaviour.views`).
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from tlt.errors import UserError
-from tlt.upstream.compat_rows import LABEL_ROWS
+from tlt.upstream.rows import LABEL_ROWS
 
 _SPLIT = "folder of the images within DATA, if there is one"
 

@@ -24,7 +24,7 @@ from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, save_figure
 from tlt.tools.label_page import MAX_IMAGES, draw_page, read_examples
-from tlt.upstream.published import views
+from tlt.upstream.behaviour import views
 
 _IMAGES = 8  # where nobody says how many
 _TOKEN_PIXELS = 16

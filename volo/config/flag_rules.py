@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
-from tlt.upstream import compat_rows
+from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
 from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, SCHEDULES, mixes
@@ -222,7 +222,7 @@ def _settle_compat(args: Namespace) -> list[str]:
     """Replace `--compat` by the rows that change something in this run, and set the flags that are rows of it."""
     if args.compat is None:
         return []
-    rows, everything = compat_rows.resolve(args.compat)
+    rows, everything = resolve(args.compat)
     idle = {row: need.of for need in reversed(_COMPAT_NEEDS) if not need.met(args) for row in need.rows if row in rows}
     if idle and not everything:
         row, of = next(iter(idle.items()))

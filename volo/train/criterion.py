@@ -26,7 +26,7 @@ from tlt.loss import LossTerms, token_label_loss
 from tlt.mix import Mixup, Shares
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets, make_targets
-from tlt.upstream import published
+from tlt.upstream import behaviour
 from volo.train.model import TimmModel
 from volo.train.teacher import Teacher
 
@@ -125,7 +125,7 @@ class TokenLabelCriterion:
     mix: Mixup | None = None
     uncovered: str = "ignore"
     window: Area = FULL_AREA
-    make_targets: published.TargetMaker = make_targets
+    make_targets: behaviour.TargetMaker = make_targets
     draw_box: Callable[[StepKey, Grid], Sequence[int]] = box_of_step
     teacher: Teacher | None = None
 
@@ -249,15 +249,15 @@ def make_criterion(
         mix=_mixup(args, model.num_classes),
         uncovered=args.uncovered,
         window=FULL_AREA if "token-places" in rows else model.token_places(image_size).window(grid, image_size),
-        make_targets=published.target_maker(rows, make_targets),
-        draw_box=_legacy_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
+        make_targets=behaviour.target_maker(rows, make_targets),
+        draw_box=_upstream_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
         teacher=teacher,
     )
 
 
-def _legacy_boxes(args: Namespace, grid: Grid, rank: int) -> Callable[[StepKey, Grid], Sequence[int]]:
+def _upstream_boxes(args: Namespace, grid: Grid, rank: int) -> Callable[[StepKey, Grid], Sequence[int]]:
     """The published boxes: the number of this rank's forward passes so far says which."""
-    boxes = published.LegacyBoxes(args.seed, rank, grid)
+    boxes = behaviour.UpstreamBoxes(args.seed, rank, grid)
     return lambda step, grid: boxes(step.update * args.grad_accum_steps + step.micro_batch)
 
 

@@ -25,7 +25,7 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
 from tlt.labels.store import open_labels as open_label_store
-from tlt.upstream.published import check_half_ids, views
+from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
 from volo.cluster.ranks import local_size_from_environment
 from volo.record.data_wait import Feed, cpus_of_rank

@@ -23,7 +23,7 @@ from tlt.data.sources.folder import ImageFolder
 from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
 from tlt.tools.pack import pack
-from tlt.upstream.published import target_maker
+from tlt.upstream.behaviour import target_maker
 
 SIZES = [(500, 375), (375, 500), (420, 420)]  # width, height
 GRID = (14, 14)

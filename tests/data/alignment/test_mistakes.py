@@ -16,7 +16,7 @@ from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, Scene, check, measu
 from tests.data.alignment.test_positions import geometry_only
 from tlt import geometry
 from tlt.data.loader import Batch
-from tlt.upstream.compat_rows import ROWS
+from tlt.upstream.rows import ROWS
 
 EVERYWHERE = (-9.0, -9.0, 9.0, 9.0)
 

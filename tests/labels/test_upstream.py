@@ -22,7 +22,7 @@ from tlt.labels.store import open_labels
 from tlt.labels.tree import write_map
 from tlt.targets import make_targets
 from tlt.tools.pack import pack
-from tlt.upstream.published import LegacyBoxes, check_half_ids, label_view, moved_maps, summing_to_more, target_maker
+from tlt.upstream.behaviour import UpstreamBoxes, check_half_ids, label_view, moved_maps, summing_to_more, target_maker
 
 CLASSES, SMOOTHING, GRID = 30, 0.1, (7, 7)
 COUNT = 12
@@ -264,21 +264,21 @@ def published_box(size: tuple[int, int]) -> tuple[int, int, int, int]:
     return int(first[0]), int(first[1]), int(last[0]), int(last[1])
 
 
-def test_legacy_boxes_are_those_of_numpys_global_generator() -> None:
+def test_upstream_boxes_are_those_of_numpys_global_generator() -> None:
     before = np.random.get_state()
     try:
         np.random.seed(42 + 3)
         expected = [published_box((14, 12)) for _ in range(60)]
         np.random.seed(7)
         global_state = np.random.get_state()[1].copy()
-        boxes = LegacyBoxes(42, 3, (14, 12))
+        boxes = UpstreamBoxes(42, 3, (14, 12))
         assert [boxes(k) for k in range(60)] == expected
         assert [boxes(k) for k in (31, 32, 5, 5, 59, 0)] == [expected[k] for k in (31, 32, 5, 5, 59, 0)]
         assert np.array_equal(np.random.get_state()[1], global_state)
     finally:
         np.random.set_state(before)
     with pytest.raises(UserError, match="mixtoken-rng: --seed 4294967295"):
-        LegacyBoxes(2**32 - 1, 1, (14, 12))
+        UpstreamBoxes(2**32 - 1, 1, (14, 12))
 
 
 def test_label_names_are_cut_at_the_first_dot(tmp_path: Path) -> None:
@@ -300,6 +300,6 @@ def test_label_names_are_cut_at_the_first_dot(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_labels_are_known() -> None:
-    from tlt.upstream.compat_rows import LABEL_ROWS, ROWS
+    from tlt.upstream.rows import LABEL_ROWS, ROWS
 
     assert set(ROWS) > set(LABEL_ROWS)

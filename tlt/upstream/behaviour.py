@@ -1,4 +1,4 @@
-"""What the published code does instead, wherever that differs and `--compat` asks for it (`tlt.upstream.compat_rows`).
+"""What the published code does instead, wherever that differs and `--compat` asks for it (`tlt.upstream.rows`).
 
 Each function retraces one mistake or habit of TokenLabeling (9dbfd59) or VOLO (cf35775). They change the geometry or
 the map that the sampler of `tlt.targets` is given, or what it made of them, so that nothing else knows of them.
@@ -27,7 +27,7 @@ from tlt.data.dataset import LabelView
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.targets import SparseLabels, Targets, check_size, known, one_hot, smooth
-from tlt.upstream.compat_rows import LABEL_ROWS
+from tlt.upstream.rows import LABEL_ROWS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ def label_view(
     `tlt.targets.make_targets`), as the published data set would have them.
 
     Args:
-        rows: Of `tlt.upstream.compat_rows.LABEL_ROWS`; others are left to others.
+        rows: Of `tlt.upstream.rows.LABEL_ROWS`; others are left to others.
         steps: What the plan was composed of.
     """
     if "half-ids" in rows:
@@ -230,7 +230,7 @@ def check_half_ids(num_classes: int) -> None:
         )
 
 
-class LegacyBoxes:
+class UpstreamBoxes:
     """MixToken's boxes as published: from numpy's legacy generator, seeded with seed + rank, one after the other.
 
     The published code draws from numpy's global state. Here box k is found by drawing the k before it, in a generator

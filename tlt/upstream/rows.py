@@ -1,4 +1,4 @@
-"""What `--compat` sets back to what the published code does, row by row; `tlt.upstream.published` is how.
+"""What `--compat` sets back to what the published code does, row by row; `tlt.upstream.behaviour` is how.
 
 Imports nothing heavy: the command line is checked with it.
 """
