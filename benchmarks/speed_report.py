@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.arms import OURS
+from benchmarks.comparison import Found
 from benchmarks.conditions import conditions, heading
-from benchmarks.contest import Found
 from benchmarks.profile import lines as profile_lines
 
 _MIB = 2**20

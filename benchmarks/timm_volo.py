@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.phases import synchronize
-from benchmarks.rounds import interleaved
+from benchmarks.timing import interleaved
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from volo.train.precision import Precision

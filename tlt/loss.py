@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.io.groups import image_groups
+from tlt.io.chunks import image_chunks
 from tlt.mix import Shares
 from tlt.mixtoken import Box, mixed_share
 from tlt.targets import SparseLabels, Targets
@@ -159,7 +159,7 @@ class _SparseCrossEntropy(torch.autograd.Function):
 
 def _groups(logits: Tensor) -> list[slice]:
     batch, tokens, classes = logits.shape
-    return image_groups(batch, tokens * classes, logits.device)
+    return image_chunks(batch, tokens * classes, logits.device)
 
 
 def _token_columns(target: Tensor, tokens: int) -> Tensor:

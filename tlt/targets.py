@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from tlt.io.groups import image_groups
+from tlt.io.chunks import image_chunks
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 
 UNCOVERED = ("ignore", "uniform")
@@ -212,7 +212,7 @@ def _crop_labels(
     """(B, C) soft labels of the crops; `truth` where no point counts."""
     result = torch.empty_like(truth)
     per_image = grid[0] * grid[1] * entries_per_token(labels, grid)
-    for rows in image_groups(len(truth), per_image, truth.device):
+    for rows in image_chunks(len(truth), per_image, truth.device):
         sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, truth.shape[1])
         logits, total = _crop_logits(sample, truth.shape[1])
         result[rows] = torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows])
@@ -233,7 +233,7 @@ def _token_labels(
     shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(labels, grid))
     weight, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
     ids = torch.empty(shape, dtype=torch.int32, device=affine.device)
-    for rows in image_groups(shape[0], shape[1] * shape[2], affine.device):
+    for rows in image_chunks(shape[0], shape[1] * shape[2], affine.device):
         sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, num_classes, window)
         weight[rows] = sample.counted.mean(-1)
         base[rows], ids[rows], excess[rows] = _soft_labels(*_token_logits(sample), num_classes, smoothing)

@@ -1,4 +1,4 @@
-"""The published `tlt.utils`, over `tlt.io.weights` and `tlt.models.fit`."""
+"""The published `tlt.utils`, over `tlt.io.weights` and `tlt.models.fit_weights`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.weights import check_finite, load_clean, read_checkpoint, state_dict_of
-from tlt.models.fit import Fit, fit_state_dict
+from tlt.models.fit_weights import Fit, fit_state_dict
 
 
 def load_pretrained_weights(

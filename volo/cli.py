@@ -88,7 +88,7 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
     if name == "benchmark" and _CHECKOUT not in sys.path:
         sys.path.insert(0, _CHECKOUT)
     # A run listens to signals from its first moment on.
-    with STOP.heeded() if name == "train" else nullcontext():
+    with STOP.handled() if name == "train" else nullcontext():
         return run_program(partial(_parse, command), command.program, flags)
 
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from benchmarks.feed.images import MEAN, STD, TimmImages, choose_images, described, make_labels, timm_options
 from benchmarks.feed.published_order import PublishedOrder
-from benchmarks.rounds import Timing, Work, interleaved, machine
+from benchmarks.timing import Timing, Work, interleaved, machine
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig

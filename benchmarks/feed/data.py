@@ -29,7 +29,7 @@ from benchmarks.feed.data_memory import memory
 from benchmarks.feed.data_report import BATCHES, CROPS, TIMM, Arm, Timed, show_memory, show_times
 from benchmarks.feed.images import MEAN, STD, TimmImages, choose_images, described, make_labels, timm_options
 from benchmarks.flags_benchmark import DATA_BACKENDS
-from benchmarks.rounds import by_clocks, cpu_seconds
+from benchmarks.timing import by_clocks, cpu_seconds
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan

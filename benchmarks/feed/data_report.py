@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.conditions import conditions, heading
 from benchmarks.feed.data_memory import PACKED, Measured
-from benchmarks.rounds import Timing
+from benchmarks.timing import Timing
 
 CROPS, BATCHES = "crops", "batches"
 TIMM = "timm"

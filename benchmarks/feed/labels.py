@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.memory import Resident, resident
-from benchmarks.rounds import Timing, Work, interleaved, machine
 from benchmarks.speed.loss import Case, random_labels
+from benchmarks.timing import Timing, Work, interleaved, machine
 from tlt.errors import UserError
 from tlt.io.processes import START_METHOD
 from tlt.label_map import LabelMap

@@ -28,7 +28,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 from benchmarks.memory import peak_of
-from benchmarks.rounds import machine
+from benchmarks.timing import machine
 from tlt.data.sources.folder import ImageFolder, compare_classes, scan_folder
 from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.size_index import SizeIndex, index_file, open_folder, write_index

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.rounds import machine as this_machine
 from benchmarks.scaling.fit import Fit, MeasuredStep, Transfer, fit
 from benchmarks.scaling.machines import MACHINES, machine_of
 from benchmarks.scaling.measure import Job, Measured, measure
@@ -28,6 +27,7 @@ from benchmarks.scaling.model import MIB, Conditions, Link, Machine, Prediction,
 from benchmarks.scaling.picture import Curves, Panel, draw
 from benchmarks.scaling.published import published
 from benchmarks.scaling.work import check_model, computing, gradients_of
+from benchmarks.timing import machine as this_machine
 from tlt.errors import UserError, require
 from volo.cluster.ddp import DdpSettings
 from volo.cluster.distributed import choose_device

@@ -12,8 +12,8 @@ from argparse import Namespace
 import torch
 from torch import nn
 
+from benchmarks.comparison import described
 from benchmarks.conditions import conditions, heading
-from benchmarks.contest import described
 from benchmarks.memory import give_back_at_once, peak_of
 from tlt.errors import UserError
 from tlt.models.recompute import LEVELS

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.arms import Arm, arms_of, build_bare, build_first, compiled, exact_convolutions, place
-from benchmarks.contest import Found, NoPeerError, hold
+from benchmarks.comparison import Found, NoPeerError, hold
 from benchmarks.memory import peak_of
 from benchmarks.phases import Phases
 from benchmarks.speed_report import show, tell
@@ -62,7 +62,7 @@ class Inference:
 
 
 def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
-    """Build, compare, warm up and time all arms. Raises UserError: as `benchmarks.contest.hold`."""
+    """Build, compare, warm up and time all arms. Raises UserError: as `benchmarks.comparison.hold`."""
     device = choose_device(args.device, 0)
     arms = arms_of(args)
     first = build_first(arms[0]).eval()

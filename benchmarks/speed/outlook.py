@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.comparison import described, reason_of
 from benchmarks.conditions import conditions, heading
-from benchmarks.contest import described, reason_of
 from benchmarks.phases import synchronize
-from benchmarks.rounds import Timing, Work, by_clocks, cpu_seconds
 from benchmarks.speed.outlook_arms import BOTH, FORWARD, PASSES, TIMM, Arm, Case, error_of, inputs, modules, truth
+from benchmarks.timing import Timing, Work, by_clocks, cpu_seconds
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
 

@@ -25,7 +25,7 @@ from benchmarks.arms import (
     exact_convolutions,
     place,
 )
-from benchmarks.contest import Found, NoPeerError, hold
+from benchmarks.comparison import Found, NoPeerError, hold
 from benchmarks.speed.train_step import TrainStep, load_batches, losses_of
 from benchmarks.speed_report import show, tell
 from benchmarks.timm_volo import channels_last_is_faster
@@ -49,7 +49,7 @@ def run(args: Namespace) -> int:
 
 
 def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
-    """Build, compare, warm up and time all arms. Raises UserError: as `benchmarks.contest.hold`."""
+    """Build, compare, warm up and time all arms. Raises UserError: as `benchmarks.comparison.hold`."""
     device = choose_device(args.device, 0)
     arms = arms_of(args)
     case = _Case(arms[0], device, args.cudnn_attention)

@@ -14,7 +14,7 @@ from timm.data.auto_augment import NAME_TO_OP
 
 from benchmarks.feed import augmentation, images, labels
 from benchmarks.feed.published_order import _MOVES, PublishedOrder, moved
-from benchmarks.rounds import Timing, interleaved
+from benchmarks.timing import Timing, interleaved
 from tlt.data.augment.plan import AugmentConfig
 from volo import cli
 

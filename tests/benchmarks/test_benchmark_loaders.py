@@ -15,7 +15,7 @@ import torch
 from benchmarks.feed import data, data_memory, images
 from benchmarks.feed.data_report import BATCHES, CROPS, TIMM, Arm
 from benchmarks.flags_benchmark import DATA_BACKENDS
-from benchmarks.rounds import cpu_seconds
+from benchmarks.timing import cpu_seconds
 from tests.conftest import LIMIT
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.choice import create_backend

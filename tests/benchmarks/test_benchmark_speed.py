@@ -25,11 +25,11 @@ from torch import nn
 
 from benchmarks import all as whole
 from benchmarks import arms, phases, profile, speed_report, targets
-from benchmarks.contest import Found, Row
+from benchmarks.comparison import Found, Row
 from benchmarks.flags_benchmark import parse_benchmark
-from benchmarks.rounds import Timing
 from benchmarks.speed import infer, train
 from benchmarks.targets import EXPERIMENTS, Experiment, Target
+from benchmarks.timing import Timing
 from benchmarks.timm_volo import TimmVolo
 from volo import cli
 from volo.config.args import parse_train, train_parser

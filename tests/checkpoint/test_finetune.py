@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
 from tlt.errors import UserError
-from tlt.models.fit import fit_state_dict
+from tlt.models.fit_weights import fit_state_dict
 from tlt.utils import load_pretrained_weights
 from volo.checkpoint.checkpoint import FinetuneReport, load_finetune, load_weights
 from volo.checkpoint.model_config import model_config_of

@@ -17,7 +17,7 @@ from volo.cluster.distributed import World
 from volo.cluster.preempt import StopSignal
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import START_TIMEOUT_S, Progress, Watchdog, late_ranks
-from volo.record.pace import Pace, straggler
+from volo.record.slowdown import Pace, straggler
 from volo.train.precision import Precision
 
 ROOT = Path(__file__).parents[2]

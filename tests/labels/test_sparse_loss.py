@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt.io import groups
+from tlt.io import chunks
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, sparse_cross_entropy, token_label_loss
 from tlt.targets import SparseLabels, Targets, make_targets
@@ -126,7 +126,7 @@ def test_bfloat16_logits_are_compared_in_float32() -> None:
 def test_groups_and_memory_layout_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cls, aux, targets = small_case()
     expected = torch.autograd.grad(token_label_loss(cls, aux, targets).total, (cls, aux))
-    monkeypatch.setattr(groups, "_CPU_NUMBERS", 1)
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
     padded = torch.cat([aux.detach()[:, :1], aux.detach()], 1).requires_grad_()  # a class token before the others
     loss = token_label_loss(cls, padded[:, 1:], targets).total
     found = torch.autograd.grad(loss, (cls, padded))
@@ -148,7 +148,7 @@ class Sizes(TorchDispatchMode):
 
 
 def test_nothing_but_the_gradient_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_CPU_NUMBERS", 1)
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
     targets = make_targets(*raw_case(), GRID, 200, SMOOTHING)  # 48 entries a token
     cls, aux = torch.randn(BATCH, 200).requires_grad_(), torch.randn(BATCH, 6, 200).requires_grad_()
     with Sizes(aux.numel()) as sizes:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.labels.dense_targets import dense_targets
 from tlt.errors import UserError
-from tlt.io import groups
+from tlt.io import chunks
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.targets import Targets, entries_per_token, make_targets, merge_equal, points_per_token
 
@@ -185,7 +185,7 @@ def test_without_maps_and_with_one_label_per_crop() -> None:
 def test_groups_of_images_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(2)
     at_once = made(case, (3, 4), torch.float64)
-    monkeypatch.setattr(groups, "_CPU_NUMBERS", 1)
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
     one_by_one = made(case, (3, 4), torch.float64)
     assert at_once.tokens is not None and one_by_one.tokens is not None
     assert torch.equal(at_once.tokens.ids, one_by_one.tokens.ids)
@@ -195,7 +195,7 @@ def test_groups_of_images_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("images,numbers", [(7, 2**17), (5, 2**30), (1, 1), (3, 0)])
 def test_groups_cover_every_image_once(images: int, numbers: int) -> None:
-    parts = groups.image_groups(images, numbers, torch.device("cpu"))
+    parts = chunks.image_chunks(images, numbers, torch.device("cpu"))
     assert [i for part in parts for i in range(images)[part]] == list(range(images))
     assert all((part.stop - part.start) * numbers <= 2**18 or part.stop - part.start == 1 for part in parts)
 

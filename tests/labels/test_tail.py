@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from tlt.io.tail import relative_to_tail
 from tlt.label_map import LabelBatch, LabelMap
 from tlt.labels.annotate import _annotation
 from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.label_tail import relative_to_tail
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-import tlt.io.groups
+import tlt.io.chunks
 from tlt.errors import UserError
 from volo.kernels import KERNELS, choose_kernel, outlook_attention
 from volo.models.blocks import OutlookAttention
@@ -146,7 +146,7 @@ def test_groups_of_images_change_nothing(monkeypatch):
     v, logits, grad = tensors(5, 8, batch=5)
     expected = results(by_kernel("windows"), v, logits, grad)
     for numbers in (1, 2 * 3 * 4 * 9 * HEADS * DEPTH):  # one image at a time; two, two and one
-        monkeypatch.setattr(tlt.io.groups, "_CPU_NUMBERS", numbers)
+        monkeypatch.setattr(tlt.io.chunks, "_CPU_NUMBERS", numbers)
         for ours, theirs in zip(results(by_kernel("windows"), v, logits, grad), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.commands.conftest import QUICK
 from tests.conftest import wait_until
 from volo import cli
-from volo.record import pace
+from volo.record import slowdown as pace
 from volo.record.data_wait import CpuClock, Feed, Seen, advice, cpus_of_rank
 
 FEED = Feed(

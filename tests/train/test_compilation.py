@@ -26,7 +26,7 @@ from tlt.models.layers import ResidualBlock
 from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
 from volo.config.args import parse_train
-from volo.record.pace import CompileWatch
+from volo.record.slowdown import CompileWatch
 from volo.train import compilation
 from volo.train.compilation import compile_errors_told, compile_model, feature_compiler
 from volo.train.model import wrap_model

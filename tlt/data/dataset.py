@@ -24,9 +24,9 @@ from tlt import geometry
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, Steps, draw_steps, make_plan
 from tlt.data.backends.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
-from tlt.data.reading_board import ReadingBoard
 from tlt.data.sources.image_file import BadImage, check_size
 from tlt.data.sources.source import ImageSource
+from tlt.data.worker_status import WorkerStatus
 from tlt.errors import UserError
 from tlt.io.text import printable
 from tlt.label_map import LabelBatch, LabelMap
@@ -122,7 +122,7 @@ class BatchDataset(Dataset[HostBatch | Fault]):
         self.root = source.root
         self.classes = source.classes
         self.backend = backend
-        self.board = ReadingBoard(0)
+        self.board = WorkerStatus(0)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, ReadingBoard
+from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, WorkerStatus
 from tlt.data.workers import PREFETCH_FACTOR, hung
 from tlt.errors import UserError
 
@@ -42,7 +42,7 @@ class ThreadWorkers:
     def __init__(
         self, dataset: BatchDataset, workers: int, pin_memory: bool, timeout: float, device: torch.device
     ) -> None:
-        dataset.board = ReadingBoard(workers)
+        dataset.board = WorkerStatus(workers)
         self.dataset = dataset
         self.workers = workers
         self.timeout = timeout

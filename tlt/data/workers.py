@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
-from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, ReadingBoard
+from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, WorkerStatus
 from tlt.errors import UserError
 from tlt.io.processes import START_METHOD, end_with_main_process
 from tlt.io.text import printable
@@ -101,7 +101,7 @@ class Workers:
         timeout: float,
         device: torch.device,
     ) -> None:
-        dataset.board = ReadingBoard(workers)
+        dataset.board = WorkerStatus(workers)
         self.dataset = dataset
         self.workers = workers
         self.deaths: list[str] = []

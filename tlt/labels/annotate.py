@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.io.groups import image_groups
+from tlt.io.chunks import image_chunks
 from tlt.label_map import Area
 from tlt.models.spatial import feature_map, is_channels_last, norm_after_pooling, norm_with_scale_of, prefix_tokens
 from tlt.models.token_labeling import TokenLabelModel
@@ -114,7 +114,7 @@ class Annotator:
             with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
                 features, tokens = self._features(self.model, images)
             numbers = features[0, ..., 0].numel() * cast(int, self.model.num_classes)
-            for rows in image_groups(len(images), numbers, images.device):
+            for rows in image_chunks(len(images), numbers, images.device):
                 with autocast(dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
                     dense = _classify(self.model, features[rows], tokens)
                 parts.append(_annotation(dense, self.k))

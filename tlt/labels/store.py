@@ -12,10 +12,10 @@ import torch
 
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.tail import relative_to_tail
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.archive import ArchiveReader, is_archive
+from tlt.labels.label_tail import relative_to_tail
 from tlt.labels.metadata import AREAS, TreeMetadata
 from tlt.labels.records import Reader, Record
 from tlt.labels.shards import ShardReader, shard_folder
@@ -87,7 +87,7 @@ class LabelStore:
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
         class_names: Compared with what is recorded, if anything is.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
-            have the share that the annotator gave them (`tlt.io.tail`).
+            have the share that the annotator gave them (`tlt.labels.label_tail`).
 
     Attributes:
         metadata: How the maps were made, or None.

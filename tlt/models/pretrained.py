@@ -27,7 +27,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.models.fit import adapt_state_dict, source_grid
+from tlt.models.fit_weights import adapt_state_dict, source_grid
 
 Entrypoint: TypeAlias = Callable[..., nn.Module]
 

@@ -174,7 +174,7 @@ def name_regions(
 
     x0, y0, x1, y1 = box
     rows, cols = cells.ids.shape
-    ids = np.pad(np.where(cells.weight > 0, cells.ids, -1), 1, constant_values=-1)  # what is outside is another's
+    ids = np.pad(np.where(cells.weight > 0, cells.ids, -1), 1, constant_values=-1)  # pad with -1: no class outside
     found, counts = np.unique(ids[ids >= 0], return_counts=True)
     frequent = found[np.argsort(-counts, kind="stable")][:most]
     taken = np.empty((0, 2))

@@ -160,7 +160,7 @@ def read_image(source: ImageSource, row: int) -> bytearray:
     """The encoded image; nothing of an empty file.
 
     Raises:
-        UserError: It can't be read, which another time it may.
+        UserError: It is unreadable, perhaps only for now.
     """
     try:
         return source.read(row)

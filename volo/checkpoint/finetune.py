@@ -21,7 +21,7 @@ from tlt.io.weights import (
     unwrap,
     weights_entry,
 )
-from tlt.models.fit import Fit, fit_state_dict, head_names, input_names
+from tlt.models.fit_weights import Fit, fit_state_dict, head_names, input_names
 from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
 from volo import models as models  # registers them with timm
 from volo.checkpoint.model_config import model_config_of

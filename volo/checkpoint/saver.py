@@ -19,7 +19,7 @@ _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what
 
 
 class Reporter(Protocol):
-    """Who is told about saves."""
+    """Receives what there is to say about saves."""
 
     def line(self, text: str) -> None: ...
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
-from tlt.models.fit import fit_state_dict
+from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state

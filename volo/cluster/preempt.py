@@ -71,7 +71,7 @@ class StopSignal:
         self._own = False  # not another rank's, of which this one was told
         self._may_raise = False
         self._patient = False
-        self._heeded = False
+        self._handled = False
         self._lock = threading.RLock()  # a handler may come while the main thread holds it
 
     @property
@@ -91,7 +91,7 @@ class StopSignal:
         return f"stopped by {self.name}" if self._own else "stopped because another rank had to"
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Handle signals inside the block, at once until `deferred`; SIGINT too where a script's `&` had it ignored."""
         self.number, self._own = None, False
         if threading.current_thread() is not threading.main_thread():
@@ -104,12 +104,12 @@ class StopSignal:
         os.set_blocking(arrival, False)
         signal.set_wakeup_fd(arrival)
         threading.Thread(target=self._count, args=(arrived,), daemon=True).start()
-        self._heeded = True
+        self._handled = True
         try:
             with self.interruptible():
                 yield
         finally:
-            self._heeded = False
+            self._handled = False
             signal.set_wakeup_fd(-1)
             os.close(arrival)  # which ends the thread
             for number, handler in before.items():
@@ -150,7 +150,7 @@ class StopSignal:
             if self.number is not None:
                 return False
             self._since, self.number, self._own = time.monotonic(), number, own
-        if self._heeded:
+        if self._handled:
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
         with suppress(OSError):  # the terminal may be gone
             # print() may be what the signal has interrupted.

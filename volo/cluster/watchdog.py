@@ -193,7 +193,7 @@ class Watchdog:
         return f"no sign of life for {self.timeout:g} s from {'; '.join(lost)}: {_SILENT}" if lost else None
 
     def _verdict(self, idle: float) -> str | None:
-        """Why the run hangs; None if somebody may still take his time."""
+        """Why the run hangs; None while a late rank is still within its timeout."""
         now, silent_after = time.monotonic(), max(5 * self.interval, self.timeout / 2)
         ranks = list(self._ranks) or [replace(self.own, idle=idle, seen=now)]
         if len(ranks) > 1 and now - self._answered > silent_after:

@@ -73,7 +73,7 @@ def check_path(path: Path) -> None:
     """Refuse to write over something, or into a folder that isn't there.
 
     Raises:
-        UserError: So it is.
+        UserError: The file already exists, or its folder does not.
     """
     if os.path.lexists(path):
         raise UserError(f"-o {path} exists already: remove it, or choose another name")
@@ -85,7 +85,7 @@ def check_dense(trained: TrainedModel, dense: bool) -> None:
     """Refuse `--dense` for a model whose dense head is missing or was never trained.
 
     Raises:
-        UserError: So it is.
+        UserError: There is no trained dense head.
     """
     if dense and not getattr(trained.model, "dense_head", False):
         raise UserError(f"--dense: {trained.args.model} has no trained dense head here; leave the flag out")

@@ -54,9 +54,9 @@ from volo.memory.memory_budget import fit_activations, out_of_memory_explained, 
 from volo.record.data_wait import Advisor
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
-from volo.record.pace import CompileWatch, Pace
 from volo.record.run_directory import check_writable, choose_directory, settings_of
 from volo.record.run_lock import RunLock
+from volo.record.slowdown import CompileWatch, Pace
 from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from tlt.io.groups import image_groups
+from tlt.io.chunks import image_chunks
 from tlt.models.operators import refuse_second_derivatives
 from volo.kernels.reference import SECOND_DERIVATIVES
 
@@ -76,7 +76,7 @@ class _Scratch:
     def __init__(self, v: Tensor, logits: Tensor) -> None:
         batch, rows, columns, heads = len(v), *logits.shape[1:3], _heads(logits)
         depth = v.shape[-1] // heads
-        self.groups = image_groups(batch, rows * columns * _PLACES * v.shape[-1], v.device)
+        self.groups = image_chunks(batch, rows * columns * _PLACES * v.shape[-1], v.device)
         images = min(self.groups[0].stop, batch) if self.groups else 0
         padded = v.new_zeros(images, heads, 2 * rows + 1, 2 * columns + 1, depth)
         self._pixels = padded[:, :, 1 : v.shape[1] + 1, 1 : v.shape[2] + 1].permute(0, 2, 3, 1, 4)

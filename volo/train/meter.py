@@ -16,7 +16,7 @@ from volo.checkpoint.train_state import TrainState
 from volo.cluster.distributed import World
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Interval, Sums
-from volo.record.pace import CompileWatch, Pace
+from volo.record.slowdown import CompileWatch, Pace
 from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.precision import Precision
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from tlt.data.loader import Batch
 from tlt.errors import UserError
 from tlt.io.files import sha256_of
-from tlt.io.tail import relative_to_tail
 from tlt.io.weights import clean_state_dict
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
+from tlt.labels.label_tail import relative_to_tail
 from tlt.models.flops import flops_per_image
 from volo.cluster.distributed import World
 from volo.train.annotator import load_annotator
@@ -73,7 +73,7 @@ class Teacher:
         num_classes: Of student and annotator.
         area: What of an image the annotator labels (`tlt.labels.annotate.labelled_area`).
         device: Where batches are.
-        exact_tail: `--label-tail exact` (`tlt.io.tail`).
+        exact_tail: `--label-tail exact` (`tlt.labels.label_tail`).
         record: What a checkpoint is to say about it.
     """
 

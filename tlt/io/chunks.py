@@ -8,7 +8,7 @@ import torch
 _CPU_NUMBERS, _DEVICE_NUMBERS = 2**18, 2**23
 
 
-def image_groups(images: int, numbers_per_image: int, device: torch.device) -> list[slice]:
+def image_chunks(images: int, numbers_per_image: int, device: torch.device) -> list[slice]:
     """Slices that together cover `images` images, each of about as many numbers of scratch as the device likes.
 
     Under `torch.compile` there is one slice: the compiler fuses what the groups are there to keep small.

@@ -16,7 +16,7 @@ from benchmarks.arms import OURS, Arm
 from benchmarks.peak_flops import measured_peak, shown_peak
 from benchmarks.phases import Runner
 from benchmarks.profile import profile_of
-from benchmarks.rounds import Timing, by_clocks, cpu_seconds
+from benchmarks.timing import Timing, by_clocks, cpu_seconds
 from tlt.errors import UserError
 from volo.train.compilation import compile_errors_told
 from volo.train.precision import compute_dtype

@@ -17,16 +17,16 @@ STRAGGLER_FACTOR = 1.5  # over the median of the ranks
 STRAGGLER_SHARE = 0.1  # of an interval, that the median rank loses
 
 
-class Told(Protocol):
-    """Who is told."""
+class Reporter(Protocol):
+    """Receives warnings."""
 
     def event(self, kind: Any, **fields: Any) -> None: ...
 
     def warning(self, text: str) -> None: ...
 
 
-class Advises(Protocol):
-    """Who knows what to do about waiting for data (`volo.record.data_wait`)."""
+class DataAdvisor(Protocol):
+    """Says what to do about waiting for data (`volo.record.data_wait`)."""
 
     def look(self) -> None: ...
 
@@ -53,9 +53,9 @@ class Pace:
     """
 
     def __init__(
-        self, world: World, advisor: Advises, told: Told, gather: Callable[[float], list[float]] = from_all
+        self, world: World, advisor: DataAdvisor, reporter: Reporter, gather: Callable[[float], list[float]] = from_all
     ) -> None:
-        self.world, self.advisor, self.told, self.gather = world, advisor, told, gather
+        self.world, self.advisor, self.reporter, self.gather = world, advisor, reporter, gather
         self._warned: dict[str, int] = {}  # epoch of the newest warning
 
     def interval(self, epoch: int, own_seconds: float, wait_seconds: float, seconds: float) -> None:
@@ -64,15 +64,15 @@ class Pace:
         share = wait_seconds / max(seconds, 1e-9)
         if share > WAIT_SHARE and self._first("data-wait", epoch):
             advice = self.advisor.advice()
-            self.told.event("data-wait", share=round(share, 3), advice=advice)
-            self.told.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
+            self.reporter.event("data-wait", share=round(share, 3), advice=advice)
+            self.reporter.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
         if self.world.size == 1:
             return
         ranks = self.gather(own_seconds)
         if straggler(ranks, seconds) == self.world.rank and self._first("straggler", epoch):
             usual = statistics.median(ranks)
-            self.told.event("straggler", seconds=own_seconds, median_seconds=usual, interval_seconds=seconds)
-            self.told.warning(
+            self.reporter.event("straggler", seconds=own_seconds, median_seconds=usual, interval_seconds=seconds)
+            self.reporter.warning(
                 f"the others wait for rank {self.world.rank} on {socket.gethostname()}: {own_seconds:.2f} s for "
                 f"loading and forward passes, usual are {usual:.2f} s"
             )

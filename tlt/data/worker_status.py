@@ -10,7 +10,7 @@ import torch
 _OWN = threading.local()  # .slot: of a worker, be it a process or a thread
 
 
-class ReadingBoard:
+class WorkerStatus:
     """Shared between workers and main process: who has begun, which image each worker has in hand, and since when."""
 
     def __init__(self, workers: int) -> None:
