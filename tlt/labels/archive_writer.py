@@ -1,7 +1,8 @@
 """Writing a label archive, row by row, in any order, by any number of processes, any of which may be killed any time.
 
 A row is written with its crc32 last. A row counts once its crc32 matches, so the same command finds what is left to do;
-the archive is there when the manifest is. The finished files are a function of the rows alone, not of who wrote them when.
+the archive is there when the manifest is. The finished files are a function of the rows alone, not of who wrote them
+when.
 """
 
 from __future__ import annotations
