@@ -32,6 +32,28 @@ DATASET = flag(
     help="wds/NAME, tfrecord, tfds/NAME, hfds/NAME or torch/cifar10 (docs/data.md); folders and shards need none",
 )
 
+# What every program that loads images has.
+LOADING = (
+    flag(
+        "--worker-type",
+        default=None,
+        choices=WORKER_TYPES,
+        help="processes, or threads of the rank's own process (process; dali-*: thread)",
+    ),
+    switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
+    switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
+)
+LIMITS = (
+    flag("--max-bad-images", default=None, type=COUNT, help="unreadable images to bear (0.1 %%, 10 to 100)"),
+    flag(
+        "--max-pixels",
+        default=50_000_000,
+        type=POSITIVE,
+        help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
+    ),
+    flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
+)
+
 DATA = Group(
     "Data",
     (
@@ -92,14 +114,7 @@ DATA = Group(
             excludes=("validation_batch_size_multiplier",),
         ),
         flag("-j", "--workers", default=8, type=COUNT, help="decoding processes or threads per rank; 0: none"),
-        flag(
-            "--worker-type",
-            default=None,
-            choices=WORKER_TYPES,
-            help="processes, or threads of the rank's own process (process; dali-*: thread)",
-        ),
-        switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
-        switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
+        *LOADING,
         switch("--use-multi-epochs-loader", help="keep the decoding processes from epoch to epoch"),
         switch("--drop-last", help="leave out the last, smaller global batch of an epoch"),
         flag(
@@ -113,14 +128,7 @@ DATA = Group(
             help="decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8",
             needs=(JPEG_BACKEND,),
         ),
-        flag("--max-bad-images", default=None, type=COUNT, help="unreadable images to bear (0.1 %%, 10 to 100)"),
-        flag(
-            "--max-pixels",
-            default=50_000_000,
-            type=POSITIVE,
-            help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
-        ),
-        flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
+        *LIMITS,
         switch("--save-images", help="write the input batch as a picture at every --log-interval"),
     ),
 )

@@ -7,8 +7,16 @@ what it is.
 from __future__ import annotations
 
 from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, Need, flag, switch
-from volo.config.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, WORKER_TYPES
-from volo.config.flags_train import AMP, BIND, COMPILE, NO_TORCHSCRIPT, OUTLOOK_KERNEL, POOLS
+from volo.config.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, LIMITS, LOADING
+from volo.config.flags_train import (
+    BIND,
+    CHANNELS_LAST,
+    COMPILE,
+    MIXED_PRECISION,
+    NO_TORCHSCRIPT,
+    OUTLOOK_KERNEL,
+    POOLS,
+)
 
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
@@ -35,38 +43,15 @@ PREPROCESSING = (
 _IMAGES = (
     *PREPROCESSING,
     flag("-j", "--workers", default=4, type=COUNT, help="decoding processes or threads per rank; 0: none"),
-    flag(
-        "--worker-type",
-        default=None,
-        choices=WORKER_TYPES,
-        help="processes, or threads of the rank's own process (process; dali-*: thread)",
-    ),
-    switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
-    switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
+    *LOADING,
     flag("--data-backend", default="torchvision", choices=FILE_BACKENDS, help="who decodes and resizes"),
-    flag("--max-bad-images", default=None, type=COUNT, help="unreadable images to bear (0.1 %%, 10 to 100)"),
-    flag(
-        "--max-pixels",
-        default=50_000_000,
-        type=POSITIVE,
-        help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
-    ),
-    flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
+    *LIMITS,
 )
 
 _PRECISION = (
     flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-    switch("--amp", help="mixed precision"),
-    flag(
-        "--amp-dtype",
-        default=None,
-        choices=("float16", "bfloat16"),
-        help="(float16 on GPUs, bfloat16 on CPUs)",
-        needs=(AMP,),
-    ),
-    switch("--apex-amp", help="the same as --amp"),
-    switch("--native-amp", help="the same as --amp"),
-    switch("--channels-last", help="channels-last memory layout"),
+    *MIXED_PRECISION,
+    CHANNELS_LAST,
     *COMPILE,
     OUTLOOK_KERNEL,
     switch("--torchscript", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),

@@ -68,6 +68,19 @@ CYCLIC = Need("--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC_SCHEDU
 COOLED_DOWN = Need(CYCLIC.of, lambda a: CYCLIC.met(a) or a.cooldown_epochs == 0)
 SEVERAL_CYCLES = Need("--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1)
 
+MIXED_PRECISION = (
+    switch("--amp", help="mixed precision"),
+    flag(
+        "--amp-dtype",
+        default=None,
+        choices=("float16", "bfloat16"),
+        help="(float16 on GPUs, bfloat16 on CPUs)",
+        needs=(AMP,),
+    ),
+    switch("--apex-amp", help="the same as --amp"),
+    switch("--native-amp", help="the same as --amp"),
+)
+CHANNELS_LAST = switch("--channels-last", help="channels-last memory layout")
 COMPILE = (
     flag("--torchcompile", default=None, nargs="?", const="inductor", metavar="BACKEND", help="compile (inductor)"),
     flag(
@@ -363,23 +376,14 @@ EMA = Group(
 PRECISION = Group(
     "Precision and speed",
     (
-        switch("--amp", help="mixed precision"),
-        flag(
-            "--amp-dtype",
-            default=None,
-            choices=("float16", "bfloat16"),
-            help="(float16 on GPUs, bfloat16 on CPUs)",
-            needs=(AMP,),
-        ),
+        *MIXED_PRECISION,
         flag(
             "--model-dtype",
             default="float32",
             choices=("float32", "bfloat16"),
             help="bfloat16: compute in bfloat16 throughout, with float32 master weights",
         ),
-        switch("--apex-amp", help="the same as --amp"),
-        switch("--native-amp", help="the same as --amp"),
-        switch("--channels-last", help="channels-last memory layout"),
+        CHANNELS_LAST,
         switch(
             "--grad-checkpointing",
             help="recompute activations in the backward pass to save memory",
