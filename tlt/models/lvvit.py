@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
-from tlt.models.pretrained import Entrypoint, create, register
+from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
 from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid, conv_stem_places
 from tlt.models.token_places import TokenPlaces
 
@@ -213,21 +212,14 @@ WEIGHTS = {
 
 
 def _cfg(row: Variant, size: int, **source: str) -> dict[str, Any]:
-    return {
-        "num_classes": 1000,
-        "input_size": (3, size, size),
-        "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
-        "crop_pct": row.crop_pct,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": "patch_embed.conv1",
-        "classifier": ("head", "aux_head"),
-        "license": "apache-2.0",
-        "paper_ids": "arXiv:2104.10858",
-        "origin_url": "https://github.com/zihangJiang/TokenLabeling",
+    return imagenet_cfg(
+        size,
+        row.crop_pct,
+        "patch_embed.conv1",
+        "arXiv:2104.10858",
+        "https://github.com/zihangJiang/TokenLabeling",
         **source,
-    }
+    )
 
 
 def _default_cfgs() -> dict[str, dict[str, Any]]:

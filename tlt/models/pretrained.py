@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 from urllib.request import Request, urlopen
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
     build_model_with_cfg,
     list_models,
@@ -180,3 +181,24 @@ def _to_model_size(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tenso
     size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")  # a saved model's own
     grid = source_grid(model, state_dict, size[1:]) if size else None
     return adapt_state_dict(model, state_dict, grid)[0]
+
+
+def imagenet_cfg(
+    size: int, crop_pct: float, first_conv: str, paper_id: str, origin_url: str, **source: str
+) -> dict[str, Any]:
+    """timm's configuration of a model with two heads at `size` pixels; `source` is that of its ImageNet weights."""
+    return {
+        "num_classes": 1000,
+        "input_size": (3, size, size),
+        "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
+        "crop_pct": crop_pct,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "first_conv": first_conv,
+        "classifier": ("head", "aux_head"),
+        "license": "apache-2.0",
+        "paper_ids": paper_id,
+        "origin_url": origin_url,
+        **source,
+    }
