@@ -1,14 +1,47 @@
-"""The kinds of data set that `--dataset` names, as flags are checked: standard library only."""
+"""The kinds of data set that `--dataset` names: a row each. Standard library only, as flags are checked with it."""
 
 from __future__ import annotations
 
 import difflib
+from typing import NamedTuple, NoReturn
 
 from tlt.errors import UserError
 
 FOLDERS = ("", "imagefolder", "image_folder", "folder")  # names of the kind that needs none
 TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist")
-KINDS = ("tfrecord", "wds/NAME", "tfds/NAME", "hfds/NAME", *(f"torch/{name}" for name in TORCH_NAMES))
+
+
+class Kind(NamedTuple):
+    """How a kind is opened.
+
+    Attributes:
+        module: Of `tlt.data.sources`; it is imported when a data set of the kind is opened.
+        function: `(name, data, split, class_names)` -> the images; with `indexed` `(name, data, split)` -> their files.
+        indexed: Whether images are found by an index (`tlt index`).
+        names: What may stand behind the slash: anything where there are none; no slash where it is None.
+        folder: Whether the data set is in a folder of the user's.
+    """
+
+    module: str
+    function: str
+    indexed: bool = True
+    names: tuple[str, ...] | None = ()
+    folder: bool = True
+
+
+TABLE = {
+    "tfrecord": Kind("tfrecords", "find_records", names=None),
+    "wds": Kind("webdatasets", "find_shards"),
+    "tfds": Kind("tfds", "find_tfds"),
+    # Hugging Face's data sets have a cache of their own.
+    "hfds": Kind("hub", "open_hub_dataset", indexed=False, folder=False),
+    "torch": Kind("torch_datasets", "open_torch_dataset", indexed=False, names=TORCH_NAMES),
+}
+KINDS = tuple(
+    shown
+    for kind, row in TABLE.items()
+    for shown in ([kind] if row.names is None else [f"{kind}/{name}" for name in row.names or ("NAME",)])
+)
 
 
 def parse_kind(dataset: str) -> tuple[str, str]:
@@ -24,19 +57,21 @@ def parse_kind(dataset: str) -> tuple[str, str]:
     kind = kind.lower()
     if kind == "hfids":
         raise UserError(f"--dataset {dataset}: streams can't be read by index; hfds/{name} reads the same data set")
-    if kind == "torch" and name.lower() not in TORCH_NAMES:
-        _refuse(dataset, name.lower(), TORCH_NAMES, "a folder of class folders needs no --dataset")
-    if kind not in {each.partition("/")[0] for each in KINDS} or (not name and kind != "tfrecord"):
+    row = TABLE.get(kind)
+    if row is not None and row.names and name.lower() not in row.names:
+        _refuse(dataset, name.lower(), row.names, "a folder of class folders needs no --dataset")
+    if row is None or (not name and row.names is not None):
         _refuse(dataset, dataset, KINDS, "image folders and tar shards need none")
-    return kind, name.lower() if kind == "torch" else name
+    return kind, name.lower() if row.names else name
 
 
 def needs_folder(dataset: str) -> bool:
-    """Whether a kind is in a folder of the user's; Hugging Face's data sets have a cache of their own."""
-    return parse_kind(dataset)[0] != "hfds"
+    """Whether a kind is in a folder of the user's."""
+    kind, _ = parse_kind(dataset)
+    return not kind or TABLE[kind].folder
 
 
-def _refuse(dataset: str, asked: str, known: tuple[str, ...], hint: str) -> None:
+def _refuse(dataset: str, asked: str, known: tuple[str, ...], hint: str) -> NoReturn:
     near = difflib.get_close_matches(asked, known, n=1, cutoff=0.5)
     known_ones = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
     raise UserError(f"--dataset {dataset}: {known_ones} ({hint})")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
 
-from tlt.data.sources.dataset_kinds import parse_kind
+from tlt.data.sources.dataset_kinds import TABLE, Kind, needs_folder, parse_kind
 from tlt.data.sources.folder import find_split
-from tlt.data.sources.hub import open_hub_dataset
 from tlt.data.sources.indexed_files import IndexedFiles
 from tlt.data.sources.shards import is_sharded, open_shards
 from tlt.data.sources.size_index import open_folder
 from tlt.data.sources.source import ImageSource
-from tlt.data.sources.tfds import find_tfds
-from tlt.data.sources.tfrecords import find_records
-from tlt.data.sources.torch_datasets import open_torch_dataset
-from tlt.data.sources.webdatasets import find_shards
 from tlt.errors import MissingSplit, UserError
 
 
@@ -56,12 +53,12 @@ def _open(
     found: Callable[[str, int], None] | None,
 ) -> ImageSource:
     kind, name = parse_kind(dataset)
-    if kind == "hfds":
-        return open_hub_dataset(name, data, split, class_names)
-    if data is None:
+    if data is None and needs_folder(dataset):
         raise UserError("DATA is missing: the folder that holds the images")
-    if kind == "torch":
-        return open_torch_dataset(name, data, split, class_names)
+    if kind and not TABLE[kind].indexed:
+        images: ImageSource = _function(TABLE[kind])(name, data, split, class_names)
+        return images
+    assert data is not None
     if kind:
         return find_files(data, split, dataset).open(class_names)
     folder = find_split(data, split, allow_root)
@@ -75,10 +72,13 @@ def find_files(data: str, split: str, dataset: str) -> IndexedFiles:
         UserError: They are not there, or `dataset` is of a kind that needs no index.
     """
     kind, name = parse_kind(dataset)
-    if kind == "tfrecord":
-        return find_records(data, split)
-    if kind == "tfds":
-        return find_tfds(name, data, split)
-    if kind == "wds":
-        return find_shards(data, split)
-    raise UserError(f"--dataset {dataset}: its images are read without an index; nothing is to be made")
+    row = TABLE.get(kind)
+    if row is None or not row.indexed:
+        raise UserError(f"--dataset {dataset}: its images are read without an index; nothing is to be made")
+    files: IndexedFiles = _function(row)(name, data, split)
+    return files
+
+
+def _function(kind: Kind) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(import_module(f"tlt.data.sources.{kind.module}"), kind.function)
+    return function

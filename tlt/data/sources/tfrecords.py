@@ -58,7 +58,7 @@ class RecordFiles(IndexedFiles):
         return lines if named else [_UNNAMED, *lines]
 
 
-def find_records(data: str, split: str) -> RecordFiles:
+def find_records(_name: str, data: str, split: str) -> RecordFiles:
     """The TFRecord files of a split: those in its folder, or those whose names begin with its name.
 
     Raises:

@@ -56,7 +56,7 @@ class ShardList(IndexedFiles):
         return source
 
 
-def find_shards(data: str, split: str) -> ShardList:
+def find_shards(_name: str, data: str, split: str) -> ShardList:
     """The shards of a split.
 
     Raises:
