@@ -16,7 +16,7 @@ from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.io.names import Names
 from volo.checkpoint.fingerprint import KEY, check_same_data, fingerprint
-from volo.checkpoint.global_batch import batch_record, steps_to_keep
+from volo.checkpoint.resume import batch_record, steps_to_keep
 
 
 @pytest.mark.parametrize(

@@ -437,7 +437,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 def _numa_maps_tell() -> bool:
     """Whether this kernel has memory policies and lets this process set them."""
-    probe = "from volo.cluster.memory_policy import set_policy; set_policy('bind', 0)"
+    probe = "from volo.cluster.binding import set_policy; set_policy('bind', 0)"
     code = f"import sys; sys.argv = ['train.py']; {probe}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     return done.returncode == 0 and Path("/proc/self/numa_maps").exists()

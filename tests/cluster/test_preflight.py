@@ -29,11 +29,10 @@ from volo.cluster.preflight import bandwidth, conduct, node_report, rendezvous
 from volo.cluster.preflight.bandwidth import Bandwidths, Group, Measured, measure_all, ring_rounds
 from volo.cluster.preflight.conduct import Conductor
 from volo.cluster.preflight.findings import Finding, Needs, check_bandwidths, check_clocks, check_nodes, missing_nodes
-from volo.cluster.preflight.hostlist import expand
 from volo.cluster.preflight.meeting import Meeting
 from volo.cluster.preflight.node_report import NodeReport, PathState
 from volo.cluster.preflight.outcome import Outcome
-from volo.cluster.preflight.rendezvous import Rendezvous, Unfit, rendezvous_from_environment
+from volo.cluster.preflight.rendezvous import Rendezvous, Unfit, expand_hostlist, rendezvous_from_environment
 from volo.cluster.preflight.workers import Worker
 from volo.config.flags_preflight import parse_preflight
 
@@ -52,7 +51,7 @@ HOSTLISTS = {
 
 @pytest.mark.parametrize(("short", "names"), HOSTLISTS.items())
 def test_node_lists(short: str, names: str, tmp_path: Path) -> None:
-    assert expand(short) == names.split()
+    assert expand_hostlist(short) == names.split()
     if shutil.which("scontrol"):
         (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\n")  # or it doesn't start
         env = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
@@ -61,13 +60,13 @@ def test_node_lists(short: str, names: str, tmp_path: Path) -> None:
 
 
 def test_names_by_hand_may_be_divided_by_spaces() -> None:
-    assert expand("n1 n[2-3], n7") == ["n1", "n2", "n3", "n7"]
+    assert expand_hostlist("n1 n[2-3], n7") == ["n1", "n2", "n3", "n7"]
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n]1", "n[3-1]", "n[1-99999999]", "n[1,,2]", "n[]"])
 def test_bad_node_lists(text: str) -> None:
     with pytest.raises(UserError, match="node list"):
-        expand(text)
+        expand_hostlist(text)
 
 
 def test_where_this_node_is() -> None:

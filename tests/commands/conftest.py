@@ -30,9 +30,9 @@ QUICK = (
 @pytest.fixture(autouse=True)
 def small_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """One image in the picture of the first batch: eight take half a second in every run."""
-    from volo.train import first_batch
+    from volo.train import batch_watch
 
-    monkeypatch.setattr(first_batch, "_IMAGES", 1)
+    monkeypatch.setattr(batch_watch, "_IMAGES", 1)
 
 
 class Ended(NamedTuple):

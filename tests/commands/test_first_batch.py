@@ -12,7 +12,7 @@ from PIL import Image
 from tests.commands.conftest import QUICK, Ended
 from tlt.tools import label_page
 from tlt.tools.label_page import Example
-from volo.train import first_batch
+from volo.train import batch_watch
 
 Call = Callable[..., Ended]
 
@@ -26,7 +26,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
         pages.append(examples)
         return label_page.draw_page(examples, *rest)
 
-    monkeypatch.setattr(first_batch, "draw_page", draw)
+    monkeypatch.setattr(batch_watch, "draw_page", draw)
     return pages
 
 
@@ -40,7 +40,7 @@ def test_every_kind_of_run_has_one(
     drawn: list[list[Example]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_batch, "_IMAGES", 3)
+    monkeypatch.setattr(batch_watch, "_IMAGES", 3)
     data = make_dataset()
     flags = {"label size 1": "--token-label-size 1", "synthetic": "--data-backend synthetic"}.get(mode, "")
     if mode == "plain":
@@ -79,7 +79,7 @@ def test_a_picture_that_fails_is_a_warning(
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(first_batch, "draw_page", fail)
+    monkeypatch.setattr(batch_watch, "draw_page", fail)
     ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
     assert ended.code == 0
     assert "warning: first_batch.png could not be drawn: MemoryError: no room\n" in ended.out
@@ -88,7 +88,7 @@ def test_a_picture_that_fails_is_a_warning(
 def test_without_matplotlib_one_line_says_what_is_missing(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = first_batch.importlib.util.find_spec
+    found = batch_watch.importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")

@@ -1,14 +1,22 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint a run goes on from, and what that decides: the directory after a restart, the accumulation steps.
+
+`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both tell how often they have started
+processes again, and have an id that stays the same.
+"""
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.errors import UserError
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from volo.checkpoint.checkpoint import LAST, NAMES
+from volo.cluster.ranks import launch_id, restarts
+from volo.record.run_directory import DEFAULT_ROOT
 
 
 @dataclass(frozen=True)
@@ -70,3 +78,69 @@ def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list
     configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, metadata)]
     was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
     return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
+
+
+class Continued(NamedTuple):
+    """A run that this launch has begun: its directory, and what `--resume` is to be there."""
+
+    directory: Path
+    resume: str
+
+
+def continued_run(args: Namespace) -> Continued | None:
+    """The run that this launch has begun before; None for a first start, or one that had no directory yet."""
+    if not restarts() or launch_id() is None:
+        return None
+    records = [*Path(args.output or DEFAULT_ROOT).glob("*/run.json")]
+    if args.resume not in ("", "auto"):
+        records.append(Path(args.resume).parent / "run.json")
+    begun = [file for file in records if _launch_of(file) == launch_id()]
+    if not begun:
+        return None
+    directory = max(begun, key=lambda file: file.stat().st_mtime).parent
+    return Continued(directory, "auto" if any(directory.glob("*.pth.tar")) else args.resume)
+
+
+def _launch_of(file: Path) -> str | None:
+    """Of the newest start in a run.json."""
+    try:
+        return json.loads(file.read_text())[-1].get("launch")
+    except (OSError, ValueError, LookupError, AttributeError):
+        return None
+
+
+BATCH_KEY = "batch"  # of a checkpoint
+
+
+def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
+    """What a checkpoint tells of the batch: images of an update, processes, and how many of each the flags ask for."""
+    return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * asked_steps}
+
+
+def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
+    """Return the accumulation steps with which a run goes on, and what a user should know.
+
+    The global batch is kept if only the number of processes has changed and full batches make it up; then the images of
+    every update are the same. What the flags ask for otherwise is done, and said.
+    """
+    recorded = checkpoint.get(BATCH_KEY)
+    if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):
+        return steps, None
+    before, now, each = recorded["global"], batch_size * steps * world_size, batch_size * world_size
+    if before == now or before < 1:
+        return steps, None
+    if recorded["asked"] == batch_size * steps and before % each == 0:
+        kept = before // each
+        return kept, (
+            f"{recorded['world_size']} processes before, {world_size} now: {kept} accumulation steps, not {steps}, "
+            f"keep the global batch of {before}"
+        )
+    return steps, f"warning: the global batch was {before}, it is {now} now; {_remedy(before, batch_size, world_size)}"
+
+
+def _remedy(wanted: int, batch_size: int, world_size: int) -> str:
+    fitting = [size for size in range(batch_size, 0, -1) if wanted % (size * world_size) == 0]
+    if not fitting:
+        return f"{world_size} processes can't share {wanted} images evenly"
+    size = fitting[0]
+    return f"-b {size} --grad-accum-steps {wanted // (size * world_size)} would keep it"

@@ -27,11 +27,10 @@ from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
 from tlt.data.workers import kill_workers
 from tlt.io.progress import SearchProgress
-from volo.checkpoint import fingerprint, global_batch
+from volo.checkpoint import fingerprint
 from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
 from volo.checkpoint.checkpoint_file import the_checkpoint
-from volo.checkpoint.restart import Continued, continued_run
-from volo.checkpoint.resume import Resume
+from volo.checkpoint.resume import BATCH_KEY, Continued, Resume, batch_record, continued_run, steps_to_keep
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import (
@@ -133,10 +132,10 @@ def decided_by(resume: Resume, args: Namespace, world: World, logger: Logger) ->
     Returns the settings with them, and what the run's own checkpoints are to tell of the batch.
     """
     asked = args.grad_accum_steps
-    steps, message = global_batch.steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.size)
+    steps, message = steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.size)
     if message is not None:
         logger.line(message)
-    batch = global_batch.batch_record(args.batch_size, steps, world.size, asked)
+    batch = batch_record(args.batch_size, steps, world.size, asked)
     return Settings(args, grad_accum_steps=steps), batch
 
 
@@ -182,7 +181,7 @@ def build(
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
     metadata = {"arch": args.model, "args": settings_of(args), "model_config": config}
-    metadata |= {fingerprint.KEY: data, global_batch.KEY: batch}
+    metadata |= {fingerprint.KEY: data, BATCH_KEY: batch}
     optimizer = create_optimizer(args, model, world.device)
     ema = create_ema(model, args)
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))

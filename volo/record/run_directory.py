@@ -8,7 +8,7 @@ metrics.jsonl    one record per report and per epoch
 summary.csv      one row per epoch
 superseded-metrics.jsonl   records that a resumed run has made again, or will
 curve.png        learning curves (where matplotlib is installed)
-first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.first_batch`)
+first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
 *.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
 """
 

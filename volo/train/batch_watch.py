@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torchvision.utils import save_image
 
+from tlt.data.dataset import TrainDataset
 from tlt.data.loader import Batch, TrainLoader
+from tlt.tools.drawing import save_figure
+from tlt.tools.label_page import draw_page, read_examples
 from volo.record.logger import Logger
-from volo.train.criterion import Criterion
-from volo.train.first_batch import first_batch_drawer
+from volo.train.criterion import Criterion, TokenLabelCriterion
 
 
 def batch_watcher(
@@ -39,3 +44,59 @@ def batch_watcher(
             save_image(batch.images, logger.directory.path / f"train-batch-{update}.jpg", padding=0, normalize=True)
 
     return watch
+
+
+FILE = "first_batch.png"
+_IMAGES = 8
+
+
+def first_batch_drawer(
+    dataset: TrainDataset, criterion: Criterion, config: Mapping[str, Any], logger: Logger
+) -> Callable[[int, Batch], None]:
+    """What to call with every (update, batch): it draws the first one, on rank 0, and does nothing afterwards.
+
+    A resumed run keeps the picture that is there. A picture that can't be drawn is a warning.
+
+    Args:
+        config: The model's, for `mean`, `std` and `class_names`.
+    """
+    waiting = True
+
+    def draw(update: int, batch: Batch) -> None:
+        nonlocal waiting
+        if not waiting or logger.directory is None:
+            return
+        waiting = False
+        file = logger.directory.path / FILE
+        if (update and file.exists()) or importlib.util.find_spec("matplotlib") is None:
+            return
+        began = time.perf_counter()
+        try:
+            few = _first(batch, _IMAGES)
+            targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
+            examples = read_examples(dataset, few, targets, config["mean"], config["std"])  # host synchronisation
+            title = f"the first {len(examples)} images of update {update}, as the model sees them"
+            if dataset.label_view is not None:
+                title += "\n(--compat: the window is where the labels are read, not where the image is cut)"
+            save_figure(draw_page(examples, config["class_names"], title, "smoothed probability of the class"), file)
+        except Exception as error:  # whatever it is: no run may end because of a picture
+            logger.line(f"warning: {FILE} could not be drawn: {type(error).__name__}: {error}")
+        else:
+            logger.line(f"drew {FILE} in {1000 * (time.perf_counter() - began):.0f} ms")
+
+    return draw
+
+
+def _first(batch: Batch, count: int) -> Batch:
+    """The first images of a batch."""
+    rows = slice(0, count)
+    return replace(
+        batch,
+        images=batch.images[rows],
+        classes=batch.classes[rows],
+        indices=batch.indices[rows],
+        affine=batch.affine[rows],
+        visible=batch.visible[rows],
+        labels=batch.labels and batch.labels.select(rows),
+        size=min(count, batch.size),
+    )

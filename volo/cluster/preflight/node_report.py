@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from volo.cluster.preflight.deadline import within
-from volo.cluster.preflight.rendezvous import own_name_note
+from volo.cluster.preflight.rendezvous import own_name_note, within
 from volo.cluster.topology import Machine, read_machine
 
 GB = 1e9

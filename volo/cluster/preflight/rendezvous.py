@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import queue
+import re
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
 
 from tlt.errors import UserError
-from volo.cluster.preflight.deadline import within
-from volo.cluster.preflight.hostlist import expand
 
 _DEFAULT_PORT = 29500
 _RESOLVER_S = 10.0
@@ -77,7 +80,7 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
 def _names(env: Mapping[str, str], nodes: int) -> tuple[str, ...]:
     given = env.get("NODES")
     text = given or env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    names = tuple(expand(text)) if text else ()
+    names = tuple(expand_hostlist(text)) if text else ()
     if given and len(names) != nodes:
         raise UserError(f"NODES names {len(names)} nodes and NNODES is {nodes}: name each node once")
     # A step on some nodes of a job: which ones nobody says.
@@ -130,3 +133,66 @@ def own_name_note() -> str | None:
     if address.startswith("127."):
         return f"the own host name resolves to {address}: harmless, as long as MASTER_ADDR is no such name"
     return None
+
+
+T = TypeVar("T")
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return `call()`, whose exceptions are raised here; dead storage and dead name servers don't stop us.
+
+    Raises:
+        TimeoutError: It takes longer than `seconds`. Its thread is left behind.
+    """
+    box: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            box.put((call(), None))
+        except Exception as error:
+            box.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        value, error = box.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # set where there is no error
+
+
+# One name: plain text and [lists of numbers and ranges]; commas inside brackets belong to it.
+_NAME = re.compile(r"(?:[^\s,\[\]]|\[[0-9,-]+\])+")
+_PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST = 65536  # as many as Slurm writes out
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the names that `n[1-3,08-10],login1` stands for, in that order.
+
+    Names are divided by commas or spaces. Numbers keep the zeros that the start of their range has. With several
+    brackets, as in `r[1-2]n[1-2]`, the last one counts first.
+
+    Raises:
+        UserError: It is no such list.
+    """
+    names = []
+    for name in _NAME.findall(text):
+        parts = [_numbers(numbers) if numbers else [plain] for numbers, plain in _PART.findall(name)]
+        names += ["".join(choice) for choice in product(*parts)]
+    if re.sub(r"[\s,]", "", _NAME.sub("", text)) or not names:
+        raise UserError(f"node list {text!r}: expected names such as n[1-3,5],gpu7 (SLURM_JOB_NODELIST, NODES)")
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    numbers: list[str] = []
+    for item in text.split(","):
+        found = _RANGE.fullmatch(item)
+        low, high = (found[1], found[2] or found[1]) if found else ("1", "0")
+        if not 0 <= int(high) - int(low) < _MOST:
+            raise UserError(f"node list: [{text}] holds {item!r}, which is no number and no range such as 01-16")
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return numbers
