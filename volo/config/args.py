@@ -1,7 +1,7 @@
 """The programs' command lines: parsers, recipes below them, and what is refused before anything starts.
 
-Reading order: `flag_table` (what a flag is), `flags_train`, `flags_data` and `flags_eval` (the flags), `config`
-(recipes), `flag_rules` (contradictions), this file.
+Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer`, `flags_data` and `flags_eval` (the
+flags), `config` (recipes), `flag_rules` (contradictions), this file.
 """
 
 from __future__ import annotations

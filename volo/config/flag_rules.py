@@ -11,7 +11,8 @@ from tlt.errors import UserError
 from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
-from volo.config.flags_train import CUDA_GRAPH_MODES, CYCLIC_SCHEDULES, SCHEDULES, mixes
+from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
+from volo.config.flags_train import CUDA_GRAPH_MODES, mixes
 
 
 class _CompatNeed(NamedTuple):
