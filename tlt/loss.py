@@ -68,8 +68,9 @@ def token_label_loss(
         cls_target = shares.blend_labels(cls_target)
     share = 0.0 if mix_box is None else mixed_share(mix_box, targets.grid)
     cls = _class_loss(cls_logits, cls_target, share) if cls_weight else _zero(cls_logits)
-    dense = _dense_loss(token_logits, targets, shares) if dense_weight and token_logits is not None else None
-    dense = _zero(cls_logits) if dense is None else dense
+    dense = _zero(cls_logits)
+    if dense_weight and token_logits is not None and targets.tokens is not None:
+        dense = _dense_loss(token_logits, targets, shares)
     return LossTerms(cls_weight * cls + dense_weight * dense, cls, dense)
 
 
@@ -79,15 +80,14 @@ def _class_loss(logits: Tensor, target: Tensor, share: float | Tensor) -> Tensor
     return soft_cross_entropy(logits, target * (1 - share) + target.flip(0) * share).mean()
 
 
-def _dense_loss(logits: Tensor, targets: Targets, shares: Shares | None) -> Tensor | None:
-    """None where only the crop has a label.
+def _dense_loss(logits: Tensor, targets: Targets, shares: Shares | None) -> Tensor:
+    """Mean over images and tokens, each token weighing its coverage.
 
     A label that is a mixture of two costs what the two cost, each by its share: cross-entropy is linear in the label.
     So a token of mixed images costs what its own image's label does by the share that stays, and what the partner's
     does by the rest, each by its own coverage. No mixed labels are built.
     """
-    if targets.tokens is None or targets.weight is None:
-        return None
+    assert targets.tokens is not None and targets.weight is not None
     if shares is None:
         return (sparse_cross_entropy(logits, targets.tokens) * targets.weight).mean()
     stays = shares.of_tokens(targets.grid, targets.window, targets.weight)  # (B or 1, N)
