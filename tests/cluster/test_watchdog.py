@@ -64,7 +64,7 @@ def test_fault_21_a_lost_rank_is_told_while_data_are_waited_for() -> None:
     dog._ranks = [rank(7, "data", 40.0, now), rank(6, "step", 1.0, now - 2.9)]
     assert dog._loss() is None
     dog._ranks[1] = rank(6, "step", 1.0, now - 3.1)
-    assert "no sign of life for 3 s from rank 1 (node, pid 1, in step for 1 s)" in str(dog._loss())
+    assert "no sign of life from rank 1 (node, pid 1, in step for 1 s) for 3 s" in str(dog._loss())
     dog._ranks[1] = rank(6, "saving", 1.0, now - 9.0)  # whose disk may hold up the whole process
     assert dog._loss() is None
     dog._ranks[1], dog._answered = rank(6, "step", 1.0, now - 3.1), now - 2.0  # the store may be to blame

@@ -190,7 +190,7 @@ class Watchdog:
             for rank, one in enumerate(list(self._ranks))
             if now - one.seen > limits.get(one.phase, self.allowed(one.phase))
         ]
-        return f"no sign of life for {self.timeout:g} s from {'; '.join(lost)}: {_SILENT}" if lost else None
+        return f"no sign of life from {'; '.join(lost)} for {self.timeout:g} s: {_SILENT}" if lost else None
 
     def _verdict(self, idle: float) -> str | None:
         """Why the run hangs; None while a late rank is still within its timeout."""
