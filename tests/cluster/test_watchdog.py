@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.conftest import LIMIT
 from volo.cluster.distributed import World
+from volo.cluster.heartbeat import Heartbeat
 from volo.cluster.preempt import StopSignal
 from volo.cluster.stopping import StopGuard
-from volo.cluster.watchdog import START_TIMEOUT_S, Progress, Watchdog, late_ranks
+from volo.cluster.watchdog import START_TIMEOUT_S, Progress, Watchdog
 from volo.record.slowdown import Pace, straggler
 from volo.train.precision import Precision
 
@@ -24,18 +26,28 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def rank(steps: int, phase: str = "step", idle: float = 0.0, seen: float = 100.0) -> Progress:
-    return Progress(1, steps, phase, idle, "node", 1, seen)
+def rank(steps: int, phase: str = "step", idle: float = 0.0, allowed: float = 3.0) -> Progress:
+    return Progress(steps, phase, idle, allowed, "node", 1)
+
+
+def watchdog(number: int = 0, timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
+    return Watchdog(number, 3, timeout, loader_timeout, StopSignal(), note=lambda **fields: None)
+
+
+def verdict(*ranks: Progress, silent: dict[int, float] | None = None) -> str:
+    """What rank 0's watchdog says of these ranks, with --dist-timeout 3; silent: seconds without a sign of life."""
+    numbers = dict(enumerate(ranks))
+    return str(watchdog()._verdict(numbers, {**dict.fromkeys(numbers, 0.0), **(silent or {})}))
 
 
 def test_fault_21_silent_ranks_are_late_else_those_with_the_fewest_steps() -> None:
-    assert late_ranks([rank(7), rank(6), rank(7)], now=100.0, silent_after=5.0) == ([1], False)
-    assert late_ranks([rank(7), rank(6), rank(7, seen=90.0)], now=100.0, silent_after=5.0) == ([2], True)
-    assert late_ranks([rank(7), rank(7)], now=100.0, silent_after=5.0) == ([0, 1], False)
-
-
-def watchdog(timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
-    return Watchdog(0, 2, timeout, loader_timeout, StopSignal(), note=lambda **fields: None)
+    told = "no progress for 4 s (--dist-timeout 3): "
+    ranks = [rank(7, idle=4), rank(6, idle=4), rank(7, idle=1)]
+    assert verdict(*ranks) == f"{told}the others wait for rank 1 (node, pid 1, in step for 4 s)"
+    assert verdict(*ranks, silent={2: 2.0}).startswith(f"{told}no sign of life from rank 2 (node, pid 1, in step for 1")
+    assert "on any rank; all 2 are equally far" in verdict(rank(7, idle=4), rank(7, idle=5))
+    assert verdict(rank(7, idle=4), rank(6, idle=2)) == verdict(rank(7, idle=3), rank(6, idle=3)) == "None"
+    assert verdict(rank(7, idle=4)) == f"{told}rank 0 (node, pid 1, in step for 4 s)"
 
 
 def test_fault_21_a_phase_may_take_long_the_first_time_and_data_as_long_as_the_loader_waits() -> None:
@@ -46,38 +58,44 @@ def test_fault_21_a_phase_may_take_long_the_first_time_and_data_as_long_as_the_l
     assert dog.allowed("step") == 3.0 and dog.allowed("validation") == START_TIMEOUT_S
     assert dog.allowed("saving") == START_TIMEOUT_S
     assert dog.allowed("data") == 80.0 and watchdog(loader_timeout=0).allowed("data") == math.inf
+    assert dog.progress().allowed == START_TIMEOUT_S and dog.progress().phase == "validation"
 
 
 def test_fault_21_a_rank_that_waits_for_data_is_left_to_the_loader() -> None:
-    dog = watchdog()
-    now = dog._answered
-    dog._ranks = [rank(7, "step", 4.0, now), rank(6, "data", 4.0, now)]
-    assert dog._verdict(4.0) is None
-    dog._ranks[1] = rank(6, "data", 90.0, now)
-    assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in str(dog._verdict(90.0))
+    assert verdict(rank(7, idle=4), rank(6, "data", 4.0, allowed=80)) == "None"
+    told = verdict(rank(7, idle=90), rank(6, "data", 90.0, allowed=80))
+    assert "the others wait for rank 1 (node, pid 1, waiting for data for 90 s)" in told
 
 
 def test_fault_21_a_lost_rank_is_told_while_data_are_waited_for() -> None:
-    dog = watchdog()
-    dog._passed.add("step")
-    now = dog._answered
-    dog._ranks = [rank(7, "data", 40.0, now), rank(6, "step", 1.0, now - 2.9)]
-    assert dog._loss() is None
-    dog._ranks[1] = rank(6, "step", 1.0, now - 3.1)
-    assert "no sign of life from rank 1 (node, pid 1, in step for 1 s) for 3 s" in str(dog._loss())
-    dog._ranks[1] = rank(6, "saving", 1.0, now - 9.0)  # whose disk may hold up the whole process
-    assert dog._loss() is None
-    dog._ranks[1], dog._answered = rank(6, "step", 1.0, now - 3.1), now - 2.0  # the store may be to blame
-    assert dog._loss() is None
+    waiting = rank(7, "data", 40.0, allowed=80)
+    assert verdict(waiting, rank(6, idle=1), silent={1: 2.9}) == "None"
+    told = "no sign of life from rank 1 (node, pid 1, in step for 1 s) for 3 s"
+    assert told in verdict(waiting, rank(6, idle=1), silent={1: 3.1})
+    # A disk may hold up the whole process.
+    assert verdict(waiting, rank(6, "saving", 1.0, allowed=600), silent={1: 9.0}) == "None"
+    assert "from rank 1 (" in verdict(waiting, rank(6, "data", 1.0, allowed=80), silent={1: 3.1})
+
+
+@pytest.mark.parametrize(("idle", "told"), [(1.0, "None"), (4.0, "no sign of life from rank 0 (node, pid 1")])
+def test_fault_21_where_the_store_does_not_answer_its_host_is_named_by_who_is_stuck(idle: float, told: str) -> None:
+    dog = watchdog(1)
+    dog._heartbeat = Heartbeat(HashStore(), "", "unanswered", 1, 3, 1.0)
+    dog._heartbeat.answered -= 10
+    assert told in str(dog._verdict({0: rank(7), 1: rank(7, idle=idle)}, {0: 10.0, 1: 0.0}))
+
+
+def test_fault_21_ranks_but_the_first_leave_it_to_judge_unless_it_is_silent() -> None:
+    ranks = {0: rank(6, idle=4), 1: rank(7, idle=4)}
+    assert watchdog(1)._verdict(ranks, {0: 0.0, 1: 0.0}) is None
+    assert "no sign of life from rank 0 (" in str(watchdog(1)._verdict(ranks, {0: 2.0, 1: 0.0}))
 
 
 def test_fault_21_a_start_that_is_still_listing_files_is_no_hang() -> None:
-    dog = watchdog()
-    now, long = dog._answered, START_TIMEOUT_S + 60
-    dog._ranks = [rank(0, "start", 5.0, now), rank(0, "start", long, now), rank(0, "start", long, now)]
-    assert dog._verdict(long) is None  # rank 0 lists for all
-    dog._ranks[0] = rank(0, "start", long, now)
-    assert "all 3 are equally far" in str(dog._verdict(long))
+    long = START_TIMEOUT_S + 60
+    lists, waits = rank(0, "start", 5.0, START_TIMEOUT_S), rank(0, "start", long, START_TIMEOUT_S)
+    assert verdict(lists, waits, waits) == "None"  # rank 0 lists for all
+    assert "all 3 are equally far" in verdict(waits, waits, waits)
 
 
 BUSY = """

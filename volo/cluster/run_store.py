@@ -59,9 +59,9 @@ def connect(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, None, False, _ANSWER, wait_for_workers=False)
 
 
-def start_scope() -> str:
-    """What sets this start of a launch apart from those before it, whose values are still in the store."""
-    return f"{launch_id() or ''}/{restarts()}"
+def start_scope(launch: str | None = None, start: int | None = None) -> str:
+    """Return what sets a start of a launch (default: that of this process) apart from those before it in the store."""
+    return f"{launch or launch_id() or ''}/{restarts() if start is None else start}"
 
 
 class SignedStore:
@@ -85,14 +85,17 @@ class SignedStore:
 
     def get(self, key: str) -> Any:
         """Return a value, None where nobody has written one."""
-        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
+        return self._value(key, self._store.get(key)) if self.is_there(key) else None
 
-    def get_all(self, keys: Sequence[str]) -> list[Any] | None:
-        """Return the values of all keys, None until each of them was written."""
-        keys = list(keys)
-        if not self._store.check(keys):
-            return None
-        return [self._value(key, found) for key, found in zip(keys, self._store.multi_get(keys), strict=True)]
+    def is_there(self, key: str) -> bool:
+        """Return whether somebody has written a value, signed or not."""
+        return bool(self._store.check([key]))
+
+    def get_all(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys that are there, None where the signature is not of this run."""
+        if not keys:
+            return []
+        return [self._value(key, found) for key, found in zip(keys, self._store.multi_get(list(keys)), strict=True)]
 
     def sign(self, text: str) -> bytes:
         """Return 32 bytes that only who knows the secret can tell."""

@@ -1,9 +1,9 @@
-"""A thread per rank that ends a run which hangs: names the rank that is late and prints every rank's stacks.
+"""Ends a run that hangs: names the rank that is late and prints every rank's stacks.
 
-Each rank tells the others through the process group's store how far it is. A rank that has made no step for too long
-looks at them: those that give no sign of life are late, else those that are the fewest steps along. All ranks then
-print their stacks and leave with exit code 5. Two threads, because a store whose host has stopped never answers.
-A rank whose launcher has ended is told to save and stop.
+Each rank tells rank 0 how far it is, by a heartbeat through the process group's store. When one has made no step for
+too long rank 0 looks for the late ones: those that give no sign of life, else those that are the fewest steps along.
+All ranks then print their stacks and leave with exit code 5. Where rank 0 itself gives no sign of life the others say
+so. A rank whose launcher has ended is told to save and stop; a signal that one rank got is passed on to all.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
 from volo.cluster.distributed import shut_down, wait_for_all
+from volo.cluster.heartbeat import Heartbeat, State
 from volo.cluster.preempt import StopSignal
 from volo.cluster.ranks import launch_id
-from volo.cluster.run_store import SignedStore, start_scope
+from volo.cluster.run_store import start_scope
 
 HUNG = 5
 START_TIMEOUT_S = 600.0
@@ -35,31 +34,32 @@ _SILENT = "stopped, killed, or its machine is gone"
 
 @dataclass
 class Progress:
-    """How far a rank is, as it tells."""
+    """How far a rank is, as it tells.
 
-    tick: int  # of its watchdog: alive if this moves
+    Attributes:
+        phase: What it does: start, data, step, validation or saving.
+        idle: Seconds since it did something.
+        allowed: Seconds that it may be idle in this phase.
+        signal: That it got; None: none.
+    """
+
     steps: int
     phase: str
-    idle: float  # seconds since it did something
+    idle: float
+    allowed: float
     host: str
     pid: int
-    seen: float = 0.0  # here, when the tick last moved
+    signal: int | None = None
 
     def __str__(self) -> str:
         doing = {"data": "waiting for data", "start": "starting"}.get(self.phase, f"in {self.phase}")
         return f"{self.host}, pid {self.pid}, {doing} for {self.idle:.0f} s"
 
 
-def late_ranks(ranks: Sequence[Progress], now: float, silent_after: float) -> tuple[list[int], bool]:
-    """The ranks that the others wait for, and whether they are silent (stopped, or their machine gone).
-
-    Silent ones if there are any, else those with the fewest steps; all of them if they are equally far.
-    """
-    silent = [rank for rank, one in enumerate(ranks) if now - one.seen > silent_after]
-    if silent:
-        return silent, True
-    fewest = min(one.steps for one in ranks)
-    return [rank for rank, one in enumerate(ranks) if one.steps == fewest], False
+def those_behind(ranks: Mapping[int, Progress]) -> list[int]:
+    """Return the ranks with the fewest steps, which the others wait for; all of them if they are equally far."""
+    fewest = min(one.steps for one in ranks.values())
+    return [rank for rank, one in ranks.items() if one.steps == fewest]
 
 
 class Watchdog:
@@ -70,7 +70,7 @@ class Watchdog:
         timeout: Seconds without progress (`--dist-timeout`); up to the first step, in the first validation, and while
             saving, at least `START_TIMEOUT_S`.
         loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
-        stop: Where signals are noted: one rank's is passed on to all.
+        stop: Where signals are noted.
         note: Called with the fields of an event before the end.
         store: Of this run, with several processes.
     """
@@ -86,142 +86,149 @@ class Watchdog:
         store: dist.Store | None = None,
     ) -> None:
         self.rank, self.size, self.stop, self.note, self._store = rank, size, stop, note, store
-        self.patience = {phase: max(timeout, START_TIMEOUT_S) for phase in ("start", "saving")}
         self.timeout, self.loader_timeout = timeout, loader_timeout
         self.interval = min(1.0, timeout / 10)
-        self.own = Progress(0, 0, "start", 0.0, socket.gethostname(), os.getpid())
-        self._since = time.monotonic()
+        self._phase, self._steps, self._since = "start", 0, time.monotonic()
         self._passed: set[str] = set()  # phases that have ended once: what they had to compile is compiled
-        self._ranks: list[Progress] = []
-        self._answered = self._since  # the store, last
+        self._host = socket.gethostname()
+        self._heartbeat: Heartbeat | None = None
+        self._rank_0: Progress | None = None  # as it told
         self._alarm: str | None = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         # Of a process that runs for its launcher alone; one started by hand may outlive its shell.
         self._launcher = os.getppid() if launch_id() is not None else None
 
     def start(self) -> None:
         """Begin to watch; the process group exists."""
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-        self._threads.append(threading.Thread(target=self._judge, daemon=True))
         if self.size > 1 and self._store is not None:
-            # A connection of its own: the process group's may be blocked by whoever uses it.
-            self._threads.append(threading.Thread(target=self._exchange, args=(self._store.clone(),), daemon=True))
-        for thread in self._threads:
-            thread.start()
+            self._heartbeat = Heartbeat(
+                self._store, start_scope(), "watchdog", self.rank, self.size, self.interval, _STORE_TIMEOUT_S
+            )
+            self._heartbeat.start(lambda: asdict(self.progress()), self._decide, self._hear)
+        self._thread.start()
 
     def at(self, phase: str, count: bool = False) -> None:
         """Something was done, and `phase` begins; `count` where all ranks pass equally often."""
-        if phase != self.own.phase:
-            self._passed.add(self.own.phase)
-        self.own.phase, self._since = phase, time.monotonic()
-        self.own.steps += count
+        if phase != self._phase:
+            self._passed.add(self._phase)
+        self._phase, self._since = phase, time.monotonic()
+        self._steps += count
 
     def end(self) -> None:
         """Watch no more: the run is over."""
         self._ended.set()
-        for thread in self._threads:
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._heartbeat is not None:
             # A thread that is inside the store when Python ends aborts the process ("terminate called without an active
             # exception") after a run that went well.
-            thread.join(_STORE_TIMEOUT_S + 10)
+            self._heartbeat.stop(_STORE_TIMEOUT_S + 10)
 
     def allowed(self, phase: str) -> float:
-        """Seconds that a rank may spend in `phase` without doing anything."""
+        """Return the seconds that this rank may spend in `phase` without doing anything."""
         if phase == "data":
             return max(self.timeout, self.loader_timeout + 30) if self.loader_timeout else float("inf")
-        if phase not in self._passed:
+        if phase == "saving" or phase not in self._passed:
             return max(self.timeout, START_TIMEOUT_S)
-        return self.patience.get(phase, self.timeout)
+        return self.timeout
 
-    def _exchange(self, store: Any) -> None:
-        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        signed = SignedStore(store, start_scope())
-        keys = [f"watchdog/{rank}" for rank in range(self.size)]
-        passed_on = False
-        # An error means that the host of the store is gone, or is about to be: _judge decides.
-        with suppress(Exception):
-            while not self._ended.wait(self.interval):
-                self.own.tick += 1
-                self.own.idle = time.monotonic() - self._since
-                signed.set(keys[self.rank], vars(self.own))
-                if self.stop.number is not None and not passed_on:
-                    signed.set("watchdog/stop", self.stop.number)
-                    passed_on = True
-                elif self.stop.number is None and (number := signed.get("watchdog/stop")):
-                    self.stop.request(number, own=False)
-                if self._alarm is not None:
-                    signed.set("watchdog/alarm", self._alarm)
-                else:
-                    self._alarm = signed.get("watchdog/alarm")
-                if told := signed.get_all(keys):
-                    self._update(told)
+    def progress(self) -> Progress:
+        """Return how far this rank is."""
+        idle, number = time.monotonic() - self._since, self.stop.number
+        return Progress(self._steps, self._phase, idle, self.allowed(self._phase), self._host, os.getpid(), number)
 
-    def _update(self, told: list[dict[str, Any] | None]) -> None:
-        now, before = time.monotonic(), self._ranks
-        if not before and None in told:  # somebody else has written there
-            return
-        ranks = [before[rank] if fields is None else Progress(**fields) for rank, fields in enumerate(told)]
-        for rank, one in enumerate(ranks):
-            moved = not before or before[rank].tick != one.tick
-            one.seen = now if moved else before[rank].seen
-        self._ranks, self._answered = ranks, now
+    def _decide(self) -> State:
+        """Rank 0: tell all ranks of an alarm, and of a signal that one of them got."""
+        assert self._heartbeat is not None
+        self._pass_on(member.state["signal"] for member in self._heartbeat.members.values())
+        return {"alarm": self._alarm, "signal": self.stop.number, "rank_0": asdict(self.progress())}
 
-    def _judge(self) -> None:
+    def _hear(self, state: State) -> None:
+        self._alarm, self._rank_0 = self._alarm or state["alarm"], Progress(**state["rank_0"])
+        self._pass_on([state["signal"]])
+
+    def _pass_on(self, signals: Iterable[int | None]) -> None:
+        if self.stop.number is None and (number := next(filter(None, signals), None)):
+            self.stop.request(number, own=False)
+
+    def _watch(self) -> None:
         while not self._ended.wait(self.interval):
             if self._launcher not in (None, os.getppid()):
                 os.write(2, f"[rank {self.rank}] its launcher has ended\n".encode())
                 self._launcher = None
                 self.stop.request(signal.SIGTERM)
-            idle = time.monotonic() - self._since
-            if self._alarm is None:
-                self._alarm = self._verdict(idle) if idle > self.allowed(self.own.phase) else self._loss()
+            self._alarm = self._alarm or self._verdict(*self._known())
             if self._alarm is not None:
                 self._leave(self._alarm)
 
-    def _loss(self) -> str | None:
-        """Who has given no sign of life for so long that nobody needs to wait for what he was to do; None: nobody."""
-        now = time.monotonic()
-        if now - self._answered > self.timeout / 2:
-            return None  # nothing is known of anybody
-        limits = {"data": self.timeout}  # threads go on telling while data are waited for
-        lost = [
-            f"rank {rank} ({one})"
-            for rank, one in enumerate(list(self._ranks))
-            if now - one.seen > limits.get(one.phase, self.allowed(one.phase))
-        ]
-        return f"no sign of life from {'; '.join(lost)} for {self.timeout:g} s: {_SILENT}" if lost else None
+    def _known(self) -> tuple[dict[int, Progress], dict[int, float]]:
+        """Return how far ranks are, as far as this one knows, and for how many seconds each has given no sign of life.
 
-    def _verdict(self, idle: float) -> str | None:
-        """Why the run hangs; None while a late rank is still within its timeout."""
-        now, silent_after = time.monotonic(), max(5 * self.interval, self.timeout / 2)
-        ranks = list(self._ranks) or [replace(self.own, idle=idle, seen=now)]
-        if len(ranks) > 1 and now - self._answered > silent_after:
-            late, silent = [0], True  # it hosts the store, which is why nothing is known of the others
+        Nothing is known of the others as long as one of them has not come.
+        """
+        own, beat = {self.rank: self.progress()}, self._heartbeat
+        if beat is None:
+            return own, {self.rank: 0.0}
+        now = time.monotonic()
+        silent = {rank: now - member.moved for rank, member in list(beat.members.items())}
+        if self.rank:
+            told = {0: self._rank_0} if self._rank_0 is not None else {}
+        elif len(silent) == self.size:
+            told = {rank: Progress(**member.state) for rank, member in list(beat.members.items())}
         else:
-            late, silent = late_ranks(ranks, now, silent_after)
-        if not silent and any(ranks[rank].idle <= self.allowed(ranks[rank].phase) for rank in late):
+            told = {}
+        return {**told, **own}, {**silent, self.rank: 0.0}
+
+    def _verdict(self, ranks: dict[int, Progress], silent: dict[int, float]) -> str | None:
+        """Return why the run hangs, None while a late rank is still within its timeout.
+
+        Args:
+            ranks: All of them on rank 0; elsewhere this one and rank 0.
+            silent: For how many seconds each has given no sign of life.
+        """
+        silent_after = max(5 * self.interval, self.timeout / 2)
+        # Otherwise nothing is known of anybody: the store is to blame, or its host.
+        answers = self._heartbeat is None or time.monotonic() - self._heartbeat.answered <= silent_after
+        lost = [rank for rank, one in ranks.items() if silent[rank] > self._silence_allowed(one)]
+        if lost and answers:
+            return f"no sign of life from {_names(lost, ranks)} for {self.timeout:g} s: {_SILENT}"
+        idle = [one.idle for rank, one in ranks.items() if silent[rank] <= silent_after and one.idle > one.allowed]
+        if not idle:
             return None
-        waited = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g})"
-        names = "; ".join(f"rank {rank} ({ranks[rank]})" for rank in late)
-        if silent:
-            return f"{waited}: no sign of life from {names}: {_SILENT}"
+        waited = f"no progress for {max(idle):.0f} s (--dist-timeout {self.timeout:g})"
+        late = [rank for rank in ranks if (silent[rank] > silent_after if answers else rank == 0)]
+        if late:
+            return f"{waited}: no sign of life from {_names(late, ranks)}: {_SILENT}"
+        if self.rank and len(ranks) > 1:
+            return None  # rank 0 knows more, and decides
+        late = those_behind(ranks)
+        if any(ranks[rank].idle <= ranks[rank].allowed for rank in late):
+            return None
         if len(late) == len(ranks) > 1:
             return f"{waited} on any rank; all {len(ranks)} are equally far: see their stacks"
-        return f"{waited}: the others wait for {names}" if len(ranks) > 1 else f"{waited}: {names}"
+        return f"{waited}: {'the others wait for ' if len(ranks) > 1 else ''}{_names(late, ranks)}"
+
+    def _silence_allowed(self, one: Progress) -> float:
+        # Threads go on telling while data are waited for; a disk may hold up the whole process.
+        return self.timeout if one.phase == "data" else one.allowed
 
     def _leave(self, alarm: str) -> None:
-        with self._lock:
-            if self._ended.is_set():
-                return
-            # The process may be full of locks: nothing here waits for another thread but the event's file.
-            os.write(2, f"[rank {self.rank}] hung: {alarm}\n".encode())
-            faulthandler.dump_traceback(file=2, all_threads=True)
-            with suppress(Exception):
-                self.note(fault="hung", reason=alarm, phase=self.own.phase)
-            # The store ends with its host, rank 0: the others must have heard first.
-            time.sleep((4 if self.rank == 0 else 2) * self.interval)
-            os._exit(HUNG)
+        if self._ended.is_set():
+            return
+        # The process may be full of locks: nothing here waits for another thread but the event's file.
+        os.write(2, f"[rank {self.rank}] hung: {alarm}\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        with suppress(Exception):
+            self.note(fault="hung", reason=alarm, phase=self._phase)
+        # The store ends with its host, rank 0: the others must have heard first.
+        time.sleep((5 if self.rank == 0 else 2) * self.interval)
+        os._exit(HUNG)
+
+
+def _names(numbers: Sequence[int], ranks: Mapping[int, Progress]) -> str:
+    return "; ".join(f"rank {rank} ({ranks[rank]})" for rank in sorted(numbers))
 
 
 def leave_together(watchdog: Watchdog) -> None:

@@ -1,432 +1,265 @@
-"""torchrun as a run needs it: no traceback of its own, the exit code passed on, signals passed on, restarts that help.
+"""Starts the processes of one node: one exit code, signals with patience, restarts that help.
 
-    python volo/commands/launch.py [flags of torchrun] train.py [flags]
+    python volo/commands/launch.py [flags, as torchrun's] train.py [flags]
 
-`volo/commands/launch_command.py` composes the flags; it is run as a file, so that starting the processes doesn't
+`volo/commands/launch_command.py` composes the flags; this is run as a file, so that starting the processes doesn't
 import the models first.
 
-SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselves, however long that takes; torchrun
-would kill them and forget their exit code. MAX_RESTARTS=N starts them again, up to N times, when one was lost
-(`--max-restarts` would also start those again that were told to end).
-
-The launchers of all nodes (`--rdzv-backend nodes`; `--standalone`: there is one) watch each other through a store on
-node 0, in which their processes meet, too. They start together, and when one's processes have ended all agree on what
-that means: one exit code, and whether to start again. torchrun's own c10d rendezvous unpickles what anybody has put
-into a store that listens on all interfaces; it would number the nodes by their addresses as text, 10.0.0.10 before
-10.0.0.9, wherever NODE_RANK 0 is, and kill the processes of a node that has lost node 0 before their watchdog has told
-why.
+It does what torchrun does, and its processes find torchrun's variables, but
+- SIGTERM, SIGINT and SIGUSR1 go to the processes, which save and end by themselves, however long that takes; torchrun
+  would kill them and forget their exit code;
+- MAX_RESTARTS=N starts them again, up to N times, when one was lost, and not when they were told to end;
+- when one has failed the others get TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds to end (30), where torchrun gives 30;
+- ranks are numbered by --node-rank, and the launchers of all nodes agree on start, end and exit code
+  (`volo.cluster.nodes`); what comes from the network is never unpickled.
 """
 
 from __future__ import annotations
 
-import logging
+import argparse
 import os
 import secrets
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
-from argparse import Namespace
 from ast import literal_eval
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from types import FrameType
-from typing import Any
+from typing import IO
 
-from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import LogsDest, PContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 if __name__ == "__main__":  # run as a file: the rest is found from the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope  # noqa: E402
+from volo.cluster.nodes import FINAL, LOST, LaunchError, Node, Nodes, Start  # noqa: E402
+from volo.cluster.run_store import SECRET  # noqa: E402
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-# Bad input, divergence, a full disk: the same would happen again. 85 and 130: told to end.
-_FINAL = (2, 3, 4, 85, 130)
-_LOST = 5
-_EXCHANGE_S = 0.5
-_SILENT_S = 20.0  # without a sign of life a node is gone
+_POLL_S = 0.1
+_OUT, _ERR = 1, 2  # bits of --tee
 
 
-class Failure(Exception):
-    """The launch ends here, with this exit code."""
+class Processes:
+    """The processes of one start on this node.
 
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-@dataclass
-class Node:
-    """What a launcher tells the others."""
-
-    id: str
-    host: str
-    address: str
-    restarts: int
-    tick: int = 0  # alive if this moves
-    joined: int = -1  # the start that it is ready for
-    ended: list[int] = field(default_factory=list)  # exit code of each start
-    signal: int | None = None  # that told it to end
-    said: str = ""  # by those processes
-    left: bool = False
-    seen: float = 0.0  # here, when the tick last moved
-
-    def __str__(self) -> str:
-        return f"{self.host}, {self.address}"
-
-
-class Nodes:
-    """This launcher among those of all nodes.
-
-    Raises:
-        Failure: From every method: others are missing or gone, or this one was told to end.
+    Args:
+        files: For each process its files of standard output and error, None where it inherits the launcher's.
+        patience: Seconds that the others get to end by themselves after one has failed.
     """
 
-    def __init__(self, args: Namespace, restarts: int, told_to_end: Callable[[], int | None]) -> None:
-        if args.standalone:
-            args.rdzv_conf, args.nnodes, args.rdzv_endpoint = "rank=0,join_timeout=60", "1", "127.0.0.1:0"
-            os.environ.setdefault(SECRET, secrets.token_hex(32))
-        conf = dict(pair.split("=") for pair in args.rdzv_conf.split(","))
-        self.rank, self.count, self.patience = int(conf["rank"]), int(args.nnodes), float(conf["join_timeout"])
-        address, _, port = args.rdzv_endpoint.rpartition(":")
-        self.address, self.port = address.strip("[]"), int(port)
-        self.run_id, self.told_to_end = args.rdzv_id, told_to_end
-        self.own = Node(uuid.uuid4().hex, socket.gethostname(), args.local_addr, restarts)
-        self.known: dict[int, Node] = {}
-        self.store: TCPStore | None = None
-        self._not_begun = ""  # why
-        self._twin = False
-        self._store_gone = False
-        self._leaving = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def join(self, start: int) -> str:
-        """Wait until every node is ready for this start; return what node 0 calls the launch."""
-        begun = time.monotonic()
-        self.own.joined = start
-        if self.store is None:
-            self.store = self._connect(begun + self.patience)
-            self._thread = threading.Thread(target=self._exchange, args=(self.store.clone(),), daemon=True)
-            self._thread.start()
-        while missing := [rank for rank in range(self.count) if not self._has_joined(rank, start)]:
-            self._check(missing[0])
-            waited = time.monotonic() - begun
-            nodes = list(self.known.items())
-            for rank, node in nodes:
-                if node.left and node.signal:
-                    raise Failure(128 + node.signal, f"{self._name(rank)} got {signal.Signals(node.signal).name}")
-            if waited > self.patience or self._store_gone or any(node.left for _, node in nodes):
-                raise Failure(_LOST, self._missing(missing, waited))
-            time.sleep(0.1)
-        return self.known[0].id
-
-    def agree(self, start: int, code: int, said: str) -> tuple[int, bool]:
-        """Tell the others how this node's processes have ended; return the exit code of all, and whether all go on."""
-        self.own.signal = self.told_to_end()
-        if self._not_begun and self.own.signal is None:
-            print(f"the run has not begun: {self._not_begun}", file=sys.stderr)
-            code, self._not_begun = _LOST, ""
-        self.own.said = said or f"its processes have ended with code {code}"
-        self.own.ended.append(code)
-        while waiting := [rank for rank in range(self.count) if not self._has_ended(rank, start)]:
-            if any(self._is_gone(rank) for rank in waiting):
-                break
-            if self.own.signal is None:
-                self._check(waiting[0])
-            time.sleep(0.1)
-        gone = [rank for rank in waiting if self._is_gone(rank)]
-        for rank in gone:
-            print(f"{self._name(rank)} is gone: its launcher has ended, or machine or network failed", file=sys.stderr)
-        nodes = [*self.known.values(), self.own]
-        codes = [node.ended[start] for node in nodes if len(node.ended) > start] + [_LOST for _ in gone]
-        again = not gone and all(node.signal is None for node in nodes) and start < min(n.restarts for n in nodes)
-        # One that lost another process, or was killed, doesn't tell why where another one does.
-        failed = [code for code in codes if code]
-        return min(failed, key=lambda each: (each == _LOST, each > 128 and each not in _FINAL), default=0), again
-
-    def leave(self) -> bool:
-        """Say goodbye; node 0 takes the store along, so it waits for the others. False: the store does not answer."""
-        self.own.left, self.own.signal = True, self.own.signal or self.told_to_end()
-        if self._thread is None:
-            return True
-        deadline, said = time.monotonic() + 5, self.own.tick + 2
-        while time.monotonic() < deadline and self._thread.is_alive():
-            others = [rank for rank in list(self.known) if rank != self.rank]
-            if self.own.tick >= said and (self.rank > 0 or all(map(self._is_gone, others))):
-                break
-            time.sleep(0.1)
-        self._leaving.set()
-        self._thread.join(2)
-        return not self._thread.is_alive()
-
-    def _connect(self, deadline: float) -> TCPStore:
-        where = f"{self.address}:{self.port}"
-        while self.rank > 0:
-            with suppress(OSError):
-                knock(self.address, self.port)
-                break
-            self._check(0)
-            if time.monotonic() > deadline:
-                raise Failure(
-                    _LOST,
-                    f"node 0 did not answer at {where} within {self.patience:g} s: is it started there, with the same "
-                    "MASTER_ADDR and MASTER_PORT, and does a firewall keep the port shut?",
-                )
-            time.sleep(0.5)
-        try:
-            if self.rank > 0:
-                return connect(self.address, self.port)
-            if not os.environ.get(SECRET):
-                print(f"warning: no {SECRET}: whoever reaches port {self.port} can disturb this run", file=sys.stderr)
-            store = serve(self.address, self.port)
-        except DistError as error:
-            raise Failure(_LOST, f"node 0 broke off the connection at {where}") from error
-        except OSError as error:
-            remedy = "another run uses it? Choose a MASTER_PORT"
-            raise Failure(2, f"can't listen on port {self.port} ({error.strerror}): {remedy}") from error
-        self.port = store.port
-        return store
-
-    def _exchange(self, store: TCPStore) -> None:
-        """Tell and hear; never in the main thread, as a store whose host is gone may not answer at all."""
-        signed, keys = SignedStore(store, self.run_id), [f"{self.run_id}/{rank}" for rank in range(self.count)]
-        with suppress(DistError):
-            while not self._leaving.wait(_EXCHANGE_S if self.own.tick else 0):
-                there = signed.get(keys[self.rank]) if self.own.tick else None
-                self._twin = self._twin or there is not None and there["id"] != self.own.id
-                self.own.tick += 1
-                signed.set(keys[self.rank], asdict(self.own))
-                for rank, key in enumerate(keys):
-                    if told := signed.get(key):
-                        self._hear(rank, Node(**told))
-                self._end_what_cannot_begin(store)
-            return
-        self._store_gone = True
-
-    def _end_what_cannot_begin(self, store: TCPStore) -> None:
-        """Kill this node's processes where they wait for those of a node that have ended already: nothing is lost."""
-        start = self.own.joined
-        failed = [
-            (rank, node) for rank, node in self.known.items() if self._has_ended(rank, start) and node.ended[start]
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        files: Sequence[tuple[IO[bytes] | None, IO[bytes] | None]],
+        patience: float,
+    ) -> None:
+        self._patience = patience
+        # Sessions of their own: Ctrl-C reaches the launcher alone, which passes it on.
+        self._all = [
+            subprocess.Popen(command, env=environment, stdout=out, stderr=error, start_new_session=True)
+            for environment, (out, error) in zip(environments, files, strict=True)
         ]
-        if not failed or len(self.own.ended) > start or store.check([f"{start_scope()}/{BEGUN}"]):
-            return
-        self._not_begun = "; ".join(f"{self._name(rank)}: {node.said}" for rank, node in failed)
-        for pid in _children():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
-    def _hear(self, rank: int, node: Node) -> None:
-        before = self.known.get(rank)
-        moved = before is None or before.tick != node.tick or before.id != node.id
-        self.known[rank] = replace(node, seen=time.monotonic() if moved or before is None else before.seen)
+    def wait(self) -> int:
+        """Return the exit code of the process that failed first, of those that can tell why; 0 if none has failed."""
+        running, codes, deadline = list(self._all), list[int](), float("inf")
+        while running:
+            time.sleep(_POLL_S)
+            ended = [process for process in running if process.poll() is not None]
+            running = [process for process in running if process not in ended]
+            codes += [process.returncode for process in ended]
+            if any(codes) and deadline == float("inf"):
+                deadline = time.monotonic() + self._patience
+                for process in running:
+                    process.send_signal(signal.SIGCONT)  # one that was stopped would not hear what it is told
+                    process.terminate()
+            if time.monotonic() > deadline:
+                self.kill()
+        return first_failure(codes)
 
-    def _has_joined(self, rank: int, start: int) -> bool:
-        return rank in self.known and self.known[rank].joined >= start and not self._is_gone(rank)
+    def signal(self, number: int) -> None:
+        """Send a signal to all that still run."""
+        for process in self._all:
+            process.send_signal(number)
 
-    def _has_ended(self, rank: int, start: int) -> bool:
-        return rank in self.known and len(self.known[rank].ended) > start
-
-    def _is_gone(self, rank: int) -> bool:
-        """Whether a node that was there has left, or gives no sign of life."""
-        node = self.known[rank]
-        silent = time.monotonic() - node.seen > _SILENT_S or rank == 0 and self._store_gone
-        return rank != self.rank and (node.left or silent)
-
-    def _check(self, awaited: int) -> None:
-        number = self.told_to_end()
-        if number is not None:
-            raise Failure(128 + number, f"{signal.Signals(number).name} while waiting for node {awaited}")
-        if self._twin:
-            raise Failure(2, f"another machine has joined as NODE_RANK {self.rank}, too: each needs its own")
-
-    def _missing(self, missing: list[int], waited: float) -> str:
-        names = ", ".join(map(self._name, missing))
-        return (
-            f"{names} did not join {self.address}:{self.port} within {waited:.0f} s: see what was printed there; "
-            f"NNODES, MASTER_ADDR, MASTER_PORT, RUN_ID and {SECRET} must be the same on all nodes"
-        )
-
-    def _name(self, rank: int) -> str:
-        return f"node {rank} ({self.known[rank]})" if rank in self.known else f"node {rank}"
+    def kill(self) -> None:
+        """Kill all that still run; any thread may call this."""
+        self.signal(signal.SIGKILL)
 
 
-class NodesInOrder(StaticTCPRendezvous):
-    """Group ranks as NODE_RANK says; the processes are told of the launchers' store."""
+def first_failure(codes: Sequence[int]) -> int:
+    """Return a shell's exit code for processes that ended with these codes, in this order; negative: by a signal.
 
-    def __init__(self, nodes: Nodes, params: RendezvousParameters) -> None:
-        super().__init__(nodes.address, nodes.port, nodes.rank, nodes.count, params.run_id, timeout=60)
-        self.nodes, self.local_addr = nodes, params.local_addr
-
-    def get_backend(self) -> str:
-        return "nodes"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        assert self.nodes.store is not None
-        store = PrefixStore(f"{self.run_id}/torchrun", self.nodes.store)
-        where = RendezvousStoreInfo(self.nodes.address, self.nodes.port)
-        return RendezvousInfo(store, self.rank, self.world_size, where)
-
-
-class RankLogs(DefaultLogsSpecs):
-    """With `--tee` a pair of files for each rank and start, in `--log-dir`; nothing else outlives the launch."""
-
-    def __init__(self, scratch: str, args: Namespace) -> None:
-        super().__init__(scratch)
-        self.directory = Path(args.log_dir or scratch) if args.tee != "0" else None
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        dest = super().reify(envs)
-        if self.directory is None:
-            return dest
-        names = {local: f"{env['TORCHELASTIC_RUN_ID']}-rank{env['RANK']}" for local, env in envs.items()}
-        out, err = (
-            {local: str(self.directory / f"{name}.{end}") for local, name in names.items()} for end in ("out", "err")
-        )
-        return replace(dest, stdouts=out, stderrs=err, tee_stdouts=out, tee_stderrs=err)
+    One that lost another process, or was killed for it, doesn't tell why where another one does.
+    """
+    code = min(filter(None, codes), key=lambda each: each == LOST or each < 0, default=0)
+    return code if code >= 0 else 128 - code
 
 
 class Launcher:
-    """Runs torchrun in a thread, where it can't take the signals for itself (and needs no --signals-to-handle)."""
+    """This node's launcher.
 
-    def __init__(self, argv: Sequence[str], restarts: int) -> None:
-        self.args, self.restarts = parse_args(list(argv)), restarts
+    Args:
+        args: The flags; see `parse`.
+        restarts: How often the processes may be started again.
+        patience: Seconds; see `Processes`.
+    """
+
+    def __init__(self, args: argparse.Namespace, restarts: int, patience: float) -> None:
+        self.args, self.restarts, self.patience = args, restarts, patience
         self.signal: int | None = None
-        self.nodes = Nodes(self.args, restarts, lambda: self.signal)
-        self.args.standalone, self.args.rdzv_backend = False, "nodes"
-        rendezvous_handler_registry.register("nodes", partial(NodesInOrder, self.nodes))
-        # Nodes.agree is the barrier; torchrun's waits 300 s for a node whose processes have failed.
-        SimpleElasticAgent._exit_barrier = lambda agent: None  # type: ignore[method-assign]
+        self.processes: Processes | None = None
+        own = Node(socket.gethostname(), args.local_addr, args.nproc_per_node, restarts)
+        where = (args.master_addr, args.master_port)
+        self.nodes = Nodes(
+            args.node_rank, args.nnodes, where, args.rdzv_id, args.join_timeout, own, lambda: self.signal, self._kill
+        )
 
     def run(self) -> int:
-        """Return 0, or the exit code of the process that failed first."""
+        """Return the exit code of all nodes."""
         for number in _FORWARDED:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._forward)
         try:
             code = self._run()
-        except Failure as failure:
-            print(f"error: {failure}", file=sys.stderr)
-            code = failure.code
+        except LaunchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = error.code
         if not self.nodes.leave():
             sys.stderr.flush()
             os._exit(code)  # a thread inside of a store aborts Python's way out
         return code
 
     def _run(self) -> int:
-        for start in range(self.restarts + 1):
-            # The processes of one launch know their run directory by this.
-            os.environ["LAUNCH_ID"] = self.nodes.join(start)
-            os.environ["LAUNCH_RESTARTS"] = str(start)
-            code, again = self.nodes.agree(start, *self._start(start))
-            if code == 0 or code in _FINAL or not again:
+        for number in range(self.restarts + 1):
+            code, again = self.nodes.agree(number, *self._start(self.nodes.join(number)))
+            if code == 0 or code in FINAL or not again:
                 break
-            print(f"a process ended with code {code}: restart {start + 1} of {self.restarts}", file=sys.stderr)
+            print(f"a process ended with code {code}: restart {number + 1} of {self.restarts}", file=sys.stderr)
         return code
 
-    def _start(self, start: int) -> tuple[int, str]:
-        ended = [(1, "")]
+    def _start(self, start: Start) -> tuple[int, str]:
+        """Run the processes once; return their exit code, and what they said of it."""
+        with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
+            told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
+            told.touch()
+            environments = [
+                {**os.environ, **self._variables(start, local_rank), "LAUNCH_TOLD": str(told)}
+                for local_rank in range(self.args.nproc_per_node)
+            ]
+            logs = Logs(environments, self.args.tee, Path(self.args.log_dir or scratch))
+            try:
+                command = [sys.executable, "-u", self.args.program, *self.args.flags]
+                self.processes = Processes(command, environments, logs.files, self.patience)
+                if self.signal is not None:  # it came while the processes were started, to some of them
+                    self.processes.signal(self.signal)
+                code = self.processes.wait()
+            finally:
+                logs.close()
+            return code, "; ".join(map(literal_eval, told.read_text().splitlines()))
 
-        def torchrun() -> None:
-            ended[0] = _torchrun(self.args, start)
-
-        thread = threading.Thread(target=torchrun)
-        thread.start()
-        thread.join()
-        return ended[0]
+    def _variables(self, start: Start, local_rank: int) -> dict[str, str]:
+        """Return the variables that torchrun would set for a process, and ours."""
+        numbers = {
+            "RANK": start.first_rank + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": start.world_size,
+            "LOCAL_WORLD_SIZE": self.args.nproc_per_node,
+            "GROUP_RANK": self.args.node_rank,
+            "GROUP_WORLD_SIZE": self.args.nnodes,
+            "ROLE_RANK": start.first_rank + local_rank,
+            "ROLE_WORLD_SIZE": start.world_size,
+            "MASTER_PORT": self.nodes.port,
+            "LAUNCH_RESTARTS": start.number,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+        }
+        return {name: str(number) for name, number in numbers.items()} | {
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": self.nodes.address,
+            "LAUNCH_ID": start.launch,
+            "TORCHELASTIC_RUN_ID": f"{self.args.rdzv_id}.{start.number}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launchers' store is there: rank 0 makes none
+        }
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
-        for pid in _children():
-            os.kill(pid, number)
+        if self.processes is not None:
+            self.processes.signal(number)
+
+    def _kill(self) -> None:
+        if self.processes is not None:
+            self.processes.kill()
 
 
-def _torchrun(args: Namespace, start: int) -> tuple[int, str]:
-    """Start the processes once and wait for them; return their exit code, and what they said of it."""
-    named = Namespace(**vars(args) | {"rdzv_id": f"{args.rdzv_id}.{start}"})
-    scratch = tempfile.mkdtemp(prefix="volo_launch_")
-    told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
-    try:
-        told.touch()
-        os.environ["LAUNCH_TOLD"] = str(told)
-        config, program, flags = config_from_args(named)
-        config.logs_specs = RankLogs(scratch, args)
-        elastic_launch(config=config, entrypoint=program)(*flags)
-    except ChildFailedError as error:
-        return _exit_code(error), "; ".join(map(literal_eval, told.read_text().splitlines()))
-    except DistError as error:
-        print(f"the connection to node 0 is gone: {error}", file=sys.stderr)
-        return _LOST, ""
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return 0, ""
+class Logs:
+    """What processes print, in files that are followed on the console, each line with its prefix.
 
-
-def _exit_code(error: ChildFailedError) -> int:
-    # One that lost another process, or was killed for it, doesn't tell why where another one does.
-    failure = min(
-        error.failures.values(), key=lambda each: (each.exitcode == _LOST or each.exitcode < 0, each.timestamp)
-    )
-    # A process that was killed has its signal as a negative number; shells add 128.
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def _children() -> list[int]:
-    """Processes that this one has started (Linux)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue  # it has just ended
-        if parent == os.getpid():
-            found.append(int(stat.parent.name))
-    return found
-
-
-def _be_patient(seconds: int) -> None:
-    """Let processes take so long to end after another one has failed.
-
-    Where torchrun has --shutdown-timeout (2.9 has not), that is only for when torchrun itself gets a signal; after a
-    failure it kills what is left after 30 s.
+    Args:
+        tee: Which streams: bit 1 the output, bit 2 the errors; 0: none, they go to the console as they are.
+        directory: Of the files RUN_ID.START-rankR.{out,err}.
     """
-    close = PContext.close
 
-    def patient(self: PContext, death_sig: Any = None, timeout: int = seconds) -> None:
-        for pid in self.pids().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)  # one that was stopped would not hear what it is told
-        close(self, death_sig, seconds)
+    def __init__(self, environments: Sequence[Mapping[str, str]], tee: int, directory: Path) -> None:
+        self._followed: list[TailLog] = []
+        streams = []
+        for bit, suffix, console in ((_OUT, "out", sys.stdout), (_ERR, "err", sys.stderr)):
+            names = [f"{env['TORCHELASTIC_RUN_ID']}-rank{env['RANK']}.{suffix}" for env in environments]
+            streams.append([open(directory / name, "wb") if tee & bit else None for name in names])  # noqa: SIM115
+            if tee & bit:
+                paths = {local: str(directory / name) for local, name in enumerate(names)}
+                prefixes = {local: _prefix(environment) for local, environment in enumerate(environments)}
+                self._followed.append(TailLog("rank", paths, console, prefixes).start())
+        self.files = list(zip(*streams, strict=True))
 
-    PContext.close = patient  # type: ignore[method-assign]
+    def close(self) -> None:
+        """Print what is left; the processes have ended."""
+        for file in (file for pair in self.files for file in pair if file is not None):
+            file.close()
+        for followed in self._followed:
+            followed.stop()
+
+
+def _prefix(environment: Mapping[str, str]) -> str:
+    template = environment.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "[rank ${rank}] "
+    names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "role_name": "ROLE_NAME"}
+    return Template(template).safe_substitute({name: environment[variable] for name, variable in names.items()})
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the launcher's flags, which are torchrun's, up to the program's file; what follows are its own."""
+    parser = argparse.ArgumentParser(prog="launch.py", allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--nnodes", type=int, default=1)
+    nodes.add_argument("--standalone", action="store_const", dest="nnodes", const=1, help="a single node")
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--master-addr", default="127.0.0.1", help="IP address of node 0")
+    parser.add_argument("--master-port", type=int, default=0, help="port of node 0; 0: any, for a single node")
+    parser.add_argument("--join-timeout", type=float, default=60, help="seconds until all nodes must be there")
+    parser.add_argument("--local-addr", default="127.0.0.1", help="this node's own IP address")
+    parser.add_argument("--rdzv-id", default="volo", help="name of the run, the same on all nodes")
+    parser.add_argument("--tee", type=int, default=0, help="1: output, 2: errors, 3: both also into files")
+    parser.add_argument("--log-dir", help="of these files, which are removed without it")
+    parser.add_argument("program")
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Run torchrun with `argv`; return the exit code."""
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    _be_patient(int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30))
-    return Launcher(argv, int(os.environ.get("MAX_RESTARTS") or 0)).run()
+    """Run the processes that `argv` describes; return the exit code."""
+    args = parse(argv)
+    if args.nnodes == 1:
+        os.environ.setdefault(SECRET, secrets.token_hex(32))
+    patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
+    return Launcher(args, int(os.environ.get("MAX_RESTARTS") or 0), patience).run()
 
 
 if __name__ == "__main__":

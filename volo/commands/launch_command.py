@@ -82,7 +82,7 @@ def _one_node(env: Mapping[str, str]) -> list[str]:
     if _number(env, "NODE_RANK", 0, least=0):
         raise Mistake(f"NODE_RANK={env['NODE_RANK']}, but NNODES is 1: say how many nodes there are")
     # By its own name, which not every machine can resolve, the processes would not find each other.
-    return ["--standalone", "--local-addr", "127.0.0.1"]
+    return ["--standalone"]
 
 
 def _several_nodes(nodes: int, env: Mapping[str, str]) -> list[str]:
@@ -95,10 +95,9 @@ def _several_nodes(nodes: int, env: Mapping[str, str]) -> list[str]:
             "but NODE_RANK is 0: node 0 is the one that has this address"
         )
     joined = _number(env, "JOIN_TIMEOUT", 300, least=1)
-    endpoint = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     return [
-        *("--nnodes", str(nodes), "--rdzv-backend", "nodes", "--rdzv-endpoint", endpoint),
-        *("--rdzv-conf", f"rank={rank},join_timeout={joined}", "--local-addr", _local_address(address, env)),
+        *("--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", address, "--master-port", str(port)),
+        *("--join-timeout", str(joined), "--local-addr", _local_address(address, env)),
     ]
 
 

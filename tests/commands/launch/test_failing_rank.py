@@ -12,13 +12,12 @@ from typing import NoReturn
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.commands.conftest import QUICK, ROOT, UPDATES, Running
 from tests.commands.launch import failing_rank
 from tlt.errors import UserError
 from volo import cli
-from volo.commands import launch as program
+from volo.commands.launch import first_failure
 
 CASES = [
     ("exception", 1, 1, "RuntimeError: somebody's own code"),
@@ -67,7 +66,4 @@ def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
 
 @pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])
 def test_a_rank_that_knows_why_gives_the_code(codes: tuple[int, ...], expected: int) -> None:
-    failures = {rank: ProcessFailure(rank, 0, code, "") for rank, code in enumerate(codes)}
-    for rank, failure in failures.items():
-        failure.timestamp = rank
-    assert program._exit_code(ChildFailedError("train.py", failures)) == expected
+    assert first_failure(codes) == expected

@@ -43,18 +43,17 @@ def start(tmp_path: Path) -> Callable[..., list[Running]]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(ROOT / "volo" / "commands" / "launch.py"), "--tee", "3", "--log-dir", str(tmp_path)]
-    endpoint = f"127.0.0.1:{free_port()}"
+    where = f"--master-addr 127.0.0.1 --master-port {free_port()}"
 
     def start(*processes: int, of: int = 0, join_timeout: int = 60, **env: str) -> list[Running]:
         count = of or len(processes)
         env["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[here:${rank}] "
         env["RUN_SECRET"] = "of this run"
-        nodes = f"--nnodes {count} --rdzv-backend nodes --rdzv-endpoint {endpoint} --local-addr 127.0.0.1"
         begun = []
         for node, local in enumerate(processes):
-            flags = f"{nodes if count > 1 else '--standalone'} --nproc-per-node {local} --rdzv-id job"
-            conf = f"--rdzv-conf rank={node},join_timeout={join_timeout}"
-            begun.append(Running([*command, *flags.split(), *conf.split(), str(program)], **env))
+            several = f"--nnodes {count} --node-rank {node} {where} --join-timeout {join_timeout}"
+            flags = f"{several if count > 1 else '--standalone'} --nproc-per-node {local} --rdzv-id job"
+            begun.append(Running([*command, *flags.split(), str(program)], **env))
         return begun
 
     return start
