@@ -139,6 +139,7 @@ class Nodes:
             if self._decisions.failed:
                 raise LaunchError(*self._decisions.failed)
             self._check()
+            # Node 0 has decided by then: its reason says more.
             if self._waited() > self.patience + (self.rank == 0) or self._node_0_is_gone():
                 raise LaunchError(LOST, self._missing(self._decisions.awaited or ("node 0",)))
             time.sleep(_POLL_S)
@@ -234,7 +235,7 @@ class Nodes:
     def _decide(self) -> State:
         """Node 0: decide what follows from what all nodes have told, and hear it itself."""
         assert self._heartbeat is not None
-        nodes = {rank: Node(**member.state) for rank, member in self._heartbeat.members.items()}
+        nodes = {rank: Node(**member.state) for rank, member in sorted(self._heartbeat.members.items())}
         before, start = replace(self._decisions, node=self._name(0), awaited=(), not_begun=""), self.own.joined
         if before.failed or before.ended == start:
             decisions = before

@@ -49,23 +49,20 @@ class Processes:
     """The processes of one start on this node.
 
     Args:
-        files: For each process its files of standard output and error, None where it inherits the launcher's.
         patience: Seconds that the others get to end by themselves after one has failed.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
-        files: Sequence[tuple[IO[bytes] | None, IO[bytes] | None]],
-        patience: float,
-    ) -> None:
+    def __init__(self, patience: float) -> None:
         self._patience = patience
-        # Sessions of their own: Ctrl-C reaches the launcher alone, which passes it on.
-        self._all = [
-            subprocess.Popen(command, env=environment, stdout=out, stderr=error, start_new_session=True)
-            for environment, (out, error) in zip(environments, files, strict=True)
-        ]
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], out: IO[bytes] | None, error: IO[bytes] | None
+    ) -> None:
+        """Start a process; it inherits the launcher's standard output and error where there is no file for them."""
+        # A session of its own: Ctrl-C reaches the launcher alone, which passes it on.
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=error, start_new_session=True)
+        self._all.append(process)
 
     def wait(self) -> int:
         """Return the exit code of the process that failed first, of those that can tell why; 0 if none has failed."""
@@ -156,12 +153,14 @@ class Launcher:
             ]
             logs = Logs(environments, self.args.tee, Path(self.args.log_dir or scratch))
             try:
-                command = [sys.executable, "-u", self.args.program, *self.args.flags]
-                self.processes = Processes(command, environments, logs.files, self.patience)
+                self.processes = processes = Processes(self.patience)
+                for environment, files in zip(environments, logs.files, strict=True):
+                    processes.start([sys.executable, "-u", self.args.program, *self.args.flags], environment, *files)
                 if self.signal is not None:  # it came while the processes were started, to some of them
-                    self.processes.signal(self.signal)
-                code = self.processes.wait()
+                    processes.signal(self.signal)
+                code = processes.wait()
             finally:
+                self._kill()  # where one could not be started
                 logs.close()
             return code, "; ".join(map(literal_eval, told.read_text().splitlines()))
 
@@ -256,6 +255,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def launch(argv: Sequence[str]) -> int:
     """Run the processes that `argv` describes; return the exit code."""
     args = parse(argv)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe: a line when it comes
     if args.nnodes == 1:
         os.environ.setdefault(SECRET, secrets.token_hex(32))
     patience = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 30)
