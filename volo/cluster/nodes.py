@@ -251,8 +251,8 @@ class Nodes:
         for rank, node in nodes.items():
             if node.left and node.signal:
                 return replace(before, failed=(128 + node.signal, f"{self._name(rank)} got {_name(node.signal)}"))
-        missing = [rank for rank in range(self.count) if rank not in nodes or nodes[rank].joined < start]
-        missing += [rank for rank in nodes if rank not in missing and self._is_gone(rank)]
+        ready = {rank for rank, node in nodes.items() if node.joined >= start and not self._is_gone(rank)}
+        missing = [rank for rank in range(self.count) if rank not in ready]
         names = [self._name(rank) for rank in missing]
         if any(node.left for node in nodes.values()) or self._waited() > self.patience:
             return replace(before, failed=(LOST, self._missing(names)))
