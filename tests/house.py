@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -28,26 +29,43 @@ FLAGS = (
 
 
 class Trace:
-    """Which of our files a step enters, and how often it goes from one to another."""
+    """Which of our files calls enter, how often they go from one to another, and how often back to one that was left.
 
-    def __init__(self) -> None:
+    Args:
+        counts: Which calls; all by default.
+        most: Calls after which nothing is counted any more.
+    """
+
+    def __init__(self, counts: Callable[[FrameType], bool] = lambda frame: True, most: float = float("inf")) -> None:
         self.files: set[str] = set()
-        self.switches, self._last = 0, ""
+        self.switches = self.returns = 0
+        self._last, self._counts, self._left = "", counts, most
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith((f"{ROOT}/volo", f"{ROOT}/tlt")):
-            self.files.add(file)
+        ours = event == "call" and file.startswith((f"{ROOT}/volo", f"{ROOT}/tlt"))
+        if ours and self._left > 0 and self._counts(frame):
+            self._left -= 1
             self.switches += file != self._last
+            self.returns += file != self._last and file in self.files
+            self.files.add(file)
             self._last = file
 
 
-def run_and_trace(update: int) -> tuple[Trace, list[str]]:
-    """The trace of one update of a small run, and the modules of ours that the run has imported."""
+def takes_args(frame: FrameType) -> bool:
+    """Whether a call of `run` in train.py, or below it, was given the parsed arguments."""
+    code = frame.f_code
+    given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    return any(isinstance(each, Namespace) for each in given) and "/config/" not in code.co_filename
+
+
+def run_and_trace(update: int) -> tuple[Trace, Trace, list[str]]:
+    """The traces of the arguments and of one update in a small run, and the modules of ours that it has imported."""
     from volo import cli
     from volo.commands import train
 
     trace, make = Trace(), train.batch_watcher
+    args_trace = Trace(takes_args, most=400)
 
     def watched(*arguments: Any) -> Callable[[int, Any], None]:
         watch = make(*arguments)
@@ -64,8 +82,9 @@ def run_and_trace(update: int) -> tuple[Trace, list[str]]:
 
     train.batch_watcher = watched
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        sys.setprofile(args_trace)
         cli.run("train", [*FLAGS, "--output", folder])
-    return trace, [name for name in sys.modules if name in MODULES]
+    return args_trace, trace, [name for name in sys.modules if name in MODULES]
 
 
 def main() -> None:
@@ -74,20 +93,21 @@ def main() -> None:
     folders = Counter(path.parent for path in MODULES.values() if not path.name.startswith("_"))
     importers = Counter(other for module in MODULES for other in imported_by(module))
     packages = {path.parent for path in MODULES.values() if path.name == "__init__.py"}
-    trace, imported = run_and_trace(2)
+    args, trace, imported = run_and_trace(2)
     words = sum(len(path.read_text().split()) for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     own = [module for module, path in MODULES.items() if path.parent not in packages or path.name != "__init__.py"]
     rows = {
         "files in the largest folder": max(folders.values()),
         "files imported by a run of train.py": f"{len(imported)}, {sum(sizes[name] for name in imported)} lines",
         "files entered by its third update; switches between files": f"{len(trace.files)}; {trace.switches}",
+        "files that args visits in 400 calls; returns to one it left": f"{len(args.files)}; {args.returns}",
         "lines of volo + tlt + benchmarks": sum(sizes.values()),
         "words of docs + README": words,
         "modules with one importer": sum(importers[module] == 1 for module in own),
         "files under 60 lines": sum(sizes[module] < 60 for module in own),
     }
     for what, number in rows.items():
-        print(f"{what:<60}{number}")
+        print(f"{what:<62}{number}")
 
 
 if __name__ == "__main__":
