@@ -22,26 +22,26 @@ _LAUNCH = Path(__file__).resolve().parent / "launch.py"
 
 
 class Mistake(Exception):
-    """Something in the environment that can't work: one line with the remedy."""
+    """The environment asks for something that cannot work; the message is one line with the remedy."""
 
 
-class Start(NamedTuple):
-    """What is run, and with which variables besides those that are there."""
+class Launch(NamedTuple):
+    """The command that starts this node's processes, and the variables to set for it."""
 
     command: list[str]
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """For a shell: a variable a line, then the command."""
+        """Return shell code: a line for each variable, then the command."""
         variables = [f"{name}={shlex.quote(value)} \\\n" for name, value in self.environment.items()]
         return "".join(variables) + shlex.join(self.command)
 
 
-def start(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Start:
-    """What starts `processes` processes of `program` (a file and its flags) on this node.
+def compose(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Launch:
+    """Return what starts `processes` processes of `program` (a file and its flags) on this node.
 
     Raises:
-        Mistake: Variables that are out of range, missing, or that other nodes can't use.
+        Mistake: A variable is missing or out of range, or names something that other nodes cannot use.
     """
     nodes = _number(env, "NNODES", 1, least=1)
     prefixed = bool(env.get("LOG_DIR")) or nodes > 1
@@ -53,7 +53,7 @@ def start(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Sta
     if env.get("LOG_DIR"):
         command += ["--log-dir", env["LOG_DIR"]]
         _make_directory(env)
-    return Start([*command, *program], _environment(processes, prefixed, env))
+    return Launch([*command, *program], _environment(processes, prefixed, env))
 
 
 def _make_directory(env: Mapping[str, str]) -> None:
@@ -114,7 +114,7 @@ def _node_rank(nodes: int, env: Mapping[str, str]) -> int:
 
 
 def _master(env: Mapping[str, str]) -> str:
-    """The IP address that MASTER_ADDR stands for, one that other machines can reach."""
+    """Return the IP address that MASTER_ADDR stands for; other machines can reach it."""
     name = env.get("MASTER_ADDR")
     remedy = "give the IP address of node 0 that the other nodes reach it by (ip -4 addr)"
     if not name:
@@ -131,7 +131,7 @@ def _master(env: Mapping[str, str]) -> str:
 
 
 def _local_address(master: str, env: Mapping[str, str]) -> str:
-    """LOCAL_ADDR, or the address from which packets go to node 0."""
+    """Return LOCAL_ADDR, or the address from which packets go to node 0."""
     address = env.get("LOCAL_ADDR")
     if address:
         if not env.get("DRY_RUN") and not _is_own(address):
@@ -173,7 +173,7 @@ def _number(env: Mapping[str, str], name: str, default: int, least: int, most: i
 
 
 def _threads(processes: int) -> int:
-    """A process's share of the CPUs, and a line that says so."""
+    """Return a process's share of the CPUs, and print a line that says so."""
     cpus = available_cpus()
     # Without GPUs one stays free: data loading runs beside the ranks, and oversubscribed cores are many times slower.
     free = not Path("/proc/driver/nvidia").exists()
@@ -184,7 +184,7 @@ def _threads(processes: int) -> int:
 
 
 def available_cpus(root: Path = Path("/")) -> float:
-    """CPUs that this process may use: by its affinity, and by the quota of its cgroup and of those around it."""
+    """Return how many CPUs this process may use: the least of its affinity and the quotas of its cgroups."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -222,15 +222,15 @@ def _quota_v1(group: Path) -> float:
 def main(argv: Sequence[str]) -> int:
     """Print or become the command; `argv` is the number of processes, the program's file and its flags."""
     try:
-        this = start(int(argv[0]), argv[1:], os.environ)
+        launch = compose(int(argv[0]), argv[1:], os.environ)
     except Mistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
     if os.environ.get("DRY_RUN"):
-        print(this)
+        print(launch)
         return 0
     sys.stderr.flush()
-    os.execve(this.command[0], this.command, {**os.environ, **this.environment})
+    os.execve(launch.command[0], launch.command, {**os.environ, **launch.environment})
 
 
 if __name__ == "__main__":
