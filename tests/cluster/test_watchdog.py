@@ -18,7 +18,7 @@ from volo.cluster.distributed import World
 from volo.cluster.heartbeat import Heartbeat
 from volo.cluster.preempt import StopSignal
 from volo.cluster.stopping import StopGuard
-from volo.cluster.watchdog import START_TIMEOUT_S, Progress, Watchdog
+from volo.cluster.watchdog import START_TIMEOUT_S, RankProgress, Watchdog
 from volo.record.slowdown import Pace, straggler
 from volo.train.precision import Precision
 
@@ -26,15 +26,15 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def rank(steps: int, phase: str = "step", idle: float = 0.0, allowed: float = 3.0) -> Progress:
-    return Progress(steps, phase, idle, allowed, "node", 1)
+def rank(steps: int, phase: str = "step", idle: float = 0.0, allowed: float = 3.0) -> RankProgress:
+    return RankProgress(steps, phase, idle, allowed, "node", 1)
 
 
 def watchdog(number: int = 0, timeout: float = 3.0, loader_timeout: float = 50.0) -> Watchdog:
     return Watchdog(number, 3, timeout, loader_timeout, StopSignal(), note=lambda **fields: None)
 
 
-def verdict(*ranks: Progress, silent: dict[int, float] | None = None) -> str:
+def verdict(*ranks: RankProgress, silent: dict[int, float] | None = None) -> str:
     """What rank 0's watchdog says of these ranks, with --dist-timeout 3; silent: seconds without a sign of life."""
     numbers = dict(enumerate(ranks))
     return str(watchdog()._verdict(numbers, {**dict.fromkeys(numbers, 0.0), **(silent or {})}))

@@ -33,7 +33,7 @@ _SILENT = "stopped, killed, or its machine is gone"
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """How far a rank is, as it tells.
 
     Attributes:
@@ -56,7 +56,7 @@ class Progress:
         return f"{self.host}, pid {self.pid}, {doing} for {self.idle:.0f} s"
 
 
-def those_behind(ranks: Mapping[int, Progress]) -> list[int]:
+def those_behind(ranks: Mapping[int, RankProgress]) -> list[int]:
     """Return the ranks with the fewest steps, which the others wait for; all of them if they are equally far."""
     fewest = min(one.steps for one in ranks.values())
     return [rank for rank, one in ranks.items() if one.steps == fewest]
@@ -92,7 +92,7 @@ class Watchdog:
         self._passed: set[str] = set()  # phases that have ended once: what they had to compile is compiled
         self._host = socket.gethostname()
         self._heartbeat: Heartbeat | None = None
-        self._rank_0: Progress | None = None  # as it told
+        self._rank_0: RankProgress | None = None  # as it told
         self._alarm: str | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -134,10 +134,10 @@ class Watchdog:
             return max(self.timeout, START_TIMEOUT_S)
         return self.timeout
 
-    def progress(self) -> Progress:
+    def progress(self) -> RankProgress:
         """Return how far this rank is."""
         idle, number = time.monotonic() - self._since, self.stop.number
-        return Progress(self._steps, self._phase, idle, self.allowed(self._phase), self._host, os.getpid(), number)
+        return RankProgress(self._steps, self._phase, idle, self.allowed(self._phase), self._host, os.getpid(), number)
 
     def _decide(self) -> State:
         """Rank 0: tell all ranks of an alarm, and of a signal that one of them got."""
@@ -146,7 +146,7 @@ class Watchdog:
         return {"alarm": self._alarm, "signal": self.stop.number, "rank_0": asdict(self.progress())}
 
     def _hear(self, state: State) -> None:
-        self._alarm, self._rank_0 = self._alarm or state["alarm"], Progress(**state["rank_0"])
+        self._alarm, self._rank_0 = self._alarm or state["alarm"], RankProgress(**state["rank_0"])
         self._pass_on([state["signal"]])
 
     def _pass_on(self, signals: Iterable[int | None]) -> None:
@@ -163,7 +163,7 @@ class Watchdog:
             if self._alarm is not None:
                 self._leave(self._alarm)
 
-    def _known(self) -> tuple[dict[int, Progress], dict[int, float]]:
+    def _known(self) -> tuple[dict[int, RankProgress], dict[int, float]]:
         """Return how far ranks are, as far as this one knows, and for how many seconds each has given no sign of life.
 
         Nothing is known of the others as long as one of them has not come.
@@ -176,12 +176,12 @@ class Watchdog:
         if self.rank:
             told = {0: self._rank_0} if self._rank_0 is not None else {}
         elif len(silent) == self.size:
-            told = {rank: Progress(**member.state) for rank, member in list(beat.members.items())}
+            told = {rank: RankProgress(**member.state) for rank, member in list(beat.members.items())}
         else:
             told = {}
         return {**told, **own}, {**silent, self.rank: 0.0}
 
-    def _verdict(self, ranks: dict[int, Progress], silent: dict[int, float]) -> str | None:
+    def _verdict(self, ranks: dict[int, RankProgress], silent: dict[int, float]) -> str | None:
         """Return why the run hangs, None while a late rank is still within its timeout.
 
         Args:
@@ -210,7 +210,7 @@ class Watchdog:
             return f"{waited} on any rank; all {len(ranks)} are equally far: see their stacks"
         return f"{waited}: {'the others wait for ' if len(ranks) > 1 else ''}{_names(late, ranks)}"
 
-    def _silence_allowed(self, one: Progress) -> float:
+    def _silence_allowed(self, one: RankProgress) -> float:
         # Threads go on telling while data are waited for; a disk may hold up the whole process.
         return self.timeout if one.phase == "data" else one.allowed
 
@@ -227,7 +227,7 @@ class Watchdog:
         os._exit(HUNG)
 
 
-def _names(numbers: Sequence[int], ranks: Mapping[int, Progress]) -> str:
+def _names(numbers: Sequence[int], ranks: Mapping[int, RankProgress]) -> str:
     return "; ".join(f"rank {rank} ({ranks[rank]})" for rank in sorted(numbers))
 
 
