@@ -5,7 +5,8 @@
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
 # make benchmark-gpu   on a GPU: its tests, then every number that has a target, in four parts of less than 10 minutes
 # make house   how easily the code is read, in numbers
-# make lint   ruff, mypy, shellcheck, hadolint                               make clean  remove .venv and the demo's output
+# make docs   the pages of docs/ as a site, in site/
+# make lint   ruff, mypy, shellcheck, hadolint, mkdocs                       make clean  remove .venv and the demo's output
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ PART ?= 1 2 3 4
 DEVICE ?= cuda
 BENCHMARK_ARGS ?=
 
-.PHONY: demo house test test-versions test-faults test-slurm test-docker benchmark-gpu lint clean
+.PHONY: demo docs house test test-versions test-faults test-slurm test-docker benchmark-gpu lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -63,9 +64,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	.ci/lint-shell
+	$(BIN)/mkdocs build --site-dir $(VENV)/site
 
 house: $(VENV)/.installed-test
 	@$(BIN)/python tests/house.py
 
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build
+
 clean:
-	rm -rf $(VENV) .venv-versions demo_output
+	rm -rf $(VENV) site .venv-versions demo_output

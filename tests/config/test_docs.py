@@ -1,0 +1,134 @@
+"""README and docs: links lead somewhere, commands name programs and flags that exist, code compiles."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from argparse import _SubParsersAction
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.flags_benchmark import benchmark_parser
+from tests.commands.conftest import ROOT
+from tlt.tools.cli import parser as tlt_parser
+from volo import cli
+from volo.config.args import generate_label_parser, train_parser, validate_parser
+from volo.config.flags_attention import attention_parser
+from volo.config.flags_export import export_parser
+from volo.config.flags_preflight import preflight_parser
+from volo.config.flags_report import report_parser
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
+PARSERS = {
+    "train": train_parser,
+    "validate": validate_parser,
+    "label": generate_label_parser,
+    "export": export_parser,
+    "attention": attention_parser,
+    "preflight": preflight_parser,
+    "report": report_parser,
+}
+SCRIPTS = {
+    "train.py": "train",
+    "validate.py": "validate",
+    "generate_label.py": "label",
+    "distributed_train.sh": "train",
+    "distributed_generate_label.sh": "label",
+    "pretrain.sbatch": "train",
+    "finetune.sbatch": "train",
+}
+MAKE = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@cache
+def flags_of(program: str) -> set[str]:
+    """The flags of a `volo` command, of "tlt NAME" or of "benchmark NAME"."""
+    kind, _, name = program.partition(" ")
+    if kind == "tlt":
+        commands = next(each for each in tlt_parser()._actions if isinstance(each, _SubParsersAction)).choices
+        return {flag for action in commands[name]._actions for flag in action.option_strings}
+    parsers = [benchmark_parser(name or None)] if kind == "benchmark" else [PARSERS[kind]()]
+    rows = [row for parser in parsers for row in parser.flags.values()]
+    names = {name for row in rows for name in row.names if name.startswith("-")}
+    return names | {f"--no-{row.label[2:]}" for row in rows if row.switch} | {"--help"}
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for found in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            yield page.name, found[1]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """The commands in blocks of bash, and of no language where they begin as one; words up to a pipe or a comment."""
+    for page, text in [*blocks("bash"), *blocks("")]:
+        for line in text.replace("\\\n", " ").splitlines():
+            line = line.strip().removeprefix("$ ")
+            if not re.match(r"([A-Z_]+=|python |\./|volo |tlt |make |srun |torchrun )", line):
+                continue
+            words = shlex.split(re.split(r"\s[|>]", re.sub(r"\$\([^)]*\)", "X", line))[0], comments=True)
+            yield page, words
+
+
+def program_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """The program of a command, as `flags_of` names it, and what follows; None: no program of ours."""
+    for at, word in enumerate(words):
+        name, rest = word.rpartition("/")[2], words[at + 1 :]
+        if name in SCRIPTS:
+            return SCRIPTS[name], rest
+        if name in ("volo", "tlt") and rest:
+            program = f"tlt {rest[0]}" if name == "tlt" else rest[0]
+            return (f"benchmark {rest[1]}" if program == "benchmark" else program), rest[1:]
+        if name == "benchmark.py" and rest:
+            return f"benchmark {rest[0].removeprefix('--')}", rest[1:]
+    return None
+
+
+def test_commands_name_programs_and_flags_that_exist() -> None:
+    checked, wrong = 0, []
+    for page, words in commands():
+        if words[0] == "make":
+            wrong += [f"{page}: {' '.join(words)}" for word in words[1:] if "=" not in word and word not in MAKE]
+        if "-m" in words[:6] and words[0].startswith("python"):
+            module = words[words.index("-m") + 1]
+            wrong += [] if find_spec(module) else [f"{page}: no module {module}"]
+        if (found := program_of(words)) is None:
+            continue
+        program, rest = found
+        known = flags_of(program) if program.split()[0] in (*PARSERS, "tlt", "benchmark") else set[str]()
+        given = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]|-[a-zA-Z]+$", word)}
+        wrong += [f"{page}: {program} {flag}" for flag in given - known]
+        checked += len(given)
+    assert not wrong and checked > 100
+
+
+def test_python_and_yaml_blocks_are_whole() -> None:
+    for page, text in blocks("python"):
+        compile(text, page, "exec")
+    for _, text in blocks("yaml"):
+        yaml.safe_load(text)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and mkdocs make them of headings."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_volo_has_the_commands_that_are_checked_here() -> None:
+    assert set(cli.COMMANDS) == {*PARSERS, "benchmark"}
