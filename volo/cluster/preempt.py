@@ -93,7 +93,7 @@ class StopSignal:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals inside the block, at once until `deferred`; SIGINT even where a script's `&` has it ignored."""
+        """Handle signals inside the block, at once until `deferred`; SIGINT even where a script's `&` ignores it."""
         self.number, self._own = None, False
         if threading.current_thread() is not threading.main_thread():
             yield

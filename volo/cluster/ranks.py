@@ -15,8 +15,11 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def adopt_mpi(env: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of mpirun. Those that torchrun has set take precedence, and so do those of an
-    `srun` step over those that Slurm sets for MPI, but not over Open MPI's, which itself starts its daemons by `srun`."""
+    """Set torchrun's variables from those of mpirun, unless torchrun has set them.
+
+    The variables of an `srun` step win over those that Slurm sets for MPI, but not over those of Open MPI, which starts
+    its daemons by `srun`.
+    """
     names = _OPEN_MPI if _OPEN_MPI[0] in env else _HYDRA
     if "RANK" in env or not all(name in env for name in names) or int(env[names[2]]) == 1:
         return

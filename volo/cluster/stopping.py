@@ -2,7 +2,7 @@
 
 Before each update, and once more after an epoch's last, the ranks agree by an all-reduce of one int on the hosts. That
 costs a fraction of a millisecond, waits for no GPU, and finds every rank with the same weights: none has begun the
-update. A rank whose data fails takes part, too, because an update begins only when its batch is there.
+update. A rank whose data fails or hangs takes part, too, because an update begins only when its batch is there.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Coordinator:
         if self._failed:  # else nodes whose processes were killed join the next one late, which then fails, too
             self._get_ready([rank for group in groups for rank in group])
         self._rounds += 1
-        tasks = {}
+        tasks: dict[int, Task] = {}
         for group in groups:
             task = {"do": "measure", "prefix": f"round{self._rounds}/{group[0]}", "seconds": self._args.round_timeout}
             tasks |= {rank: {**task, "index": i, "nodes": len(group)} for i, rank in enumerate(group)}
