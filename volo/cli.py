@@ -52,7 +52,7 @@ COMMANDS = {
     "preflight": Command(
         "are these machines fit for a run?",
         "volo.config.flags_preflight:parse_preflight",
-        "volo.cluster.preflight.program",
+        "volo.cluster.preflight",
     ),
     "benchmark": Command(
         "measure this machine (benchmark.py; in a checkout)",

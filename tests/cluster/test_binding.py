@@ -25,7 +25,7 @@ from tests.conftest import LIMIT
 from volo.cluster import binding
 from volo.cluster.binding import apply, bind_process, describe, differences, threads
 from volo.cluster.placement import Share, compute_ports, distance, make_plan, nearest_ports, variables
-from volo.cluster.topology import Gpu, Machine, Place, Port, listed, numbers, read_machine
+from volo.cluster.topology import Gpu, Machine, PciPlace, Port, listed, numbers, read_machine
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU masks are Linux's")
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -300,11 +300,11 @@ def made_up(draw: st.DrawFn) -> Machine:
         start += len(here)
     allowed = frozenset(draw(st.sets(st.sampled_from(sorted(cores))))) if cores else frozenset()
 
-    def place(name: str) -> Place:
+    def place(name: str) -> PciPlace:
         node = draw(st.integers(0, nodes - 1))
         above = draw(st.lists(st.sampled_from("ab"), max_size=3))
         path = (f"host{node}", *(f"host{node}-{''.join(above[:i])}" for i in range(1, len(above) + 1)), name)
-        return Place(path, draw(st.sampled_from([node, None])))
+        return PciPlace(path, draw(st.sampled_from([node, None])))
 
     gpus = tuple(Gpu(f"gpu{i}", place(f"gpu{i}")) for i in range(draw(st.integers(0, 6))))
     ports = tuple(
@@ -385,7 +385,7 @@ def test_what_is_set_already_stays(tmp_path: Path) -> None:
 
 
 def test_threads_are_no_more_than_the_cpus_of_the_share() -> None:
-    gpu = Gpu("0000:01:00.0", Place((), 0))
+    gpu = Gpu("0000:01:00.0", PciPlace((), 0))
     assert threads(Share(gpu, tuple(range(16))), {"OMP_NUM_THREADS": "32"}) == {"OMP_NUM_THREADS": "16"}
     assert threads(Share(gpu, tuple(range(16))), {"OMP_NUM_THREADS": "4"}) == {}
     assert threads(Share(gpu, tuple(range(16))), {}) == {}

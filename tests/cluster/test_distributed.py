@@ -15,15 +15,15 @@ from torch.multiprocessing import spawn
 
 from tlt.errors import UserError
 from tlt.io.names import Names
-from volo.cluster import distributed
+from volo.cluster import distributed, per_host
 from volo.cluster.distributed import (
     Board,
     choose_device,
     from_primary,
-    once_per_host,
     primary_first,
     sum_over_ranks,
 )
+from volo.cluster.per_host import once_per_host
 from volo.cluster.ranks import BOUND_GPU, adopt_mpi, ranks_from_environment
 
 
@@ -121,7 +121,7 @@ def test_collectives_alone_change_nothing() -> None:
 def one_rank(rank: int, directory: str) -> None:
     """Of three: 0 and 2 on one host, 1 on another."""
     path = Path(directory)
-    distributed._host = lambda: "a" if rank in (0, 2) else "b"
+    per_host._host = lambda: "a" if rank in (0, 2) else "b"
     dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(f"{path}/store", 3))
     names = Names(["a", "b"])
 

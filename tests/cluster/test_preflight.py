@@ -25,15 +25,14 @@ from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
 from tlt.errors import UserError
 from volo import cli
-from volo.cluster.preflight import bandwidth, conduct, node_report, rendezvous
-from volo.cluster.preflight.bandwidth import Bandwidths, Group, Measured, measure_all, ring_rounds
-from volo.cluster.preflight.conduct import Conductor
+from volo.cluster.preflight import bandwidth, coordinator, node_report, rendezvous
+from volo.cluster.preflight.bandwidth import AllReduce, Bandwidths, NodeGroup, measure_all, ring_rounds
+from volo.cluster.preflight.channel import Channel
+from volo.cluster.preflight.coordinator import Coordinator, PreflightReport
 from volo.cluster.preflight.findings import Finding, Needs, check_bandwidths, check_clocks, check_nodes, missing_nodes
-from volo.cluster.preflight.meeting import Meeting
+from volo.cluster.preflight.local_node import WorkerProcess
 from volo.cluster.preflight.node_report import NodeReport, PathState
-from volo.cluster.preflight.outcome import Outcome
 from volo.cluster.preflight.rendezvous import Rendezvous, Unfit, expand_hostlist, rendezvous_from_environment
-from volo.cluster.preflight.workers import Worker
 from volo.config.flags_preflight import parse_preflight
 
 NAMES = {0: "n1", 1: "n2", 2: "n3"}
@@ -230,11 +229,11 @@ def test_clock_offsets_are_measured_through_the_store() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     two = Rendezvous(0, 2, (), "127.0.0.1", server.port)
     client = TCPStore("127.0.0.1", server.port, is_master=False)
-    ahead = Meeting(dataclasses.replace(two, rank=1), client, clock=lambda: time.time() + 3.0)
+    ahead = Channel(dataclasses.replace(two, rank=1), client, clock=lambda: time.time() + 3.0)
     codes: list[int] = []
     follower = threading.Thread(target=lambda: codes.append(ahead.follow(lambda task: {"did": task["do"]})))
     follower.start()
-    here = Meeting(two, server)
+    here = Channel(two, server)
     offset, uncertainty = here.clock_offset(1)
     assert abs(offset - 3.0) <= uncertainty
     assert here.ask({1: {"do": "report"}}, LIMIT) == {1: {"did": "report"}}
@@ -245,25 +244,25 @@ def test_clock_offsets_are_measured_through_the_store() -> None:
 
 def test_who_has_come() -> None:
     store = HashStore()
-    nodes = [Meeting(Rendezvous(rank, 3, ("n1", "n2", "n3"), "n1", 29501), store) for rank in (0, 2)]
+    nodes = [Channel(Rendezvous(rank, 3, ("n1", "n2", "n3"), "n1", 29501), store) for rank in (0, 2)]
     for node in nodes:
-        node.arrive()
-    assert nodes[0].arrived(time.monotonic() + 0.05) == [0, 2]
+        node.announce()
+    assert nodes[0].wait_for_nodes(time.monotonic() + 0.05) == [0, 2]
 
 
 def test_two_nodes_of_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    Meeting(Rendezvous(0, 2, (), "n1", 29501), store).arrive()
+    Channel(Rendezvous(0, 2, (), "n1", 29501), store).announce()
     monkeypatch.setattr(socket, "gethostname", lambda: "other")
     with pytest.raises(Unfit, match="node 0 is .* already: give other another NODE_RANK"):
-        Meeting(Rendezvous(0, 2, (), "n1", 29501), store).arrive()
+        Channel(Rendezvous(0, 2, (), "n1", 29501), store).announce()
 
 
 def test_nodes_that_count_differently() -> None:
     store = HashStore()
-    Meeting(Rendezvous(0, 2, (), "n1", 29501), store).arrive()
+    Channel(Rendezvous(0, 2, (), "n1", 29501), store).announce()
     with pytest.raises(Unfit, match="b: NNODES is 3 here and 2 on node 0"):
-        Meeting(Rendezvous(1, 3, ("a", "b", "c"), "n1", 29501), store).arrive()
+        Channel(Rendezvous(1, 3, ("a", "b", "c"), "n1", 29501), store).announce()
 
 
 class MadeUpNode:
@@ -275,7 +274,7 @@ class MadeUpNode:
         self._rank = rank
 
     def perform(self, task: dict[str, Any]) -> Any:
-        """As `Node.perform`."""
+        """As `LocalNode.perform`."""
         if task["do"] == "report":
             return {**dataclasses.asdict(made_up(self._rank)), "processes": 2}
         if task["do"] == "ready":
@@ -283,53 +282,55 @@ class MadeUpNode:
         return {"bandwidth": 10.0}
 
 
-def conducted(nodes: int, silent: int | None = None) -> Outcome:
+def coordinated(nodes: int, silent: int | None = None) -> PreflightReport:
     """What node 0 finds among nodes that run in threads; a `silent` one comes and then does nothing."""
     store = HashStore()
-    meetings = [Meeting(Rendezvous(rank, nodes, (), "n1", 29501), store) for rank in range(nodes)]
-    for meeting in meetings:
-        meeting.arrive()
+    channels = [Channel(Rendezvous(rank, nodes, (), "n1", 29501), store) for rank in range(nodes)]
+    for channel in channels:
+        channel.announce()
     followers = [
-        threading.Thread(target=meeting.follow, args=(MadeUpNode(rank).perform,), daemon=True)
-        for rank, meeting in enumerate(meetings)
+        threading.Thread(target=channel.follow, args=(MadeUpNode(rank).perform,), daemon=True)
+        for rank, channel in enumerate(channels)
         if rank not in (0, silent)
     ]
     for follower in followers:
         follower.start()
-    conductor = Conductor(parse_preflight(["--shm-gb", "0"]), meetings[0], MadeUpNode(0))  # type: ignore[arg-type]
-    outcome = conductor.check(time.monotonic())
-    meetings[0].ask({rank: {"do": "end", "code": 0} for rank in range(1, nodes) if rank != silent}, LIMIT)
+    node_0 = Coordinator(parse_preflight(["--shm-gb", "0"]), channels[0], MadeUpNode(0))  # type: ignore[arg-type]
+    report = node_0.check(time.monotonic())
+    channels[0].ask({rank: {"do": "end", "code": 0} for rank in range(1, nodes) if rank != silent}, LIMIT)
     for follower in followers:
         follower.join()
-    return outcome
+    return report
 
 
 def test_node_0_asks_all_and_measures() -> None:
-    outcome = conducted(2)
-    assert outcome.problems == []
-    assert [each.nodes for each in outcome.bandwidths.alone] == [(0,), (1,)]
-    assert [(each.nodes, each.bandwidth) for each in outcome.bandwidths.ring] == [((0, 1), 10.0)]
+    report = coordinated(2)
+    assert report.problems == []
+    assert [each.nodes for each in report.bandwidths.alone] == [(0,), (1,)]
+    assert [(each.nodes, each.bandwidth) for each in report.bandwidths.ring] == [((0, 1), 10.0)]
 
 
 def test_a_node_that_stops_answering_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conduct, "_REPORT_S", 0.3)
-    outcome = conducted(3, silent=1)
-    assert [str(each) for each in outcome.problems] == ["node 1: came and has stopped answering: its own log tells why"]
-    assert outcome.bandwidths == Bandwidths()
+    monkeypatch.setattr(coordinator, "_REPORT_S", 0.3)
+    report = coordinated(3, silent=1)
+    assert [str(each) for each in report.problems] == ["node 1: came and has stopped answering: its own log tells why"]
+    assert report.bandwidths == Bandwidths()
 
 
 def test_processes_that_do_not_start_are_told() -> None:
-    outcome = conducted(3)
-    assert [each.nodes for each in outcome.problems] == [("n3",)]
-    assert "its processes don't start (no GPU)" in outcome.problems[0].what
+    report = coordinated(3)
+    assert [each.nodes for each in report.problems] == [("n3",)]
+    assert "its processes don't start (no GPU)" in report.problems[0].what
 
 
-def network(speeds: dict[int, float], cut: Sequence[Group] = (), rack: int = 10**9) -> Callable[..., list[Measured]]:
+def network(
+    speeds: dict[int, float], cut: Sequence[NodeGroup] = (), rack: int = 10**9
+) -> Callable[..., list[AllReduce]]:
     """Measures as a network would whose nodes reach `speeds`, or 10 GB/s: `cut` pairs 1, and more than two nodes 2 if
     one of those from `rack` on is among them."""
-    rounds: list[Sequence[Group]] = []
+    rounds: list[Sequence[NodeGroup]] = []
 
-    def measure(groups: Sequence[Group]) -> list[Measured]:
+    def measure(groups: Sequence[NodeGroup]) -> list[AllReduce]:
         rounds.append(groups)
         assert len({node for group in groups for node in group}) == sum(map(len, groups))
         found = []
@@ -337,7 +338,7 @@ def network(speeds: dict[int, float], cut: Sequence[Group] = (), rack: int = 10*
             slowest = min(speeds.get(node, 10.0) for node in group)
             slowest = min(slowest, 1.0 if group in cut else 10.0)
             slowest = min(slowest, 2.0 if len(group) > 2 and max(group) >= rack else 10.0)
-            found.append(Measured(group, slowest, "" if slowest else "Connection timed out"))
+            found.append(AllReduce(group, slowest, "" if slowest else "Connection timed out"))
         return found
 
     measure.rounds = rounds  # type: ignore[attr-defined]
@@ -408,7 +409,7 @@ def test_healthy_nodes_are_halved_once() -> None:
 def test_what_was_slow_once_is_measured_again() -> None:
     healthy, calls = network({}), []
 
-    def busy_at_first(groups: Sequence[Group]) -> list[Measured]:
+    def busy_at_first(groups: Sequence[NodeGroup]) -> list[AllReduce]:
         calls.append(groups)
         return network({1: 1.0})(groups) if len(calls) <= 2 else healthy(groups)
 
@@ -483,17 +484,18 @@ def test_storage_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     os.close(os.open(tmp_path / "pipe", os.O_RDWR))  # lets the thread go
 
 
-def worker(code: str, seconds: float = 30.0) -> tuple[Worker, dict[str, object]]:
+def worker(code: str, seconds: float = 30.0) -> tuple[WorkerProcess, dict[str, object]]:
     """A process that says it is ready and then does `code`, and what came of a task."""
-    made = Worker([sys.executable, "-c", f"import sys; print('{{\"ready\": true}}', flush=True)\n{code}"], os.environ)
-    return made, made.do({"seconds": seconds})
+    program = f"import sys; print('{{\"ready\": true}}', flush=True)\n{code}"
+    made = WorkerProcess([sys.executable, "-c", program], os.environ)
+    return made, made.perform({"seconds": seconds})
 
 
 def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("volo.cluster.preflight.workers._SLACK_S", 0.2)
+    monkeypatch.setattr("volo.cluster.preflight.local_node._SLACK_S", 0.2)
     made, answer = worker("import time; time.sleep(600)", seconds=0.2)
     assert answer == {"error": "no answer within 0.4 s"}
-    assert "error" in made.do({"seconds": 0.2})  # it is started again
+    assert "error" in made.perform({"seconds": 0.2})  # it is started again
     made.end()
 
 
@@ -503,11 +505,11 @@ def test_a_process_that_dies_leaves_its_last_words() -> None:
     made.end()
 
 
-def test_an_outcome_names_what_all_share_and_what_is_missing() -> None:
+def test_a_report_names_what_all_share_and_what_is_missing() -> None:
     reports = [made_up(0), made_up(2, versions={**VERSIONS, "torch": "2.9"})]
-    ring = (Measured((0, 2), 12.5),)
+    ring = (AllReduce((0, 2), 12.5),)
     finding = Finding(("n2",), "is missing", "look")
-    text = Outcome(NAMES, reports, {2: (0.002, 0.0001)}, Bandwidths(ring=ring), [finding], 8, "nccl").text(1.0)
+    text = PreflightReport(NAMES, reports, {2: (0.002, 0.0001)}, Bandwidths(ring=ring), [finding], 8, "nccl").text(1.0)
     lines = text.splitlines()
     assert lines[0] == "preflight: 3 nodes, 8 processes each (nccl)"
     assert "driver 580.1" in lines[1] and "torch" not in lines[1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
-from volo.cluster.run_store import SECRET, SignedStore, connect, knock, serve
+from tests.conftest import LIMIT
+from volo.cluster.run_store import SECRET, SignedStore, connect, knock, serve, wait_for_store
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +72,25 @@ def test_a_port_of_connections_that_have_ended_can_be_used_again() -> None:
     with socket.create_connection(("127.0.0.1", port)):
         del store
     serve("127.0.0.1", port)
+
+
+def test_a_store_is_waited_for_until_the_deadline_or_until_the_check_raises() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    failures, stores = [], []
+
+    def open_later() -> None:
+        failures.append(None)
+        if len(failures) == 2:
+            stores.append(serve("127.0.0.1", port))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    wait_for_store("127.0.0.1", port, time.monotonic() + LIMIT, open_later)
+    assert len(failures) == 2
+    stores.clear()
+    with pytest.raises(ConnectionRefusedError):
+        wait_for_store("127.0.0.1", port, time.monotonic())
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_store("127.0.0.1", port, time.monotonic() + LIMIT, interrupt)

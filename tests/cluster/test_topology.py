@@ -19,7 +19,7 @@ from tests.cluster.machines import Tree, dgx_h100, virtual
 from volo.cluster.ranks import local_size_from_environment
 from volo.cluster.topology import (
     Gpu,
-    Place,
+    PciPlace,
     Port,
     interface_to,
     listed,
@@ -30,7 +30,7 @@ from volo.cluster.topology import (
 )
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
-NOWHERE = Place((), None)
+NOWHERE = PciPlace((), None)
 UUIDS = ("GPU-8932f937-d72c", "GPU-8932f937-0000", "GPU-a1b2c3d4-0000")
 
 
@@ -113,7 +113,7 @@ def test_a_virtio_device_sits_where_its_pci_device_does(tmp_path: Path) -> None:
     virtual(tmp_path)
     (tmp_path / "sys/devices/pci0000:00/0000:00:03.0/numa_node").write_text("1\n")
     (port,) = read_machine(tmp_path).ports
-    assert port == Port("rxe0:1", Place(("pci0000:00", "0000:00:03.0"), 1), 10.0, "Ethernet")
+    assert port == Port("rxe0:1", PciPlace(("pci0000:00", "0000:00:03.0"), 1), 10.0, "Ethernet")
 
 
 def test_ports_that_are_down_or_cannot_be_opened_are_left_out(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlt.errors import UserError
-from volo.cluster.placement import Plan, Share, make_plan, variables
+from tlt.io.text import table
+from volo.cluster.placement import BindingPlan, Share, make_plan, variables
 from volo.cluster.ranks import BOUND_GPU, local_size_from_environment, ranks_from_environment
 from volo.cluster.topology import listed, numbers, read_machine, visible_gpus
 from volo.config.flag_table import POSITIVE, FlagParser, Group, flag
@@ -42,7 +43,7 @@ _COLUMNS = ("rank", "GPU", "PCI address", "NUMA node", "CPUs", "memory", "card",
 def bind_process(args: Namespace) -> list[str]:
     """Bind this process as `--bind` says; return the lines that rank 0 logs.
 
-    On other machines the first rank prints them to stderr. Never raises: what can't be bound is told.
+    On other machines the first rank prints them to stderr. Never raises: the lines say what can't be bound.
     """
     if args.bind == "none":
         return []
@@ -53,7 +54,7 @@ def bind_process(args: Namespace) -> list[str]:
         return lines if rank == 0 else []
     try:
         plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
-    except (OSError, ValueError, LookupError) as error:  # a kernel that tells what no other one does
+    except (OSError, ValueError, LookupError) as error:  # this kernel's files have an unknown format
         return [f"binding: nothing is bound: {type(error).__name__}: {error}"] if rank == 0 else []
     share = plan.shares[local_rank]
     if share.gpu is not None:
@@ -76,7 +77,7 @@ def bind_process(args: Namespace) -> list[str]:
 def apply(share: Share) -> list[str]:
     """Set this process's CPUs and memory policy, which all threads and processes that it starts inherit.
 
-    Returns what the kernel refused, or what it says afterwards that isn't what was asked for.
+    Returns what the kernel refused, or how its state differs from the share afterwards.
     """
     failures = []
     if share.cpus:
@@ -100,7 +101,7 @@ def apply(share: Share) -> list[str]:
 
 
 def differences(share: Share) -> list[str]:
-    """Compare a share with what the kernel says about this process."""
+    """Return how the kernel's state of this process differs from a share."""
     found = []
     if share.cpus and (cpus := allowed_cpus()) != share.cpus:
         found.append(f"CPUs {listed(share.cpus)} were asked for, /proc/self/status says {listed(cpus)}")
@@ -110,15 +111,15 @@ def differences(share: Share) -> list[str]:
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """The CPUs on which the kernel lets this process run."""
+    """Return the CPUs on which the kernel lets this process run."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((numbers(line.partition(":")[2]) for line in lines if line.startswith("Cpus_allowed_list:")), ())
 
 
 def threads(share: Share, env: Mapping[str, str]) -> dict[str, str]:
-    """OMP_NUM_THREADS for a bound rank: no more threads than it has CPUs, and on a CPU rank one less, for data loading.
+    """Return OMP_NUM_THREADS for a bound rank: at most its CPUs, and on the CPU one less, for data loading.
 
-    What the launcher counted for an unbound rank may be more: it knows nothing of NUMA nodes.
+    The launcher, which knows nothing of NUMA nodes, may have set more.
     """
     cpus, given = len(share.cpus), env.get("OMP_NUM_THREADS", "")
     if cpus and given.isdigit() and int(given) > cpus:
@@ -128,24 +129,24 @@ def threads(share: Share, env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def describe(plan: Plan, title: str, first_rank: int, added: Mapping[str, str], left_out: Sequence[str]) -> list[str]:
-    """The table of a machine, or one line if nothing is bound.
+def describe(
+    plan: BindingPlan, title: str, first_rank: int, added: Mapping[str, str], left_out: Sequence[str]
+) -> list[str]:
+    """Return the table of a machine, or one line if nothing is bound.
 
     Args:
-        title: What machine it is.
+        title: Name of the machine.
         first_rank: Rank of the machine's first process in the whole run.
-        added: Environment of this process.
-        left_out: What was left out besides what the plan leaves out.
+        added: Variables that were added to the environment of this process.
+        left_out: Reasons besides those of the plan.
     """
     reasons = "; ".join([*plan.reasons, *left_out])
     shared = [f"{name}={value}" for name, value in added.items() if name != "UCX_NET_DEVICES"]
     env = [f"set on every rank here: {' '.join(shared)}"] if shared else []
     if not any(share.gpu or share.cpus for share in plan.shares):
         return [f"binding: nothing is bound: {reasons}", *env]
-    rows = [_COLUMNS, *(_row(first_rank + i, share) for i, share in enumerate(plan.shares))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"binding on {title}:", *table, *env, *([f"left out: {reasons}"] if reasons else [])]
+    rows = table([_COLUMNS, *(_row(first_rank + i, share) for i, share in enumerate(plan.shares))])
+    return [f"binding on {title}:", *rows, *env, *([f"left out: {reasons}"] if reasons else [])]
 
 
 def _row(rank: int, share: Share) -> tuple[str, ...]:
@@ -161,6 +162,47 @@ def _row(rank: int, share: Share) -> tuple[str, ...]:
         near.port.name if near else "-",
         near.level if near else "-",
     )
+
+
+# Numbers of the system calls (set, get); they differ between architectures.
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
+_BITS = 1024  # the most nodes that any kernel supports; a kernel refuses fewer than it supports
+_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
+_FLAGS = 0xE000  # bits that may be set in the mode that is read back
+
+
+def set_policy(mode: str, node: int) -> None:
+    """Take memory of `node` first ("preferred"), or of no other ("bind").
+
+    Raises:
+        OSError: The kernel has no NUMA, has no such node, or forbids it.
+    """
+    mask = (ctypes.c_ulong * (_BITS // _WORD))()
+    mask[node // _WORD] = 1 << (node % _WORD)
+    _call(0, ctypes.c_int(_MODES.index(mode)), mask, ctypes.c_ulong(_BITS))
+
+
+def get_policy() -> str:
+    """Return the policy in words, such as "bind 0" or "default".
+
+    Raises:
+        OSError: The kernel has no NUMA, or forbids it.
+    """
+    mask, mode = (ctypes.c_ulong * (_BITS // _WORD))(), ctypes.c_int()
+    _call(1, ctypes.byref(mode), mask, ctypes.c_ulong(_BITS), None, ctypes.c_ulong(0))
+    nodes = listed(bit for bit in range(_BITS) if mask[bit // _WORD] >> bit % _WORD & 1)
+    number = mode.value & ~_FLAGS
+    return f"{_MODES[number] if number < len(_MODES) else number} {nodes}".strip()
+
+
+def _call(which: int, *arguments: object) -> None:
+    machine = os.uname().machine
+    if machine not in _CALLS:
+        raise OSError(f"memory policies are not known for {machine}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(ctypes.c_long(_CALLS[machine][which]), *arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -197,44 +239,3 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# Numbers of the system calls (set, get); they differ between architectures.
-_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-_MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
-_BITS = 1024  # the most nodes a kernel is built for; fewer than it is built for are refused
-_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
-_FLAGS = 0xE000  # may be set in the mode that is read back
-
-
-def set_policy(mode: str, node: int) -> None:
-    """Take memory of `node` first ("preferred"), or of no other ("bind").
-
-    Raises:
-        OSError: The kernel has no NUMA, has no such node, or forbids it.
-    """
-    mask = (ctypes.c_ulong * (_BITS // _WORD))()
-    mask[node // _WORD] = 1 << (node % _WORD)
-    _call(0, ctypes.c_int(_MODES.index(mode)), mask, ctypes.c_ulong(_BITS))
-
-
-def get_policy() -> str:
-    """Return the policy in words, such as "bind 0" or "default".
-
-    Raises:
-        OSError: As `set_policy`.
-    """
-    mask, mode = (ctypes.c_ulong * (_BITS // _WORD))(), ctypes.c_int()
-    _call(1, ctypes.byref(mode), mask, ctypes.c_ulong(_BITS), None, ctypes.c_ulong(0))
-    nodes = listed(bit for bit in range(_BITS) if mask[bit // _WORD] >> bit % _WORD & 1)
-    number = mode.value & ~_FLAGS
-    return f"{_MODES[number] if number < len(_MODES) else number} {nodes}".strip()
-
-
-def _call(which: int, *arguments: object) -> None:
-    machine = os.uname().machine
-    if machine not in _CALLS:
-        raise OSError(f"memory policies are not known for {machine}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(_CALLS[machine][which]), *arguments):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,10 +1,10 @@
 """DistributedDataParallel as `train.py` uses it and `benchmark.py scaling` measures it.
 
-The defaults are what was measured to matter (docs/performance.md). No `static_graph`: with gradient accumulation
-(`no_sync`) torch then fails in the first backward pass, or sums gradients no more.
+The defaults are the settings that measurably matter (docs/performance.md). `static_graph` is off: with gradient
+accumulation (`no_sync`) torch then fails in the first backward pass, or no longer sums gradients.
 """
 
-# Without `from __future__ import annotations`: DDP looks at the hook's, which must not be strings.
+# Without `from __future__ import annotations`: DDP checks the annotations of the hook, which must not be strings.
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +21,10 @@ class DdpSettings:
     """How gradients are summed over the ranks.
 
     Attributes:
-        compression: `"bf16"` rounds gradients to bfloat16 before they are sent and sums them so: half the bytes.
-        bucket_mb: MiB that are sent in one piece; the first piece has 1 MiB.
-        bucket_view: Gradients are views of what is sent, which saves a copy of each in time and memory.
-        static_graph: Tell torch that every step uses the same parameters.
+        compression: `"bf16"` sends and sums gradients in bfloat16, which halves the bytes.
+        bucket_mb: MiB per bucket, which is sent in one piece; the first bucket has 1 MiB.
+        bucket_view: Whether gradients are views of the buckets, which saves a copy in time and memory.
+        static_graph: Whether every step uses the same parameters.
     """
 
     compression: str = "none"
@@ -39,7 +39,7 @@ def distribute(
     """Return `model` with its gradients averaged over all ranks.
 
     Args:
-        find_unused: Some parameters get no gradient.
+        find_unused: Whether some parameters get no gradient.
     """
     # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
     known = inspect.signature(DistributedDataParallel).parameters
@@ -63,8 +63,8 @@ def distribute(
 def _fill_buckets(wrapped: DistributedDataParallel) -> None:
     """Do a backward pass of zeros, from the last parameter to the first.
 
-    torch fills its buckets anew after the first backward pass, and where a gradient lies in them decides in which order
-    more than two ranks sum it. So the first step after a resume would differ in its last bits from what it was before.
+    torch rebuilds its buckets after the first backward pass, and the place of a gradient in them decides in which order
+    more than two ranks sum it. Without this, the first step after a resume would differ in its last bits.
     """
     module = wrapped.module
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -77,5 +77,5 @@ def _fill_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 def send_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's bf16_compress_hook, which DDP takes under its own name for NCCL alone; gloo sums bfloat16, too."""
+    """Call torch's bf16_compress_hook. DDP accepts it under its own name only for NCCL; gloo sums bfloat16, too."""
     return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]  # None is the default group

@@ -1,7 +1,7 @@
-"""Processes: who am I, who else is there, and the few collectives that the programs need.
+"""The processes of a run: this one's rank and device, how all of them meet, and the few collectives that programs need.
 
 Rank and world size come from the environment that torchrun or `srun` sets; the `--local_rank` flag of old launchers is
-only a fallback. NCCL joins GPUs, gloo joins CPUs. Neither knows whom it talks to: what ranks tell each other is JSON.
+only a fallback. NCCL joins GPUs, gloo joins CPUs. Neither authenticates its peers, so ranks exchange JSON, no pickles.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import hmac
 import ipaddress
 import itertools
 import json
-import math
 import os
-import pickle
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,19 +31,19 @@ from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, knock, s
 from volo.cluster.topology import interface_to
 
 T = TypeVar("T")
-_CALLS = itertools.count()  # of `once_per_host`, in the same order on every rank
+_USES = itertools.count()  # of the default store, in the same order on every rank
 _POLL_S = 0.1
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
 class Told(UserError):
-    """A mistake that another rank of this machine meets, too, and prints."""
+    """A mistake that another rank of this machine meets, too, and prints; this rank prints nothing."""
 
     told = True
 
 
 class RankLost(UserError):
-    """Another rank's process has ended, so that this one can't go on."""
+    """Another rank has ended, did not come or is a stranger, so that this one can't go on."""
 
     exit_code = 5
 
@@ -61,7 +59,7 @@ class World:
     local_rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # of this start of the run, with several processes
+    store: dist.Store | None = None  # of this start of the run; None with a single process
 
     @property
     def is_primary(self) -> bool:
@@ -73,8 +71,8 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     """Resolve `--device`: None or "auto" is this rank's GPU where there is one, else the CPU.
 
     Raises:
-        UserError: A GPU is asked for that this machine doesn't have, or something that is neither CPU nor GPU; or the
-            machine has GPUs that torch can't use, and nobody has asked for the CPU.
+        UserError: The machine doesn't have that GPU, or the device is neither CPU nor GPU; or the machine has GPUs that
+            torch can't use, and the CPU was not asked for.
     """
     name = requested or "auto"
     if name == "auto":
@@ -101,7 +99,7 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
 
 
 def _check_bound(gpu: Any) -> None:
-    """Tell if CUDA has given this process another GPU than the one beside which it was bound."""
+    """Warn if this process computes on another GPU than the one beside which it was bound."""
     bound = os.environ.get(BOUND_GPU)
     if bound is None or not hasattr(gpu, "pci_bus_id"):
         return
@@ -119,8 +117,8 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         begins: Whether ranks have something to lose from here on; else from when `begin` is called.
 
     Raises:
-        UserError: Several tasks were started by srun on several nodes and nobody said where rank 0 listens; or
-            `local_rank` is given and there are no others; or the existing process group is for GPUs alone.
+        UserError: MASTER_ADDR is not set on several nodes; or `local_rank` is given without a launcher; or the existing
+            process group is for GPUs alone.
     """
     if dist.is_initialized():
         return _existing_world(device)
@@ -135,10 +133,10 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
     limit_threads(world)
     if size > 1:
         _set_rendezvous_address(size)
-        if _on_one_machine(size):  # where nobody else has to be let in
+        if _on_one_machine(size):  # no other machine has to be let in
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo's own guess, by the host's name, may be lo
+        elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         world = replace(world, store=_meet(rank, size, timeout_s))
         _join(world, timeout_s)
@@ -158,15 +156,15 @@ def _existing_world(device: str | None) -> World:
             f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
             "backend cpu:gloo,cuda:nccl"
         ) from error
-    # A prefix for each use of the group: what a run before left in its store is not this one's.
-    store = dist.PrefixStore(f"world/{next(_CALLS)}", dist.distributed_c10d._get_default_store())
+    # Each use of the group has its own prefix, because an earlier run may have left values in the store.
+    store = dist.PrefixStore(f"world/{next(_USES)}", dist.distributed_c10d._get_default_store())
     world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank), store)
     limit_threads(world)
     return world
 
 
 def begin(world: World) -> None:
-    """Tell the launchers: until now they kill ranks that wait for those of a node whose processes have ended."""
+    """Tell the launchers that the run has begun: before, they kill ranks that wait for those of a failed node."""
     if world.store is not None and world.is_primary:
         world.store.set(BEGUN, "")
 
@@ -174,13 +172,13 @@ def begin(world: World) -> None:
 def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
     """Return the store of this start of the run when all ranks have come to it and reach each other.
 
-    Until then no rank is inside of torch, where signals would wait: for a rank that never comes the launchers end all.
+    No rank waits inside of torch, where signals are not handled: the launchers can end ranks that wait for a lost one.
 
     Raises:
-        RankLost: Ranks have not come in time, or a firewall is between them.
+        RankLost: Ranks have not come in time, or cannot connect to each other.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher serves the store
     until = time.monotonic() + timeout_s
     if rank == 0 and not hosted:
         try:
@@ -206,11 +204,11 @@ def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
     with socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET) as door:
         here = socket.gethostname()
         all_wrote("here", [here, own, door.getsockname()[1]])
-        # The same rank of the next machine stands for all of it; gloo would try for minutes, and not say with whom.
+        # The same rank of the next machine stands for all of it. gloo would try for minutes, and not name that machine.
         neighbour = (rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) % size
         host, there, opened = json.loads(store.get(f"here/{neighbour}"))
         try:
-            if _on_one_machine(size) or not _is_loopback(there):  # where MASTER_ADDR is so on its own machine
+            if _on_one_machine(size) or not _is_loopback(there):  # MASTER_ADDR's own machine may give loopback
                 knock(there, opened, seconds=8)
         except OSError as error:
             raise RankLost(
@@ -233,7 +231,7 @@ def _reach(address: str, port: int, until: float) -> dist.TCPStore:
 
 
 def _join(world: World, timeout_s: float) -> None:
-    """Connect all ranks, and look whether each is one of this run.
+    """Connect all ranks, and check that each belongs to this run.
 
     Raises:
         RankLost: A rank doesn't know the run's secret.
@@ -241,7 +239,7 @@ def _join(world: World, timeout_s: float) -> None:
     global _own_group
     _own_group = True
     dist.init_process_group(
-        # What the hosts agree on (stop here?) goes by gloo, so that no GPU is waited for.
+        # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         store=world.store,
         rank=world.rank,
@@ -274,8 +272,8 @@ def _on_one_machine(size: int) -> bool:
 
 
 def _listening_address(master: str, size: int) -> str:
-    """Where rank 0 listens: at MASTER_ADDR. A name that is a loopback address here, as Debian maps a machine's own, is
-    another one elsewhere: then at all."""
+    """Return where rank 0 listens: at MASTER_ADDR, or at all addresses if other machines are expected and that name is
+    a loopback address here, as Debian maps a machine's own name."""
     try:
         address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -303,7 +301,7 @@ def _set_rendezvous_address(size: int) -> None:
 
 @contextmanager
 def lost_rank_explained() -> Iterator[None]:
-    """Tell the end of a connection to another rank in one line."""
+    """Turn torch's error that a connection to another rank has ended into a RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -313,7 +311,7 @@ def lost_rank_explained() -> Iterator[None]:
 
 
 def shut_down() -> None:
-    """Leave the process group that `init_world` made, if it made one."""
+    """Leave the process group if `init_world` made it."""
     global _own_group
     if in_own_group():
         dist.destroy_process_group()
@@ -321,7 +319,7 @@ def shut_down() -> None:
 
 
 def in_own_group() -> bool:
-    """Whether this process is in a process group that `init_world` made."""
+    """Return whether this process is in a process group that `init_world` made."""
     return _own_group and dist.is_initialized()
 
 
@@ -343,7 +341,7 @@ def max_over_ranks(value: int) -> int:
 
 
 def from_primary(value: T) -> T:
-    """Return rank 0's `value` on every rank: something that JSON gives back as it was."""
+    """Return rank 0's `value` on every rank; JSON must give it back unchanged."""
     if not dist.is_initialized():
         return value
     text = _as_bytes(value)
@@ -355,7 +353,7 @@ def from_primary(value: T) -> T:
 
 
 def from_all(value: T) -> list[T]:
-    """Return every rank's `value` on every rank, in the order of ranks: something that JSON gives back as it was."""
+    """Return every rank's `value` on every rank, in the order of ranks; JSON must give them back unchanged."""
     if not dist.is_initialized():
         return [value]
     text = _as_bytes(value)
@@ -371,122 +369,37 @@ def _as_bytes(value: object) -> torch.Tensor:
 
 
 class Board:
-    """Where ranks that work at their own pace leave word for each other: nobody waits for anybody to read it.
+    """Shared counters of ranks that work at their own pace: no rank waits for another to read them.
 
-    Made by every rank, after `init_world`.
+    Every rank makes it, after `init_world`.
     """
 
     def __init__(self) -> None:
         joined = dist.is_initialized()
         self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
-        self._name = f"board/{next(_CALLS)}"
+        self._name = f"board/{next(_USES)}"
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a number that starts at 0; return what it is now, over all ranks."""
+        """Add to a counter that starts at 0; return its value over all ranks."""
         return self._store.add(f"{self._name}/{name}", amount)
 
     def fail(self) -> bool:
-        """Say that this rank can't go on; True on the first one to say so."""
+        """Note that this rank can't go on; return whether it is the first one."""
         try:
             return self.add("failed", 1) == 1
-        except RuntimeError:  # a rank that failed before has taken the board with it
+        except RuntimeError:  # rank 0, whose store this is, failed before and has ended
             return False
 
     def failed(self) -> bool:
-        """Whether a rank has said that it can't go on, or has taken the board with it."""
+        """Return whether a rank can't go on, or has ended and with it the store."""
         try:
             return self.add("failed", 0) > 0
         except RuntimeError:
             return True
 
 
-def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
-    """Return what `make` returns on the first rank of each host; its other ranks get a copy. All ranks return together.
-
-    Nobody waits in a collective, which has a time limit: a file server may take long to list a data set. The watchdog
-    decides who hangs.
-
-    Args:
-        make: What it returns must pickle. A UserError is raised on all ranks of the host.
-        known: Objects that all ranks have already, and that copies are to share.
-    """
-    if not dist.is_initialized():
-        return make()
-    store, key = dist.distributed_c10d._get_default_store(), f"once/{next(_CALLS)}"
-    signed = SignedStore(store, start_scope())  # of a path to unpickle from
-    hosts = from_all(_host())
-    own = hosts[dist.get_rank()]
-    first, others = hosts.index(own), hosts.count(own) - 1
-    with ExitStack() as stack:
-        if dist.get_rank() == first:
-            try:
-                value = make()
-            except UserError as error:
-                signed.set(f"{key}/{first}", ["error", str(error)])
-                # This rank may take the store with it: the others are to tell the same.
-                _wait(lambda: store.add(f"{key}/{first}/told", 0) == others, seconds=10.0)
-                raise
-            signed.set(f"{key}/{first}", ["file", stack.enter_context(_memory_file(value, known))])
-        else:
-            _wait(lambda: signed.get(f"{key}/{first}") is not None)
-            kind, text = signed.get(f"{key}/{first}")
-            if kind == "error":
-                store.add(f"{key}/{first}/told", 1)
-                raise Told(text)
-            try:
-                with open(text, "rb") as file:
-                    if os.fstat(file.fileno()).st_uid != os.geteuid():
-                        raise PermissionError(text)
-                    value = _Unpickler(file, known).load()
-            except OSError:  # a kernel that lets no process look at another
-                value = make()
-        store.add(f"{key}/ready", 1)
-        _wait(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
-    return value
-
-
-def _host() -> str:
-    """What processes have in common that can look at each other, and see the same files."""
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
-
-
-@contextmanager
-def _memory_file(value: object, known: Sequence[object]) -> Iterator[str]:
-    """A file that ends with this process, with a pickled value; yields where other processes find it."""
-    with open(os.memfd_create("once"), "w+b") as file:
-        _Pickler(file, known).dump(value)
-        file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
-        super().__init__(file, protocol=5)
-        self._known = known
-
-    def persistent_id(self, value: object) -> int | None:
-        return next((number for number, each in enumerate(self._known) if each is value), None)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
-        super().__init__(file)
-        self._known = known
-
-    def persistent_load(self, number: int) -> object:
-        return self._known[number]
-
-
-def _wait(happened: Callable[[], bool], seconds: float = math.inf) -> None:
-    until, pause = time.monotonic() + seconds, 0.01
-    while not happened() and time.monotonic() < until:
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
-
-
 def wait_for_all() -> None:
-    """Return when every rank has got here."""
+    """Wait until every rank has called this."""
     if dist.is_initialized():
         dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Which CPUs, memory and network card each rank of a machine gets: every rank decides it for all of them, alike."""
+"""The CPUs, the memory and the network card of each rank of a machine; every rank makes the same plan for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from volo.cluster.ranks import ranks_from_environment
-from volo.cluster.topology import Gpu, Machine, Place, Port, interface_to, listed, nccl_conf, visible_gpus
+from volo.cluster.topology import Gpu, Machine, PciPlace, Port, interface_to, listed, nccl_conf, visible_gpus
 
 T = TypeVar("T")
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
@@ -30,8 +30,7 @@ class Near(NamedTuple):
 
 
 class Cpus(NamedTuple):
-    """What each rank gets, by local rank: its NUMA node (None: not bound), its CPUs (empty: as they are). And what is
-    left out, and why."""
+    """NUMA node (None: not bound) and CPUs (empty: unchanged) by local rank; what is left out, and why."""
 
     nodes: Sequence[int | None]
     cpus: Sequence[tuple[int, ...]]
@@ -40,14 +39,15 @@ class Cpus(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank gets.
+    """CPUs, memory and network card of one rank.
 
     Attributes:
         gpu: None on the CPU.
-        number: CUDA's of that GPU.
-        cpus: Empty where they are left as they are.
-        memory: "preferred", "bind" or "off".
-        node: Whose memory that is.
+        number: CUDA's number of that GPU.
+        cpus: Empty where they are left unchanged.
+        memory: Policy for the memory of `node`: "preferred", "bind" or "off".
+        node: NUMA node.
+        near: The card that the GPU uses.
     """
 
     gpu: Gpu | None = None
@@ -59,12 +59,12 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the ranks of a machine get, by local rank; every rank makes the same one.
+class BindingPlan:
+    """The shares of a machine's ranks, by local rank; every rank makes the same plan.
 
     Attributes:
-        cards: Those of all GPUs of the machine, whichever a rank sees: NCCL needs the same list on all ranks. Empty
-            where that is every active one, or none is near a GPU.
+        cards: Cards of all GPUs of the machine, also of those that a rank doesn't see: NCCL needs the same list on all
+            ranks. Empty where these are all active cards, or none is near a GPU.
         reasons: What is left out, and why.
     """
 
@@ -73,13 +73,13 @@ class Plan:
     reasons: tuple[str, ...]
 
 
-def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: Mapping[str, str]) -> Plan:
+def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: Mapping[str, str]) -> BindingPlan:
     """Decide what each of the `ranks` processes on a machine gets.
 
     Args:
-        mode: As of `--bind`, but not "none".
-        device: As of `--device`.
-        env: For CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        mode: Value of `--bind`, but not "none".
+        device: Value of `--device`.
+        env: Gives CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
     """
     visible, problem = ([], "") if _on_cpu(device) else visible_gpus(machine.gpus, env)
     gpus = gpus_of_ranks(visible, device, ranks)
@@ -100,7 +100,7 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     no_card = "" if nearest or not any(gpus) else f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL"
     no_memory = f"no memory of NUMA node {listed(forbidden)} for this process" if forbidden else ""
     cards = tuple(port.name for port in ports) if nearest and len(ports) < len(machine.ports) else ()
-    return Plan(shares, cards, tuple(reason for reason in (problem, left_out, no_memory, no_card) if reason))
+    return BindingPlan(shares, cards, tuple(reason for reason in (problem, left_out, no_memory, no_card) if reason))
 
 
 def _on_cpu(device: str | None) -> bool:
@@ -108,20 +108,20 @@ def _on_cpu(device: str | None) -> bool:
 
 
 def gpus_of_ranks(visible: Sequence[Gpu], device: str | None, ranks: int) -> list[Gpu | None]:
-    """The GPU of each rank, as `volo.cluster.distributed.choose_device` will choose it; None where there is none."""
+    """Return the GPU that `volo.cluster.distributed.choose_device` will choose for each rank; None for none."""
     index = (device or "").partition(":")[2]
     indices = [int(index)] * ranks if index.isdigit() else list(range(ranks))
     return [visible[i] if i < len(visible) else None for i in indices]
 
 
 def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> Cpus:
-    """Divide the CPUs that this process may use; a physical core's hardware threads stay together."""
+    """Divide the CPUs that this process may use; the hardware threads of a core stay together."""
     nodes, untouched = [gpu.place.node if gpu else None for gpu in gpus], [()] * len(gpus)
     if mode == "auto" and not any(gpus):
         return Cpus(nodes, untouched, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)")
     if mode == "auto" and len(machine.cpus) < 2:
         return Cpus([None] * len(gpus), untouched, f"one NUMA node: {_LEFT}")
-    # Its parent has more, or others: something has bound this very rank (torchrun --numa-binding, srun --cpu-bind).
+    # The parent process has other CPUs: this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
     if len(gpus) > 1 and machine.parent_allowed not in (None, machine.allowed):
         return Cpus(nodes, untouched, "CPUs stay as the launcher has given them to each rank")
     return _divide_nodes(machine, nodes) if any(gpus) else _divide_machine(machine, len(gpus))
@@ -158,7 +158,7 @@ def _divide_nodes(machine: Machine, nodes: Sequence[int | None]) -> Cpus:
 
 
 def _cores(machine: Machine, node: int) -> list[tuple[int, ...]]:
-    """The physical cores of a NUMA node as far as this process may use them, each with its hardware threads."""
+    """Return the physical cores of a NUMA node that this process may use, each as its hardware threads."""
     cores: dict[int, list[int]] = defaultdict(list)
     for cpu in machine.cpus.get(node, ()):
         if cpu in machine.allowed:
@@ -167,7 +167,7 @@ def _cores(machine: Machine, node: int) -> list[tuple[int, ...]]:
 
 
 def _divide(items: list[T], parts: int) -> list[list[T]]:
-    """Cut a list into runs of the same length; the first ones are one longer where that doesn't come out even."""
+    """Cut a list into parts of the same length, or the first ones longer by one."""
     length, longer = divmod(len(items), parts)
     ends = [length * i + min(i, longer) for i in range(parts + 1)]
     return [items[start:end] for start, end in pairwise(ends)]
@@ -180,10 +180,10 @@ def _joined(cores: list[tuple[int, ...]]) -> tuple[int, ...]:
 def compute_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> list[Port]:
     """Return the ports that NCCL may use: all but those that are clearly for something else.
 
-    Nobody needs a port if each GPU has another that is faster and as near, or nearer and as fast; near is below the
-    same host bridge, then in the same NUMA node. What is as fast and as near as the others stays, be it two for a GPU
-    or one for two, and so does what is faster but farther. Of two networks that are equal in this, and can't be mixed,
-    the one with more ports is taken.
+    A port is not needed if each GPU has another that is faster and as near, or nearer and as fast; nearest is below the
+    same host bridge, then in the same NUMA node. Ports that are as fast and as near as others stay, and so do those
+    that are faster but farther. Of two networks that are equal in this, and can't be mixed, the one with more ports is
+    taken.
     """
 
     def better(gpu: Gpu, one: Port, other: Port) -> bool:
@@ -201,20 +201,20 @@ def compute_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> list[Port]:
 
 
 def _nearness(gpu: Gpu, port: Port) -> int:
-    """0 below the same host bridge, 1 in the same NUMA node, 2 elsewhere."""
+    """Return 0 below the same host bridge, 1 in the same NUMA node, 2 elsewhere."""
     return max(distance(gpu.place, port.place)[0] - LEVELS.index("PHB"), 0)
 
 
 def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Near]:
     """Return one card for each GPU, by address; empty if none is near any of them.
 
-    Each takes a card nearest to it, of several the one that fewer GPUs have taken. A GPU with no card in its NUMA node
-    shares one of the others'.
+    Each GPU takes the nearest card, of several the one that fewer GPUs have taken. A GPU with no card in its NUMA node
+    shares one with others.
     """
     options = {gpu.address: _options(gpu, ports) for gpu in gpus}
     taken: dict[str, int] = defaultdict(int)
     found = {}
-    # Those with the least choice first, or others might take the only card they are near.
+    # GPUs with the fewest options come first, or others might take the only card near them.
     for gpu in sorted(gpus, key=lambda gpu: len(options[gpu.address])):
         if near := options[gpu.address]:
             port = min(near, key=lambda port: taken[port.name])
@@ -230,7 +230,7 @@ def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Near]
 
 
 def _options(gpu: Gpu, ports: Sequence[Port]) -> list[Port]:
-    """The nearest ports; none if all are far."""
+    """Return the nearest ports; none if all are in other NUMA nodes."""
     ranked = [distance(gpu.place, port.place) for port in ports]
     best = min(ranked, default=None)
     if best is None or best[0] == _FAR:
@@ -238,8 +238,8 @@ def _options(gpu: Gpu, ports: Sequence[Port]) -> list[Port]:
     return [port for port, rank in zip(ports, ranked, strict=True) if rank == best]
 
 
-def distance(a: Place, b: Place) -> tuple[int, int]:
-    """Return how far two devices are apart, smaller is nearer: index into LEVELS, and PCIe hops below a host bridge."""
+def distance(a: PciPlace, b: PciPlace) -> tuple[int, int]:
+    """Return the distance of two devices, smaller is nearer: index into LEVELS, and PCIe hops below a host bridge."""
     common = len(os.path.commonprefix([a.path, b.path]))
     below = len(a.path) - common, len(b.path) - common
     if common > 1:
@@ -250,13 +250,13 @@ def distance(a: Place, b: Place) -> tuple[int, int]:
 
 
 def variables(
-    plan: Plan, local_rank: int, env: Mapping[str, str], root: str | Path = "/"
+    plan: BindingPlan, local_rank: int, env: Mapping[str, str], root: str | Path = "/"
 ) -> tuple[dict[str, str], list[str]]:
-    """Return what is added to the environment of a rank, and why something is not."""
+    """Return the variables to add to the environment of a rank, and the reasons why others are left out."""
     wanted, reasons = {}, []
     near = plan.shares[local_rank].near
     if plan.cards:
-        # One list for all ranks: with different ones NCCL's rings don't fit together.
+        # All ranks need the same list, else NCCL's rings don't fit together.
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
     if near is not None:
         wanted["UCX_NET_DEVICES"] = near.port.name

@@ -1,9 +1,9 @@
 """Signals that end a run: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP (a terminal that is closed;
 not with nohup) and SIGINT (Ctrl-C).
 
-The first one lets the step end, after which the run saves and leaves (`volo.cluster.stopping`); while there is nothing
-to finish (building, waiting for a batch) it takes effect at once. A second one leaves at once and saves nothing. A
-thread counts them, because Python's own handlers wait until the main thread comes out of a collective that hangs.
+The first signal lets the step end, after which the run saves and exits (`volo.cluster.stopping`); while there is
+nothing to finish (building, waiting for a batch) it takes effect at once. A second one ends the process at once without
+saving. A thread counts signals, because Python's handlers wait for the main thread, which a collective may block.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-PREEMPTED = 85  # "start me again": no code of a shell, Python or torchrun
+PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
 INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Slurm, torchrun and process groups may deliver one warning several times.
 _SAME_WARNING_S = 1.0
-# For a batch that is nearly there. Torn out of a transfer between processes, both ends would complain.
+# Time for a batch that is nearly there: both ends of an interrupted transfer between processes would report errors.
 _PATIENCE_S = 1.0
 
 
 class Stopped(BaseException):
-    """Training ends here. Not an Exception: no handler between here and `main` is meant to swallow it."""
+    """Training ends here. It is no Exception, so that no handler between here and `main` catches it."""
 
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(reason)
@@ -37,38 +37,39 @@ class Stopped(BaseException):
 
 
 def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
-    """Leave the file REQUEUE_MARKER, one line of JSON, for the batch script that named it: rank 0, once it has saved.
+    """Write the file REQUEUE_MARKER, one line of JSON, for the batch script that named it. Rank 0 calls it once it has
+    saved.
 
-    A script can't go by the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
+    A script can't rely on the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
     """
     marker = os.environ.get("REQUEUE_MARKER")
     if not marker or stop.exit_code != PREEMPTED:
         return
-    told = {"reason": str(stop), "update": update, "checkpoint": str(checkpoint) if checkpoint.is_file() else None}
+    record = {"reason": str(stop), "update": update, "checkpoint": str(checkpoint) if checkpoint.is_file() else None}
     try:
-        Path(marker).write_text(json.dumps(told) + "\n")
-    except OSError as error:  # the checkpoint is safe: the run ends as it should, and has to be started by hand
+        Path(marker).write_text(json.dumps(record) + "\n")
+    except OSError as error:  # the checkpoint is safe: the run ends normally and has to be started by hand
         print(f"REQUEUE_MARKER={marker} cannot be written ({error.strerror}): nobody requeues the job", file=sys.stderr)
 
 
 def tell_batch_script(state: str) -> None:
-    """Leave the word "begun" or "done" in the file REQUEUE_MARKER.state, for the batch script that named it: rank 0."""
+    """Write "begun" or "done" to the file REQUEUE_MARKER.state for the batch script that named it; rank 0 calls it."""
     if marker := os.environ.get("REQUEUE_MARKER"):
         with suppress(OSError):
             Path(f"{marker}.state").write_text(state)
 
 
 class StopSignal:
-    """The signal that this process got. There is one per process: `STOP`.
+    """The signal that this process received. There is one object per process: `STOP`.
 
     Attributes:
-        number: Of the first signal; None so far.
+        number: The first signal; None if there was none.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._since = 0.0
-        self._own = False  # not another rank's, of which this one was told
+        self._own = False  # whether this process received it, not another rank
         self._may_raise = False
         self._patient = False
         self._handled = False
@@ -76,7 +77,7 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """The code to leave with: 0 without a signal."""
+        """Exit code of this process: 0 without a signal."""
         if self.number is None:
             return 0
         return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
@@ -92,7 +93,7 @@ class StopSignal:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals inside the block, at once until `deferred`; SIGINT too where a script's `&` had it ignored."""
+        """Handle signals inside the block, at once until `deferred`; SIGINT even where a script's `&` ignores it."""
         self.number, self._own = None, False
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -111,14 +112,14 @@ class StopSignal:
         finally:
             self._handled = False
             signal.set_wakeup_fd(-1)
-            os.close(arrival)  # which ends the thread
+            os.close(arrival)  # ends the thread
             for number, handler in before.items():
-                # A run that was told to leave is leaving: what still comes (torchrun ends all when one has) is late.
+                # The run is ending already, so later signals (torchrun ends all ranks when one has ended) are ignored.
                 signal.signal(number, handler if self.number is None else signal.SIG_IGN)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block a signal is noted only. Raises Stopped on entry if there was one."""
+        """Inside the block a signal is only noted. Raises Stopped on entry if there was one."""
         self._may_raise = False
         self._raise_if_stopped()
         try:
@@ -128,10 +129,10 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self, patient: bool = False) -> Iterator[None]:
-        """Inside the block a signal raises Stopped wherever the program is: only where nothing is half done.
+        """Inside the block a signal raises Stopped at any place; use it only where nothing can be left half done.
 
         Args:
-            patient: Give the block a second to end by itself.
+            patient: Whether the block first gets a second to end by itself.
         """
         self._may_raise, self._patient = True, patient
         try:
@@ -141,11 +142,11 @@ class StopSignal:
             self._may_raise = False
 
     def too_late(self) -> None:
-        """From here on a signal is noted only: the program tells why it ends, and ends."""
+        """From here on only note signals: the program is about to end and reports why."""
         self._may_raise = False
 
     def request(self, number: int, own: bool = True) -> bool:
-        """Note a signal that this rank (`own`) or another one got. Returns whether it is the first."""
+        """Note a signal that this rank (`own`) or another one received; return whether it is the first."""
         with self._lock:
             if self.number is not None:
                 return False
@@ -158,7 +159,7 @@ class StopSignal:
         return True
 
     def _count(self, arrived: int) -> None:
-        """Every signal that comes, as a byte."""
+        """Read every signal, which arrives as a byte."""
         with open(arrived, "rb", buffering=0) as numbers:
             while number := int.from_bytes(numbers.read(1), "big"):
                 again = number in _SIGNALS and not self.request(number)

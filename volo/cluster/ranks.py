@@ -1,4 +1,4 @@
-"""Which process of a run this one is, from what torchrun or srun put into the environment. Imports no torch."""
+"""The rank of this process in a run, read from the variables of torchrun, srun or mpirun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 
-# Rank, local rank, processes and processes of the machine: of Open MPI, and of MPICH and Intel MPI.
+# Rank, local rank, number of processes, number on this machine: variables of Open MPI; of MPICH and Intel MPI.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 BOUND_GPU = "VOLO_BOUND_GPU"  # the PCI address of the GPU beside which a process was bound
@@ -15,8 +15,11 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def adopt_mpi(env: MutableMapping[str, str]) -> None:
-    """Say in torchrun's variables what mpirun says in its own. torchrun's win, and those of an `srun` step over what
-    Slurm sets for MPI; Open MPI itself starts its daemons by `srun`."""
+    """Set torchrun's variables from those of mpirun, unless torchrun has set them.
+
+    The variables of an `srun` step win over those that Slurm sets for MPI, but not over those of Open MPI, which starts
+    its daemons by `srun`.
+    """
     names = _OPEN_MPI if _OPEN_MPI[0] in env else _HYDRA
     if "RANK" in env or not all(name in env for name in names) or int(env[names[2]]) == 1:
         return
@@ -39,7 +42,7 @@ def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> 
 def local_size_from_environment(env: Mapping[str, str]) -> int | None:
     """Return how many processes of the run are on this machine: from torchrun, else from an `srun` step, else 1.
 
-    None where there are several processes, and the launcher doesn't say.
+    None where there are several processes, and the launcher doesn't set it.
     """
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
@@ -53,12 +56,12 @@ def local_size_from_environment(env: Mapping[str, str]) -> int | None:
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
-    """How often the launcher has started these processes again."""
+    """Return how often the launcher has restarted these processes."""
     return sum(int(env.get(name) or 0) for name in ("LAUNCH_RESTARTS", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def launch_id(env: Mapping[str, str] = os.environ) -> str | None:
-    """The launcher's id, None without a launcher; torchrun's is "none" unless the user gives one."""
+    """Return the launcher's id, None without one; torchrun's is "none" unless the user sets it."""
     found = env.get("LAUNCH_ID") or env.get("TORCHELASTIC_RUN_ID")
     return found if found != "none" else None
 

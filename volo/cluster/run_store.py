@@ -1,4 +1,4 @@
-"""torch's key-value store, in which the processes of a run meet, made safe: it listens where it was told to, and what
+"""torch's key-value store, in which the processes of a run meet, made safe: it listens at one address alone, and what
 processes tell each other through it is JSON that they sign.
 
 The store itself has no authentication: whoever reaches its port reads and writes it. So nothing that comes out of it
@@ -13,7 +13,8 @@ import hmac
 import json
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,7 @@ SECRET = "RUN_SECRET"
 BEGUN = "begun"  # a key of `start_scope`: from now on ranks may have something to lose
 _ANSWER = timedelta(seconds=60)
 _BACKLOG = 4096  # connections that wait: all ranks of a large run come at once
+_POLL_S = 0.1
 
 
 def serve(address: str, port: int) -> TCPStore:
@@ -46,12 +48,32 @@ def serve(address: str, port: int) -> TCPStore:
 
 
 def knock(address: str, port: int, seconds: float = 2) -> None:
-    """Return if somebody listens there. The store's own client would wait, deaf to signals.
+    """Return if somebody listens there. The store's own client would wait and let no signal through.
 
     Raises:
-        OSError: Nobody does, or something between here and there keeps the port shut.
+        OSError: Nobody listens, or a firewall keeps the port shut.
     """
     socket.create_connection((address, port), timeout=seconds).close()
+
+
+def wait_for_store(address: str, port: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+    """Knock until somebody listens there.
+
+    Args:
+        deadline: Of `time.monotonic()`; there is one attempt at least.
+        check: Called after each failure; it may raise to end the waiting.
+
+    Raises:
+        OSError: The last failure before the deadline.
+    """
+    while True:
+        try:
+            return knock(address, port)
+        except OSError:
+            check()
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
 
 
 def connect(address: str, port: int) -> TCPStore:
@@ -60,15 +82,15 @@ def connect(address: str, port: int) -> TCPStore:
 
 
 def start_scope(launch: str | None = None, start: int | None = None) -> str:
-    """Return what sets a start of a launch (default: that of this process) apart from those before it in the store."""
+    """Return the prefix of a start of a launch (default: that of this process) in the store, unlike those before it."""
     return f"{launch or launch_id() or ''}/{restarts() if start is None else start}"
 
 
 class SignedStore:
-    """JSON values in a store; what others than processes of this run have written is not there.
+    """JSON values in a store; what was not written by a process of this run counts as not written.
 
     Args:
-        scope: What the values belong to (a launch, a start of it): a value of another one is not valid here.
+        scope: What the values belong to (a launch, a start of it): values of another scope are not valid here.
     """
 
     def __init__(self, store: Store, scope: str = "") -> None:
@@ -80,15 +102,15 @@ class SignedStore:
         self._store.set(key, self._signed(key, value))
 
     def set_first(self, key: str, value: Any) -> Any:
-        """Write a value unless there is one; return what is there then."""
+        """Write a value unless there is one; return the value that is there then."""
         return self._value(key, self._store.compare_set(key, "", self._signed(key, value)))
 
     def get(self, key: str) -> Any:
-        """Return a value, None where nobody has written one."""
+        """Return a value, None where none was written."""
         return self._value(key, self._store.get(key)) if self.is_there(key) else None
 
     def is_there(self, key: str) -> bool:
-        """Return whether somebody has written a value, signed or not."""
+        """Return whether a value was written, signed or not."""
         return bool(self._store.check([key]))
 
     def get_all(self, keys: Sequence[str]) -> list[Any]:
@@ -98,7 +120,7 @@ class SignedStore:
         return [self._value(key, found) for key, found in zip(keys, self._store.multi_get(list(keys)), strict=True)]
 
     def sign(self, text: str) -> bytes:
-        """Return 32 bytes that only who knows the secret can tell."""
+        """Return the 32 bytes of a signature that can't be made without the secret."""
         return hmac.digest(self._secret, f"{self._scope}\n{text}".encode(), hashlib.sha256)
 
     def _signed(self, key: str, value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Where a run may stop: between two updates, and inside a validation; all ranks at the same place.
+"""Stops a run between two updates or inside a validation, on all ranks at the same place.
 
 Before each update, and once more after an epoch's last, the ranks agree by an all-reduce of one int on the hosts. That
 costs a fraction of a millisecond, waits for no GPU, and finds every rank with the same weights: none has begun the
-update. A rank whose data fails or hangs is there, too, because nothing is begun before the batch is at hand.
+update. A rank whose data fails or hangs takes part, too, because an update begins only when its batch is there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the upd
 
 
 class StopGuard:
-    """Passes on batches until the run is to stop, and tells the watchdog what is going on.
+    """Yields batches until the run has to stop, and reports progress to the watchdog.
 
     Attributes:
-        waited: Seconds in which batches were waited for.
+        waited: Seconds spent waiting for batches.
     """
 
     def __init__(self, stop: StopSignal, watchdog: Watchdog) -> None:
@@ -36,8 +36,8 @@ class StopGuard:
         """Yield training batches.
 
         Raises:
-            Stopped: Between two updates, on all ranks: one of them got a signal, or its data failed (then the cause is
-                that UserError, on this rank).
+            Stopped: Between two updates, on all ranks: one of them received a signal, or its data failed (then that
+                UserError is the cause, on that rank).
         """
         iterator, between = iter(micro_batches), True
         while True:
@@ -51,7 +51,7 @@ class StopGuard:
             yield item
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield validation batches; at the end the ranks agree whether each has seen all of its own.
+        """Yield validation batches; at the end the ranks agree whether each has had all of its batches.
 
         Raises:
             Stopped: As `updates`.

@@ -1,7 +1,7 @@
-"""What a machine is made of, read from sysfs and procfs: CPUs, NUMA nodes, GPUs, InfiniBand and RoCE cards, routes.
+"""The parts of a machine, read from sysfs and procfs: CPUs, NUMA nodes, GPUs, InfiniBand and RoCE cards, routes.
 
-Only files below `root` are read, so that a tree saved on another machine, or a made-up one, can be looked at. What is
-not there is left open: every function here works on every machine. No CUDA, no ibverbs, and nothing but Python's own.
+Only files below `root` are read, so that a tree saved on another machine, or a made-up one, can be examined. Files that
+are missing raise nothing: every function works on every machine. Needs no CUDA, no ibverbs and no Python package.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _UP, _REJECT = 0x1, 0x200  # flags of a route
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a device sits.
+class PciPlace:
+    """The place of a device in the machine.
 
     Attributes:
         path: From the host bridge down to the device, such as `("pci0000:20", "0000:20:01.0", "0000:21:00.0")`.
-        node: NUMA node; None where the machine doesn't say.
+        node: NUMA node; None where it is unknown.
     """
 
     path: tuple[str, ...]
@@ -41,14 +41,14 @@ class Gpu:
     """An NVIDIA GPU.
 
     Attributes:
-        address: On the PCI bus, such as `0000:07:00.0`.
-        kind: PCI device number: GPUs of one kind have the same.
-        uuid: Empty where the driver doesn't say.
-        shown: Whether the driver shows it to this process; containers may get a part of the machine's.
+        address: PCI address, such as `0000:07:00.0`.
+        kind: PCI device number, the same for GPUs of one kind.
+        uuid: Empty where the driver doesn't report it.
+        shown: Whether the driver shows it to this process; a container may get only some of the machine's.
     """
 
     address: str
-    place: Place
+    place: PciPlace
     kind: str = ""
     uuid: str = ""
     shown: bool = True
@@ -59,13 +59,13 @@ class Port:
     """An active port of an InfiniBand or RoCE card.
 
     Attributes:
-        name: Card and port as NCCL and UCX take them, such as `mlx5_0:1`.
+        name: Card and port in the form of NCCL and UCX, such as `mlx5_0:1`.
         rate: Gb/s.
         layer: "InfiniBand", or "Ethernet" with RoCE.
     """
 
     name: str
-    place: Place
+    place: PciPlace
     rate: float = 0.0
     layer: str = "InfiniBand"
 
@@ -75,14 +75,14 @@ class Machine:
     """A machine as one process sees it.
 
     Attributes:
-        cpus: NUMA node -> its CPUs, ascending; nodes of memory alone are left out.
+        cpus: NUMA node -> its CPUs, ascending; nodes without CPUs are left out.
         cores: CPU -> the lowest CPU of the same physical core.
         allowed: The CPUs that this process may use: its affinity mask, which is inside its cgroup.
-        parent_allowed: The same of the process that started it; None where that can't be seen.
-        memory_nodes: NUMA nodes that this process may have memory of.
-        gpus: In the order of their addresses.
-        ports: In the order of their names.
-        idle_ports: What is no use, and why.
+        parent_allowed: The same for its parent process; None where that can't be read.
+        memory_nodes: NUMA nodes from which this process may take memory.
+        gpus: GPUs in the order of their addresses.
+        ports: Active ports in the order of their names.
+        idle_ports: Ports that can't be used, each with the reason.
     """
 
     cpus: Mapping[int, tuple[int, ...]]
@@ -133,10 +133,11 @@ def listed(values: Iterable[int]) -> str:
 
 
 def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu], str]:
-    """Return the GPUs as CUDA numbers them for a process, and why there is none, or why that can't be told.
+    """Return the GPUs in the order in which CUDA numbers them for a process, and the reason if there is none or if the
+    order is unknown.
 
-    `CUDA_VISIBLE_DEVICES` is read as CUDA does: numbers or beginnings of UUIDs up to the first that isn't there, and
-    nothing at all if one stands there twice.
+    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or beginnings of UUIDs up to the first that doesn't exist,
+    and nothing at all if a GPU is named twice.
     """
     shown = [gpu for gpu in gpus if gpu.shown]
     chosen = env.get("CUDA_VISIBLE_DEVICES")
@@ -167,7 +168,7 @@ def _chosen(text: str, uuids: list[str]) -> list[int]:
 
 
 def _index(item: str, uuids: list[str]) -> int:
-    """-1 where `item` names no GPU, or several."""
+    """Return the number of the GPU that `item` names, -1 for none or several."""
     if item.startswith("GPU-"):
         fitting = [index for index, uuid in enumerate(uuids) if uuid.startswith(item)]
         return fitting[0] if len(fitting) == 1 else -1
@@ -180,7 +181,7 @@ def interface_to(address: str, root: str | Path = "/") -> str | None:
 
     Args:
         address: IPv4, IPv6, or a name that stands for one.
-        root: Whose main routing table is read; for IPv6 whose interfaces.
+        root: Its main routing table is read; for IPv6 its interfaces.
     """
     try:
         target = ipaddress.IPv4Address(socket.gethostbyname(address))
@@ -204,19 +205,20 @@ def _ipv6_interface_to(address: str, root: str | Path) -> str | None:
 
 
 def _route(line: str) -> tuple[str, int, int, int]:
-    """Interface, network, mask and metric of a line of /proc/net/route; a network that fits nothing if out of use."""
+    """Return interface, network, mask and metric of a line of /proc/net/route; network -1, which fits no address, for a
+    route that is not in use."""
     name, network, _, flags, _, _, metric, mask, *_ = line.split()
     used = int(flags, 16) & (_UP | _REJECT) == _UP
     return name, _network_order(network) if used else -1, _network_order(mask), int(metric)
 
 
 def _network_order(digits: str) -> int:
-    """The kernel prints the four bytes of an address as one number of the machine's own byte order."""
+    """Convert an address, which the kernel prints as one number in the machine's own byte order."""
     return int.from_bytes(int(digits, 16).to_bytes(4, sys.byteorder), "big")
 
 
 def nccl_conf(env: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
-    """Return the file that sets it, by name, for every variable in NCCL's configuration files."""
+    """Return every variable in NCCL's configuration files with the file that sets it."""
     own = env.get("NCCL_CONF_FILE") or f"{env.get('HOME', '')}/.nccl.conf"
     found = {}
     for file in (own, "/etc/nccl.conf"):
@@ -229,14 +231,14 @@ def nccl_conf(env: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
 
 def _read(path: Path) -> str | None:
     try:
-        # tar pads what it saves of sysfs with zeros: files there say they are 4096 bytes long.
+        # tar pads saved files of sysfs with zeros, because their reported size is 4096 bytes.
         return path.read_text(errors="replace").strip("\0 \n")
     except OSError:
         return None
 
 
 def _entries(path: Path) -> list[Path]:
-    """What is in a directory, in natural order; nothing if there is no such directory."""
+    """Return the entries of a directory in natural order; none if there is no such directory."""
     try:
         return sorted(path.iterdir(), key=lambda entry: [int(i) if i.isdigit() else i for i in _parts(entry.name)])
     except OSError:
@@ -253,7 +255,7 @@ def _status(path: Path) -> dict[str, str]:
 
 
 def _node_cpus(root: Path) -> dict[int, tuple[int, ...]]:
-    """CPUs by NUMA node; all in node 0 where the kernel knows no nodes."""
+    """Return the CPUs by NUMA node; all in node 0 where the kernel knows no nodes."""
     found = {}
     for entry in _entries(root / "sys/devices/system/node"):
         if re.fullmatch(r"node\d+", entry.name) and (cpus := numbers(_read(entry / "cpulist") or "")):
@@ -266,8 +268,8 @@ def _core(root: Path, cpu: int) -> int:
     return min(numbers(siblings)) if siblings else cpu
 
 
-def _place(device: Path, nodes: Mapping[int, tuple[int, ...]]) -> Place:
-    """Where the device sits whose directory in sysfs this is, or which it leads to."""
+def _place(device: Path, nodes: Mapping[int, tuple[int, ...]]) -> PciPlace:
+    """Return the place of the device with this directory in sysfs, or link to it."""
     real = Path(os.path.realpath(device))
     path = tuple(part for part in real.parts if _PCI.fullmatch(part))
     for directory in (real, *real.parents):  # a virtio device has no node of its own
@@ -275,8 +277,8 @@ def _place(device: Path, nodes: Mapping[int, tuple[int, ...]]) -> Place:
         if node is not None:
             break
     if node is None or not node.isdecimal():  # -1, or empty
-        return Place(path, next(iter(nodes)) if len(nodes) == 1 else None)
-    return Place(path, int(node))
+        return PciPlace(path, next(iter(nodes)) if len(nodes) == 1 else None)
+    return PciPlace(path, int(node))
 
 
 def _gpus(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[Gpu, ...]:
@@ -288,7 +290,7 @@ def _gpus(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[Gpu, ...]:
             continue
         driver = device / "driver"
         if driver.is_symlink() and driver.resolve().name != "nvidia":
-            continue  # a virtual machine's
+            continue  # passed on to a virtual machine
         told = _status(shown / device.name / "information")
         uuid = told.get("GPU UUID", "")
         visible = not shown.is_dir() or (shown / device.name).is_dir() and _opens(root, told.get("Device Minor"))
@@ -297,14 +299,14 @@ def _gpus(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[Gpu, ...]:
 
 
 def _opens(root: Path, minor: str | None) -> bool:
-    """Whether this process may open a GPU's device file. The driver shows a Slurm job all GPUs of the machine; CUDA
-    counts those that the job's cgroup lets it open."""
+    """Return whether this process may open a GPU's device file. The driver shows a Slurm job all GPUs of the machine;
+    CUDA counts those that the job's cgroup lets it open."""
     file = root / f"dev/nvidia{minor}"
     return minor is None or not (root / "dev").is_dir() or os.access(file, os.R_OK | os.W_OK)
 
 
 def _ports(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[tuple[Port, ...], tuple[str, ...]]:
-    """The ports that can be used, and the others with the reason."""
+    """Return the ports that can be used, and the others with the reason."""
     found, idle = [], []
     locked = _without_device_file(root)
     for card in _entries(root / "sys/class/infiniband"):
@@ -320,7 +322,7 @@ def _ports(root: Path, nodes: Mapping[int, tuple[int, ...]]) -> tuple[tuple[Port
 
 
 def _hardware(root: Path, card: Path, port: Path) -> Path:
-    """The device of a card; RoCE in software has none and goes by its network interface's."""
+    """Return the device of a card; for RoCE in software, which has none, that of its network interface."""
     interface = _read(port / "gid_attrs/ndevs/0") or _read(card / "parent")
     if (card / "device").exists() or not interface:
         return card / "device"
@@ -328,7 +330,7 @@ def _hardware(root: Path, card: Path, port: Path) -> Path:
 
 
 def _without_device_file(root: Path) -> set[str]:
-    """Cards that sysfs shows, as it does in every container, and that can't be opened here."""
+    """Return cards that sysfs shows, as it does in every container, but that can't be opened here."""
     if not (root / "dev").is_dir():  # a saved tree
         return set()
     verbs = _entries(root / "sys/class/infiniband_verbs")

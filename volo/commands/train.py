@@ -39,9 +39,9 @@ from volo.cluster.distributed import (
     from_primary,
     init_world,
     lost_rank_explained,
-    once_per_host,
     primary_first,
 )
+from volo.cluster.per_host import once_per_host
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together

@@ -56,7 +56,7 @@ _GROUPS = (
 
 
 def preflight_parser() -> FlagParser:
-    """The parser of volo preflight."""
+    """Return the parser of `volo preflight`."""
     usage = "[flags]   (one task per node)"
     return FlagParser("preflight", usage, "Check that the machines are fit for a run.", _GROUPS)
 
@@ -65,7 +65,7 @@ def parse_preflight(argv: Sequence[str] | None = None) -> Namespace:
     """Parse the command line of the preflight.
 
     Raises:
-        UserError: An unknown flag, or flags that have no effect.
+        UserError: A flag is unknown or has no effect.
     """
     parser = preflight_parser()
     args: Namespace = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What is wrong with the nodes, each with its remedy: reports compared with each other and with what the run needs."""
+"""Problems of the nodes, each with its remedy: reports are compared with each other and with what the run needs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from volo.cluster.preflight.bandwidth import (
+    AllReduce,
     Bandwidths,
-    Measured,
     node_bandwidths,
     slow_half,
     slow_nodes,
@@ -18,22 +18,19 @@ from volo.cluster.preflight.bandwidth import (
 from volo.cluster.preflight.node_report import ACTIVE, GB, NONE, NodeReport
 from volo.cluster.preflight.rendezvous import Rendezvous
 
-_MEMLOCK_GB = 1.0  # a training pins more; the limits that are set by default are far below
+_MEMLOCK_GB = 1.0  # a training pins more; the usual default limits are far below
 _ENVIRONMENT = "start all nodes from the same environment or image"
 _REMEDIES = {
     "project": _ENVIRONMENT,
     "code": "bring the checkout on every node to the same state (git status, git pull), or share one",
-    "Python": _ENVIRONMENT,
-    "torch": _ENVIRONMENT,
-    "CUDA": _ENVIRONMENT,
-    "NCCL": _ENVIRONMENT,
+    **dict.fromkeys(("Python", "torch", "CUDA", "NCCL"), _ENVIRONMENT),
     "driver": "have the driver updated there, or leave the node out",
 }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about some nodes. `is_note`: good to know, and no reason to stop."""
+    """A problem of some nodes, or a note (`is_note`), which is good to know and no reason to stop."""
 
     nodes: tuple[str, ...]
     what: str
@@ -47,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of each node."""
+    """What a run needs on each node; shared memory in GB per process."""
 
     processes: int
     shm_gb: float = 0.0
@@ -58,23 +55,23 @@ Names = Mapping[int, str]
 
 
 def node_names(rendezvous: Rendezvous, reports: Sequence[NodeReport]) -> dict[int, str]:
-    """What to call the nodes, by rank: as in Slurm's or the user's list, else as they call themselves."""
+    """Return what messages call the nodes, by rank: names of Slurm's or the user's list, else host names."""
     names = {rank: rendezvous.name(rank) for rank in range(rendezvous.nodes)}
     hosts = {report.rank: report.host for report in reports}
     if not rendezvous.names:
-        # Two hosts of one name: their numbers tell them apart.
+        # Where two hosts have the same name, their ranks tell them apart.
         names |= {r: host if [*hosts.values()].count(host) == 1 else f"{host}#{r}" for r, host in hosts.items()}
     return names
 
 
 def check_nodes(reports: Sequence[NodeReport], names: Names, needs: Needs) -> list[Finding]:
-    """Everything that the reports show."""
+    """Return all problems and notes that the reports show."""
     single = (finding for report in reports for finding in _check_node(report, names[report.rank], needs))
-    return [*_differences(reports, names), *_same_address(reports, names), *_joined(single)]
+    return [*_differences(reports, names), *_same_address(reports, names), *_merged(single)]
 
 
-def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """One line for what several nodes share."""
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Merge equal findings of several nodes into one."""
     nodes: dict[Finding, tuple[str, ...]] = {}
     for each in findings:
         what = replace(each, nodes=())
@@ -83,7 +80,7 @@ def _joined(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def missing_nodes(missing: Sequence[int], names: Names, seconds: float, port: int) -> list[Finding]:
-    """Nodes that did not come; one line each, since each has to be looked at."""
+    """Return a finding for each node that did not come: each has to be looked at."""
     remedy = (
         f"see there whether it is up and the preflight was started on it (its own log tells), and whether it reaches "
         f"node 0's port {port}; or leave it out (#SBATCH --exclude={{}}); machines that start slowly: --timeout"
@@ -94,7 +91,7 @@ def missing_nodes(missing: Sequence[int], names: Names, seconds: float, port: in
 
 
 def check_clocks(offsets: Mapping[int, tuple[float, float]], names: Names, limit_s: float) -> list[Finding]:
-    """Clocks that are surely further from node 0's than `limit_s`; `offsets`: (seconds ahead, uncertainty)."""
+    """Return clocks that are surely further from node 0's than `limit_s`; `offsets`: (seconds ahead, uncertainty)."""
     return [
         Finding(
             (names[rank],),
@@ -107,38 +104,32 @@ def check_clocks(offsets: Mapping[int, tuple[float, float]], names: Names, limit
 
 
 def check_bandwidths(measured: Bandwidths, names: Names, share: float, minimum: float | None = None) -> list[Finding]:
-    """Slow nodes, then slow links between good nodes, then what only shows among many nodes."""
+    """Return slow nodes, then slow links between good nodes, then what shows only among many nodes."""
     alone = _slow(measured.alone, names, share, "alone", "look at its NVLink and PCIe (nvidia-smi topo -m, dmesg)")
     network = "look at its network card and cable (ibstat, ethtool, ip -s link)"
     ring = _slow(measured.ring, names, share, "with its neighbours", network)
     named = {name for finding in (*alone, *ring) for name in finding.nodes}
-    pairs = [
-        Finding(
-            tuple(names[n] for n in each.nodes),
-            "all-reduce between them "
-            + (f"fails ({each.error})" if each.error else _share_text(each.bandwidth, usual(measured.ring))),
-            "let them reach each other on all ports (firewall, routes)"
-            if each.error
-            else "look at the way between them",
-        )
-        for each in slow_pairs(measured.ring, share)
-    ]
+    pairs = []
+    for each in slow_pairs(measured.ring, share):
+        if each.error:
+            text, remedy = f"fails ({each.error})", "let them reach each other on all ports (firewall, routes)"
+        else:
+            text, remedy = _share_text(each.bandwidth, usual(measured.ring)), "look at the way between them"
+        pairs.append(Finding(_named(each, names), f"all-reduce between them {text}", remedy))
     lone = [
         Finding((names[each.nodes[0]],), f"all-reduce alone fails ({each.error})", "its own log tells more")
         for each in measured.alone
         if each.error and names[each.nodes[0]] not in named
     ]
-    return [
-        *alone,
-        *ring,
-        *lone,
-        *pairs,
-        *_below(measured.ring, names, minimum),
-        *_halves(measured, names, named, share),
-    ]
+    below = _below(measured.ring, names, minimum)
+    return [*alone, *ring, *lone, *pairs, *below, *_halves(measured, names, named, share)]
 
 
-def _slow(measured: Sequence[Measured], names: Names, share: float, how: str, remedy: str) -> list[Finding]:
+def _named(measured: AllReduce, names: Names) -> tuple[str, ...]:
+    return tuple(names[node] for node in measured.nodes)
+
+
+def _slow(measured: Sequence[AllReduce], names: Names, share: float, how: str, remedy: str) -> list[Finding]:
     best = node_bandwidths(measured)
     found = []
     for node in slow_nodes(measured, share):
@@ -153,10 +144,10 @@ def _share_text(bandwidth: float, reference: float) -> str:
     return f"reaches {bandwidth:.3g} GB/s, {100 * bandwidth / reference:.2g} % of the median node's {reference:.3g}"
 
 
-def _below(ring: Sequence[Measured], names: Names, minimum: float | None) -> list[Finding]:
+def _below(ring: Sequence[AllReduce], names: Names, minimum: float | None) -> list[Finding]:
     return [
         Finding(
-            tuple(names[n] for n in each.nodes),
+            _named(each, names),
             f"all-reduce between them reaches {each.bandwidth:.3g} GB/s, less than --min-bandwidth {minimum:g}",
             "see which network it takes (NCCL_DEBUG=INFO tells), or lower the limit",
         )
@@ -166,19 +157,18 @@ def _below(ring: Sequence[Measured], names: Names, minimum: float | None) -> lis
 
 
 def _halves(measured: Bandwidths, names: Names, named: set[str], share: float) -> list[Finding]:
-    found = []
-    for each in (half for pair in measured.halves for half in pair):
-        if each.error:
-            nodes = tuple(names[n] for n in each.nodes)
-            found.append(Finding(nodes, f"all-reduce among them fails ({each.error})", "their logs tell more"))
-    both = slow_half(measured.halves, share)
+    found = [
+        Finding(_named(half, names), f"all-reduce among them fails ({half.error})", "their logs tell more")
+        for pair in measured.halves
+        for half in pair
+        if half.error
+    ]
+    slower, other = slow_half(measured.halves, share) or (None, None)
     # A slow node makes its half slow.
-    if both and not both[0].error and not named & {names[n] for n in both[0].nodes}:
-        nodes = tuple(names[n] for n in both[0].nodes)
-        text = (
-            f"all-reduce among them reaches {both[0].bandwidth:.3g} GB/s, among as many others {both[1].bandwidth:.3g}"
-        )
-        found.append(Finding(nodes, text, "look at what they share (leaf switch, uplinks)"))
+    if slower and other and not slower.error and not named & {*_named(slower, names)}:
+        text = f"reaches {slower.bandwidth:.3g} GB/s, among as many others {other.bandwidth:.3g}"
+        remedy = "look at what they share (leaf switch, uplinks)"
+        found.append(Finding(_named(slower, names), f"all-reduce among them {text}", remedy))
     return found
 
 
@@ -199,7 +189,7 @@ def _differences(reports: Sequence[NodeReport], names: Names) -> list[Finding]:
 
 
 def _unequal(values: Mapping[int, str], names: Names, what: str, remedy: str) -> list[Finding]:
-    """One line for each value that is not the most frequent one, or one for all where none is."""
+    """Return a finding for each value other than the most frequent one, or one for all values where none is."""
     counts = Counter(values.values()).most_common()
     if len(counts) < 2:
         return []
@@ -219,12 +209,9 @@ def _same_address(reports: Sequence[NodeReport], names: Names) -> list[Finding]:
     addresses: dict[str, list[str]] = {}
     for report in reports:
         addresses.setdefault(report.address, []).append(names[report.rank])
+    remedy = "give containers the host's network, or start one task per node"
     return [
-        Finding(
-            tuple(same),
-            f"have the same address {address} on the way to node 0",
-            "give containers the host's network, or start one task per node",
-        )
+        Finding(tuple(same), f"have the same address {address} on the way to node 0", remedy)
         for address, same in addresses.items()
         if len(same) > 1
     ]
@@ -233,32 +220,28 @@ def _same_address(reports: Sequence[NodeReport], names: Names) -> list[Finding]:
 def _check_node(report: NodeReport, name: str, needs: Needs) -> list[Finding]:
     found = [Finding((name,), note, is_note=True) for note in report.notes]
 
-    def wrong(what: str, remedy: str) -> None:
+    def add(what: str, remedy: str) -> None:
         found.append(Finding((name,), what, remedy))
 
+    count = needs.processes
     if report.versions["driver"] != NONE and not report.gpus:
-        wrong("an NVIDIA driver is loaded, but torch sees no GPU", "give the task its GPUs, and a torch with CUDA")
-    elif 0 < report.gpus < needs.processes:
-        wrong(
-            f"{report.gpus} GPUs for {needs.processes} processes", "give the job whole nodes, or start fewer processes"
-        )
+        add("an NVIDIA driver is loaded, but torch sees no GPU", "give the task its GPUs, and a torch with CUDA")
+    elif 0 < report.gpus < count:
+        add(f"{report.gpus} GPUs for {count} processes", "give the job whole nodes, or start fewer processes")
     for path, state in report.paths.items():
         if state.error:
-            wrong(f"can't read {path} ({state.error})", "mount it there, and check its name and permissions")
+            add(f"can't read {path} ({state.error})", "mount it there, and check its name and permissions")
     if report.output_error:
-        wrong(f"can't write to --output ({report.output_error})", "mount it there, and check its permissions")
+        add(f"can't write to --output ({report.output_error})", "mount it there, and check its permissions")
     if report.free_gb is not None and report.free_gb < needs.free_gb:
-        wrong(
-            f"{report.free_gb:.3g} GB free for checkpoints, --free-gb {needs.free_gb:g}",
-            "make room, or lower the limit",
-        )
-    if report.shm_gb < needs.shm_gb * needs.processes:
-        least = needs.shm_gb * needs.processes
+        room = f"{report.free_gb:.3g} GB free for checkpoints, --free-gb {needs.free_gb:g}"
+        add(room, "make room, or lower the limit")
+    if report.shm_gb < needs.shm_gb * count:
         remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
-        wrong(f"/dev/shm has {report.shm_gb:.3g} GB free, {needs.processes} processes want {least:g}", remedy)
+        add(f"/dev/shm has {report.shm_gb:.3g} GB free, {count} processes want {needs.shm_gb * count:g}", remedy)
     active = any(state.startswith(ACTIVE) for state in report.cards.values())
     if active and report.memlock_gb is not None and report.memlock_gb < _MEMLOCK_GB:
         limit = f"{report.memlock_gb * GB / 1024:.0f} KiB"
         remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
-        wrong(f"a process may lock {limit} of memory, too little for InfiniBand", remedy)
+        add(f"a process may lock {limit} of memory, too little for InfiniBand", remedy)
     return found

@@ -1,4 +1,4 @@
-"""What one node says of itself."""
+"""The report of one node on itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -29,7 +29,7 @@ _MANY_FOLDERS = 16  # the splits of a data set; the class folders below hold a m
 
 @dataclass(frozen=True)
 class PathState:
-    """A path as a node sees it: how large it is, or what is wrong with it."""
+    """The size of a path on a node, or the error that it met."""
 
     size: int = 0  # entries of a directory and its folders, bytes of a file
     error: str = ""
@@ -40,12 +40,12 @@ class NodeReport:
     """One node; sizes in GB (1e9 bytes).
 
     Attributes:
-        address: Its own on the route to node 0.
-        versions: Of what must be the same everywhere; "none" where there is none.
-        gpus, gpu: How many torch sees, and their model.
-        cards: See `cards`.
-        memlock_gb: Memory that a process may pin; None: any.
-        free_gb: On the file system of --output.
+        address: The node's own address on the way to node 0.
+        versions: Versions that must be the same everywhere; "none" where there is none.
+        gpus, gpu: Number of GPUs that torch sees, and their model.
+        cards: State of each port of the network cards, see `cards`.
+        memlock_gb: Memory that a process may pin; None if it is unlimited.
+        free_gb: Free space on the file system of --output.
     """
 
     rank: int
@@ -67,10 +67,10 @@ class NodeReport:
 def node_report(
     rank: int, address: str, paths: Sequence[str], output: str | None, root: Path = Path("/")
 ) -> NodeReport:
-    """Look at this node. `root` stands for / wherever sysfs and proc are read."""
+    """Examine this node. `root` stands for / wherever sysfs and proc are read."""
     free_gb, output_error = output_state(output) if output else (None, "")
     machine = read_machine(root)
-    note = None if address.startswith("127.") else own_name_note()  # alone, its name is nobody's business
+    note = None if address.startswith("127.") else own_name_note()  # a single node needs no name
     return NodeReport(
         rank=rank,
         host=socket.gethostname(),
@@ -90,7 +90,7 @@ def node_report(
 
 
 def versions(root: Path = Path("/")) -> dict[str, str]:
-    """Versions of what ranks on different nodes must share."""
+    """Return the versions of what ranks on different nodes must share."""
     try:
         project = version("volo-tlt")
     except PackageNotFoundError:
@@ -107,7 +107,7 @@ def versions(root: Path = Path("/")) -> dict[str, str]:
 
 
 def code_digest(folder: Path) -> str:
-    """Short digest of the sources of volo and tlt below `folder`: a checkout may be stale on one node."""
+    """Return a short digest of the sources of volo and tlt below `folder`: a checkout may be stale on one node."""
     digest = hashlib.sha256()
     for file in sorted((*folder.glob("volo/**/*.py"), *folder.glob("tlt/**/*.py"))):
         digest.update(f"{file.relative_to(folder)}\0".encode())
@@ -122,29 +122,29 @@ def _nccl() -> str:
 
 
 def _driver(root: Path) -> str:
-    """Of the kernel module, which a container shares with its host."""
+    """Return the version of the kernel module, which a container shares with its host."""
     found = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", _read(root / "proc/driver/nvidia/version"))
     return found[1] if found else NONE
 
 
 def gpu_models(root: Path) -> str:
-    """Models of the node's GPUs, from the driver: asking CUDA would take memory on each of them."""
+    """Return the models of the node's GPUs, from the driver: asking CUDA would take memory on each of them."""
     texts = [_read(file) for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
     return ", ".join(sorted({found[1].strip() for text in texts if (found := re.search(r"Model:(.*)", text))})) or NONE
 
 
 def cards(machine: Machine) -> dict[str, str]:
-    """State of every port of the InfiniBand and RoCE cards, such as {"mlx5_0:1": "ACTIVE at 200 Gb/s"}."""
+    """Return the state of every InfiniBand and RoCE port, such as {"mlx5_0:1": "ACTIVE at 200 Gb/s"}."""
     active = {port.name: f"{ACTIVE} at {port.rate:g} Gb/s" for port in machine.ports}
     return active | dict(idle.split(" is ", 1) for idle in machine.idle_ports)
 
 
 def path_state(path: str) -> PathState:
-    """Read a file's first byte, or list a directory."""
+    """Check that a path is readable: read a file's first byte, or list a directory."""
     try:
         return PathState(within(_STORAGE_S, partial(_size, path)))
     except (OSError, ValueError) as error:  # TimeoutError is an OSError; ValueError: a NUL in the name
-        return PathState(error=_told(error))
+        return PathState(error=_text(error))
 
 
 def _size(path: str) -> int:
@@ -161,7 +161,7 @@ def _size(path: str) -> int:
 def output_state(path: str) -> tuple[float | None, str]:
     """Return the free space in GB where `path` is or would be made, and what is wrong with it."""
 
-    def look() -> float:
+    def free_gb() -> float:
         folder = Path(path).absolute()
         while not folder.exists():
             folder = folder.parent
@@ -169,17 +169,13 @@ def output_state(path: str) -> tuple[float | None, str]:
             file.write(b"0")
         return shutil.disk_usage(folder).free / GB
 
-    return _or_error(look)
-
-
-def _or_error(look: Callable[[], float]) -> tuple[float | None, str]:
     try:
-        return within(_STORAGE_S, look), ""
+        return within(_STORAGE_S, free_gb), ""
     except (OSError, ValueError) as error:
-        return None, _told(error)
+        return None, _text(error)
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
@@ -193,10 +189,10 @@ def _free(folder: Path) -> float:
 def _memlock_gb() -> float | None:
     try:
         import resource
-    except ImportError:
+    except ImportError:  # Windows
         return None
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if hasattr(resource, "RLIMIT_MEMLOCK") else -1
-    return None if limit in (-1, resource.RLIM_INFINITY) else limit / GB
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit / GB
 
 
 def _read(file: Path) -> str:

@@ -1,18 +1,19 @@
-"""Which node this is, how many there are, and how they reach node 0; the standard library is enough for that."""
+"""Which node this is, how many there are, and how they reach node 0. Imports no torch."""
 
 from __future__ import annotations
 
 import errno
-import queue
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
 from tlt.errors import UserError
+from volo.cluster.ranks import own_address
 
 _DEFAULT_PORT = 29500
 _RESOLVER_S = 10.0
@@ -29,9 +30,9 @@ class Rendezvous:
     """This node among all.
 
     Attributes:
-        names: Of all nodes by rank; empty where nobody has told them.
+        names: Names of all nodes by rank; empty where they are not known.
         master: MASTER_ADDR as it was given; empty for a single node.
-        port: Where the preflight meets: MASTER_PORT + 1, so that the run finds its own port free.
+        port: The port of the preflight's store: MASTER_PORT + 1, so that the run finds its own port free.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class Rendezvous:
     port: int
 
     def name(self, rank: int) -> str:
-        """What messages call a node."""
+        """Return what messages call a node."""
         return self.names[rank] if self.names else f"node {rank}"
 
 
@@ -83,8 +84,24 @@ def _names(env: Mapping[str, str], nodes: int) -> tuple[str, ...]:
     names = tuple(expand_hostlist(text)) if text else ()
     if given and len(names) != nodes:
         raise UserError(f"NODES names {len(names)} nodes and NNODES is {nodes}: name each node once")
-    # A step on some nodes of a job: which ones nobody says.
+    # For a step on some nodes of a job, Slurm does not say on which ones.
     return names if len(names) == nodes else ()
+
+
+def addresses(rendezvous: Rendezvous) -> tuple[str, str]:
+    """Return node 0's address and this node's own on the way there.
+
+    Raises:
+        Unfit: MASTER_ADDR is not usable (see `master_address`), or there is no route to node 0.
+    """
+    if rendezvous.nodes == 1:
+        return "127.0.0.1", "127.0.0.1"
+    address = master_address(rendezvous)
+    try:
+        return address, own_address(address)
+    except OSError as error:
+        name = rendezvous.name(rendezvous.rank)
+        raise Unfit(f"{name}: no route to node 0 at {address} ({error.strerror}): bring its network up") from error
 
 
 def master_address(rendezvous: Rendezvous) -> str:
@@ -125,7 +142,7 @@ def _is_own(address: str) -> bool:
 
 
 def own_name_note() -> str | None:
-    """What is odd about this host's own name, if anything; nothing here needs it."""
+    """Return a note if this host's own name doesn't resolve, or to loopback; the preflight doesn't need the name."""
     try:
         address = within(_RESOLVER_S, lambda: socket.gethostbyname(socket.gethostname()))
     except (OSError, TimeoutError, UnicodeError):
@@ -139,34 +156,30 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return `call()`, whose exceptions are raised here; dead storage and dead name servers don't stop us.
+    """Return `call()`, or raise its exception: dead storage or a dead name server must not block the preflight.
 
     Raises:
-        TimeoutError: It takes longer than `seconds`. Its thread is left behind.
+        TimeoutError: The call takes longer than `seconds`. Its thread is left behind.
     """
-    box: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+    result: Future[T] = Future()
 
     def work() -> None:
         try:
-            box.put((call(), None))
+            result.set_result(call())
         except Exception as error:
-            box.put((None, error))
+            result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    try:
-        value, error = box.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]  # set where there is no error
+    if not wait([result], seconds).done:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return result.result()
 
 
 # One name: plain text and [lists of numbers and ranges]; commas inside brackets belong to it.
 _NAME = re.compile(r"(?:[^\s,\[\]]|\[[0-9,-]+\])+")
 _PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_MOST = 65536  # as many as Slurm writes out
+_MOST = 65536  # names of one range, as many as Slurm writes out
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -176,7 +189,7 @@ def expand_hostlist(text: str) -> list[str]:
     brackets, as in `r[1-2]n[1-2]`, the last one counts first.
 
     Raises:
-        UserError: It is no such list.
+        UserError: `text` is no such list.
     """
     names = []
     for name in _NAME.findall(text):

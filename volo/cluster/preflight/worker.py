@@ -1,6 +1,6 @@
-"""One process of a bandwidth measurement: tasks come in as lines of JSON, results go out as lines of JSON.
+"""One process of a bandwidth measurement: it reads tasks and writes results as lines of JSON.
 
-Run as a file by `workers.py`, so that nothing but torch is imported. It ends with its parent.
+`local_node.py` runs it as a file, so that nothing but torch is imported. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LONG_ENOUGH_S = 0.1  # of one all-reduce: what begins and ends it no longer counts
+_LONG_ENOUGH_S = 0.1  # duration of one all-reduce in which its start and end no longer count
 _SAMPLED_S = 0.5
 _LARGEST = {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes
 
@@ -25,9 +25,9 @@ _LARGEST = {"cpu": 1 << 24, "cuda": 1 << 28}  # bytes
 def all_reduce_bandwidth(device: torch.device) -> float:
     """Return the bus bandwidth of an all-reduce in GB/s per process, bytes / s * 2 (n - 1) / n, as in nccl-tests.
 
-    Of the quickest one: other work on the machines only ever adds to the time.
+    The quickest all-reduce counts: other work on the machines can only add to the time.
     """
-    timed_all_reduce(torch.zeros(256, device=device))  # connects
+    timed_all_reduce(torch.zeros(256, device=device))  # connects the processes
     length = 1 << 20
     best = spent = timed_all_reduce(torch.zeros(length // 4, device=device))
     while best < _LONG_ENOUGH_S and length < _LARGEST[device.type]:
@@ -42,7 +42,7 @@ def all_reduce_bandwidth(device: torch.device) -> float:
 
 
 def timed_all_reduce(values: torch.Tensor) -> float:
-    """Return the seconds that an all-reduce took on the slowest process; the same on all of them."""
+    """Return the seconds that an all-reduce took on the slowest process; all processes return the same."""
     device = values.device
     taken = torch.zeros(1, dtype=torch.float64, device=device)
     dist.all_reduce(taken)  # all begin together
@@ -62,7 +62,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(task: dict[str, Any], store: dist.Store, device: torch.device) -> dict[str, Any]:
-    """Join the processes of one measurement; `task` has prefix, rank, size and seconds."""
+    """Do one measurement with other processes; `task` has prefix, rank, size and seconds."""
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -72,7 +72,7 @@ def measure(task: dict[str, Any], store: dist.Store, device: torch.device) -> di
             timeout=timedelta(seconds=task["seconds"]),
         )
         return {"bandwidth": all_reduce_bandwidth(device)}
-    except Exception as error:  # whatever it is, the node says so and goes on
+    except Exception as error:  # whatever it is, it is reported and the next task can follow
         return {"error": str(error).partition("\n")[0] or type(error).__name__}
     finally:
         if dist.is_initialized():
@@ -80,14 +80,14 @@ def measure(task: dict[str, Any], store: dist.Store, device: torch.device) -> di
 
 
 def read_tasks(tasks: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Read on while a measurement hangs: the end of the input is the end of the parent."""
+    """Read tasks, also while a measurement hangs; end this process when the input ends: so has the parent."""
     for line in sys.stdin:
         tasks.put(json.loads(line))
     os._exit(0)
 
 
 def main(address: str, port: str, device_type: str, local_rank: str) -> None:
-    """Say that this process is ready, then do task after task."""
+    """Write that this process is ready, then do one task after another."""
     # NCCL writes to the standard output when NCCL_DEBUG is set.
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
