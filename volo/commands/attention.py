@@ -25,8 +25,8 @@ from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import choose_device
 from volo.commands.attention_page import draw_attention
 from volo.commands.attention_view import choose_layers, view
-from volo.train.annotator import load_annotator
 from volo.train.model import eval_settings
+from volo.train.trained_model import load_annotator
 
 
 def run(args: Namespace) -> int:

@@ -40,12 +40,12 @@ from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_are
 from tlt.labels.metadata import TreeMetadata
 from volo.cluster.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
 from volo.record.metrics import Sums
-from volo.train.annotator import load_annotator
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
 from volo.train.label_job import ArchiveJob, LabelJob, TreeJob
 from volo.train.model import eval_settings
 from volo.train.precision import resolve_amp_dtype
+from volo.train.trained_model import load_annotator
 
 _PATIENCE = 7 * 86400.0  # seconds: ranks wait for rank 0 while it reads what is there
 _POLL = 0.2  # seconds between two looks at how far the other ranks are

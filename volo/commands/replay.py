@@ -28,10 +28,9 @@ from volo.train.convolutions import check_convolutions
 from volo.train.criterion import StepKey, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.loop import set_train_mode
-from volo.train.master_weights import WorkingCopy
 from volo.train.model import add_dense_head, build_model, eval_settings, prepare_model
 from volo.train.nonfinite import FOLDER
-from volo.train.precision import compute_dtype
+from volo.train.precision import WorkingCopy, compute_dtype
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:

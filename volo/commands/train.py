@@ -27,10 +27,19 @@ from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
 from tlt.data.workers import kill_workers
 from tlt.io.progress import SearchProgress
-from volo.checkpoint import fingerprint
 from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
 from volo.checkpoint.checkpoint_file import the_checkpoint
-from volo.checkpoint.resume import BATCH_KEY, Continued, Resume, batch_record, continued_run, steps_to_keep
+from volo.checkpoint.resume import (
+    BATCH_KEY,
+    DATA_KEY,
+    Continued,
+    Fingerprint,
+    Resume,
+    batch_record,
+    continued_run,
+    fingerprint,
+    steps_to_keep,
+)
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import (
@@ -45,9 +54,8 @@ from volo.cluster.distributed import (
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
-from volo.commands.describe import describe, tell_memory
 from volo.commands.launch_command import available_cpus
-from volo.commands.run_start import find_checkpoint, go_on_from, note_lock, note_start, open_run
+from volo.commands.run_start import describe, find_checkpoint, go_on_from, note_lock, note_start, open_run, tell_memory
 from volo.config.args import Settings
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.data_wait import Advisor
@@ -62,7 +70,6 @@ from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
 from volo.train.data import Folders, image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.train.loop import Training, evaluate, train_epoch
-from volo.train.master_weights import WorkingCopy
 from volo.train.meter import Meter
 from volo.train.model import (
     TimmModel,
@@ -77,7 +84,7 @@ from volo.train.model import (
 )
 from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.optim import create_optimizer
-from volo.train.precision import Precision, compute_dtype
+from volo.train.precision import Precision, WorkingCopy, compute_dtype
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.teacher import load_teacher, teacher_costs
 
@@ -181,7 +188,7 @@ def build(
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
     metadata = {"arch": args.model, "args": settings_of(args), "model_config": config}
-    metadata |= {fingerprint.KEY: data, BATCH_KEY: batch}
+    metadata |= {DATA_KEY: data, BATCH_KEY: batch}
     optimizer = create_optimizer(args, model, world.device)
     ema = create_ema(model, args)
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
@@ -215,10 +222,10 @@ def make_loaders(
 
 def find_labels(
     args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress
-) -> tuple[LabelReader | None, list[str], fingerprint.Fingerprint]:
+) -> tuple[LabelReader | None, list[str], Fingerprint]:
     """Open the token labels; return them, warnings, and what a checkpoint is to know images and labels by."""
     labels, warnings = open_labels(args, folder, num_classes, found)
-    return labels, warnings, fingerprint.fingerprint(folder, labels)
+    return labels, warnings, fingerprint(folder, labels)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:

@@ -6,6 +6,7 @@ because float16 there is about 50 times slower. A step whose gradients are not f
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,6 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
 from tlt.errors import NonFiniteError, UserError
-from volo.train.master_weights import WorkingCopy
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -44,6 +44,64 @@ def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients, a scalar tensor; not finite if any element isn't."""
     return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+# Their parameters and running statistics stay float32, and are the master's own.
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+class WorkingCopy:
+    """A bfloat16 copy of `master` that computes, while the float32 model is optimized, averaged, validated and saved.
+
+    After a backward pass the gradients of the copy go to the master weights, which add up those of micro-batches; after
+    a step the weights come back. The copy runs under bfloat16 autocast, which computes norms and softmax in float32.
+    Autocast on a float32 model casts weights in every forward pass and gradients in every backward pass, and its
+    activations are float32 from the position embedding on; here all of that is bfloat16.
+
+    Attributes:
+        module: What computes; names as in `master`. Norms share parameters and buffers with it.
+    """
+
+    def __init__(self, master: nn.Module) -> None:
+        norms = [module for module in master.modules() if isinstance(module, _NORMS)]
+        shared = [tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
+        self.module = copy.deepcopy(master, {id(tensor): tensor for tensor in shared})
+        kept = {id(tensor) for tensor in shared}
+        for parameter in self.module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.bfloat16()
+        pairs = zip(master.parameters(), self.module.parameters(), strict=True)
+        self._pairs = [(own, cast) for own, cast in pairs if own is not cast]
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Round the master's weights into the copy."""
+        torch._foreach_copy_([cast for _, cast in self._pairs], [own for own, _ in self._pairs])
+
+    @torch.no_grad()
+    def give_gradients(self) -> None:
+        """Move the copy's gradients to the master's parameters, where they are added to what is there, in float32."""
+        new, old = [], []
+        for own, cast in self._pairs:
+            if cast.grad is not None and own.grad is not None:
+                old.append((own.grad, cast.grad))
+            elif cast.grad is not None:
+                own.grad = torch.empty_like(own)
+                new.append((own.grad, cast.grad))
+            cast.grad = None
+        if new:
+            torch._foreach_copy_([own for own, _ in new], [cast for _, cast in new])
+        if old:
+            torch._foreach_add_([own for own, _ in old], [cast for _, cast in old])
+
+    def take_gradients_back(self) -> None:
+        """Round what was given so far into the copy's gradients, to which the next backward pass adds its own.
+
+        DistributedDataParallel knows the copy alone, and sends what its gradients are after that pass.
+        """
+        for own, cast in self._pairs:
+            if own.grad is not None:
+                cast.grad, own.grad = own.grad.to(cast.dtype), None
 
 
 class Precision:

@@ -27,10 +27,10 @@ from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.label_tail import relative_to_tail
 from tlt.models.flops import flops_per_image
 from volo.cluster.distributed import World
-from volo.train.annotator import load_annotator
 from volo.train.compilation import feature_compiler
 from volo.train.model import TimmModel, eval_settings, place_model
 from volo.train.precision import compute_dtype
+from volo.train.trained_model import load_annotator
 
 
 class Stopwatch:

@@ -1,4 +1,4 @@
-"""A model as it is used: built as its checkpoint says, with its weights, in evaluation."""
+"""A trained model, built as its checkpoint says: to be evaluated or exported, or as the annotator that makes labels."""
 
 from __future__ import annotations
 
@@ -40,14 +40,7 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
-    kwargs = config.get("kwargs") if args.model == config.get("name") else None
-    model = build_model(args, kwargs, count_weights(checkpoint))
-    if path is not None:
-        if dense and dense_head_of(checkpoint, args.use_ema, path):
-            model = with_dense_head(model, image_size_of(args))
-        load_weights(model, path, args.use_ema, checkpoint)
-    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
-        model.set_dense_head(False)
+    model = _build(args, config, checkpoint, path, args.use_ema, dense)
     notes = []
     if not args.use_ema and any(key in checkpoint for key in EMA_KEYS):
         # Where the average is validated, it is what a run's epochs are ranked by.
@@ -73,3 +66,48 @@ def with_recorded(
     if args.img_size is None and args.input_size is None and "img_size" in config:
         filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
     return filled
+
+
+def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any]]:
+    """The annotator with its weights, and what its checkpoint says about it.
+
+    Args:
+        args: `model`, `checkpoint`, `pretrained`, `use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
+            `model_kwargs`. What is missing there and stands in the checkpoint is filled in.
+        num_classes: Of a checkpoint that does not say how many it has.
+
+    Raises:
+        UserError: No such model or file, or weights that don't fit.
+    """
+    if not args.checkpoint:
+        return build_model(args), {}
+    checkpoint = read_checkpoint(args.checkpoint)
+    recorded = model_config_of(checkpoint, args.checkpoint) or {}
+    args.model = args.model or recorded.get("name")
+    if args.model is None:
+        raise UserError(f"--checkpoint {args.checkpoint} does not say what model it holds: add --model NAME")
+    args.num_classes = args.num_classes or recorded.get("num_classes") or num_classes
+    if args.img_size is None and args.input_size is None:
+        args.img_size = recorded.get("img_size")
+    dense = bool(recorded.get("dense_head"))
+    return _build(args, recorded, checkpoint, args.checkpoint, args.use_ema or None, dense), recorded
+
+
+def _build(
+    args: Namespace,
+    config: dict[str, Any],
+    checkpoint: dict[str, Any],
+    path: str | Path | None,
+    use_ema: bool | None,
+    dense: bool,
+) -> TimmModel:
+    """The model of `args` as its checkpoint's `config` says, with the weights where there is a `path`."""
+    kwargs = config.get("kwargs") if args.model == config.get("name") else None
+    model = build_model(args, kwargs, count_weights(checkpoint))
+    if path is not None:
+        if dense and dense_head_of(checkpoint, use_ema, path):
+            model = with_dense_head(model, image_size_of(args))
+        load_weights(model, path, use_ema, checkpoint)
+    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
+        model.set_dense_head(False)
+    return model
