@@ -150,17 +150,8 @@ def validation_loader(
     args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
     """The validation batches of this rank. Raises UserError: too many images are known to be unreadable."""
-    dataset = EvalDataset(
-        folder,
-        settings["input_size"][1:],
-        settings["crop_pct"],
-        settings["crop_mode"],
-        settings["interpolation"],
-        fill=[min(255, round(255 * value)) for value in settings["mean"]],
-        backend=_backend(args, world),
-    )
     return EvalLoader(
-        dataset,
+        eval_dataset(folder, settings, _backend(args, world)),
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
@@ -168,6 +159,19 @@ def validation_loader(
         world_size=world.size,
         rank=world.rank,
         may_be_empty=world.size > 1,  # whether anything is left is known over all ranks: `evaluate` sees to it
+    )
+
+
+def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], backend: Backend | None = None) -> EvalDataset:
+    """The images as validation shows them to the model."""
+    return EvalDataset(
+        folder,
+        settings["input_size"][1:],
+        settings["crop_pct"],
+        settings["crop_mode"],
+        settings["interpolation"],
+        fill=[min(255, round(255 * value)) for value in settings["mean"]],
+        backend=backend,
     )
 
 
