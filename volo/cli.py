@@ -22,7 +22,7 @@ from volo.config.flag_table import nearest
 _CHECKOUT = str(Path(__file__).resolve().parents[1])  # or where the package is installed
 
 
-class Command(NamedTuple):
+class Program(NamedTuple):
     """A program: what it does, which function reads its command line, and which module has its `run(args)`."""
 
     does: str
@@ -31,30 +31,30 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
-    "validate": Command(
+    "train": Program("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
+    "validate": Program(
         "measure the accuracy of checkpoints (validate.py)", "volo.config.args:parse_validate", "volo.commands.validate"
     ),
-    "label": Command(
+    "label": Program(
         "write token labels for a folder of images (generate_label.py)",
         "volo.config.args:parse_generate_label",
         "volo.commands.generate_label",
     ),
-    "export": Command(
-        "write a model as ONNX or torch.export", "volo.config.flags_export:parse_export", "volo.commands.export"
+    "export": Program(
+        "write a model as ONNX or torch.export", "volo.config.flags_tools:parse_export", "volo.commands.export"
     ),
-    "report": Command("what happened to a run", "volo.config.flags_report:parse_report", "volo.commands.report"),
-    "attention": Command(
+    "report": Program("what happened to a run", "volo.config.flags_tools:parse_report", "volo.commands.report"),
+    "attention": Program(
         "draw what the attention layers look at",
-        "volo.config.flags_attention:parse_attention",
+        "volo.config.flags_tools:parse_attention",
         "volo.commands.attention",
     ),
-    "preflight": Command(
+    "preflight": Program(
         "are these machines fit for a run?",
         "volo.config.flags_preflight:parse_preflight",
         "volo.cluster.preflight.program",
     ),
-    "benchmark": Command(
+    "benchmark": Program(
         "measure this machine (benchmark.py; in a checkout)",
         "benchmarks.flags_benchmark:parse_benchmark",
         "benchmarks.program",
@@ -92,7 +92,7 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
         return run_program(partial(_parse, command), command.program, flags)
 
 
-def _parse(command: Command, flags: Sequence[str] | None) -> Namespace:
+def _parse(command: Program, flags: Sequence[str] | None) -> Namespace:
     module, _, function = command.parser.partition(":")
     try:
         parse = getattr(import_module(module), function)

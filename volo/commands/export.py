@@ -44,7 +44,7 @@ CONFIG = "model_config"
 _LARGEST_ONNX = 2**31 - 2**20  # bytes of weights: a file is one protobuf message, which ends at 2 GiB
 
 
-class Inference(nn.Module):
+class ExportModule(nn.Module):
     """What a file computes: the model between float32 images and float32 logits, whatever its own type.
 
     Args:
@@ -70,7 +70,7 @@ def output_names(dense: bool) -> list[str]:
     return ["class_logits", "token_logits"] if dense else ["logits"]
 
 
-def trace(module: Inference, images: Tensor) -> ExportedProgram:
+def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
     """The module as a graph for any batch of images of this size.
 
     Args:
@@ -179,13 +179,13 @@ def run(args: Namespace) -> int:
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width
     images = check_images(shape)
-    expected = run_all(Inference(trained.model, args.dense), images)
+    expected = run_all(ExportModule(trained.model, args.dense), images)
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
     dtype = getattr(torch, args.model_dtype)
     for line in check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")):
         print(line, flush=True)
-    module = Inference(trained.model.to(dtype), args.dense)
+    module = ExportModule(trained.model.to(dtype), args.dense)
     program = trace(module, torch.zeros(2, *shape))
 
     def fill(staged: Path) -> None:

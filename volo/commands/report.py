@@ -14,9 +14,9 @@ from pathlib import Path
 from tlt.errors import UserError
 from tlt.io.text import table
 from volo.commands.console import run_program
-from volo.config.flags_report import parse_report
+from volo.config.flags_tools import parse_report
 from volo.record.events import duration
-from volo.record.history import History, Start, faults, losses, number, read_history, skipped_files
+from volo.record.history import History, RunStart, faults, losses, number, read_history, skipped_files
 from volo.record.json_lines import read_json_lines
 from volo.record.run_directory import TIME_KEYS
 
@@ -96,7 +96,7 @@ def _starts(history: History) -> list[str]:
     return table(rows) if history.starts else []
 
 
-def _end(start: Start) -> str:
+def _end(start: RunStart) -> str:
     if start.ended:
         return start.ended
     return "runs" if start.is_alive else f"no end noted, last sign of life {_clock(start.seen)}"

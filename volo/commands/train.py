@@ -56,14 +56,13 @@ from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.launch_command import available_cpus
 from volo.commands.run_start import describe, find_checkpoint, go_on_from, note_lock, note_start, open_run, tell_memory
-from volo.config.args import Settings
+from volo.config.args import FrozenArgs
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
-from volo.record.data_wait import Advisor
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
 from volo.record.run_directory import check_writable, choose_directory, settings_of
 from volo.record.run_lock import RunLock
-from volo.record.slowdown import CompileWatch, Pace
+from volo.record.slowdown import Advisor, CompileWatch, SlowdownWatch
 from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
@@ -125,7 +124,7 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     directory = Path(name)
     with RunLock(directory, partial(note_lock, logger)) as lock:
         resume = find_checkpoint(args, spec, directory, lock, world)
-        args, batch = decided_by(resume, Settings(args, resume=spec), world, logger)
+        args, batch = decided_by(resume, FrozenArgs(args, resume=spec), world, logger)
         training = build(args, folders, model, settings, batch, world, logger, found)
         go_on_from(resume, args, training, world, logger)
         resumed = resume.path
@@ -143,7 +142,7 @@ def decided_by(resume: Resume, args: Namespace, world: World, logger: Logger) ->
     if message is not None:
         logger.line(message)
     batch = batch_record(args.batch_size, steps, world.size, asked)
-    return Settings(args, grad_accum_steps=steps), batch
+    return FrozenArgs(args, grad_accum_steps=steps), batch
 
 
 def build(
@@ -307,7 +306,7 @@ def make_meter(
         lambda: guard.waited,
         args.log_interval,
         recorder,
-        Pace(world, Advisor(feed, lambda: loader.megapixels), logger),
+        SlowdownWatch(world, Advisor(feed, lambda: loader.megapixels), logger),
         CompileWatch(logger.line) if args.torchcompile else None,
     )
 

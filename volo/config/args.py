@@ -1,7 +1,7 @@
 """The programs' command lines: parsers, recipes below them, and what is refused before anything starts.
 
 Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer`, `flags_data` and `flags_eval` (the
-flags), `config` (recipes), `flag_rules` (contradictions), this file.
+flags), `recipes`, `flag_rules` (contradictions), this file.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.errors import UserError
-from volo.config.config import load_yaml
 from volo.config.flag_rules import check_train, check_validate, resolve_aliases
 from volo.config.flag_table import Flag, FlagParser
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
 from volo.config.flags_train import TRAIN_GROUPS
+from volo.config.recipes import load_yaml
 
 
-class Settings(Namespace):
+class FrozenArgs(Namespace):
     """Arguments that nobody changes any more.
 
     Args:

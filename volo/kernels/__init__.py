@@ -23,7 +23,7 @@ from tlt.models.operators import own_operators_fit, transformed
 from volo.kernels import reference, slices, triton_outlook, windows
 
 
-class Kernel(Protocol):
+class OutlookKernel(Protocol):
     """An implementation; shapes as in `outlook_attention` below."""
 
     def outlook_attention(
@@ -38,7 +38,7 @@ class Kernel(Protocol):
 
 
 # The first that fits is "auto". `volo.config.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {
+KERNELS: dict[str, OutlookKernel] = {
     "triton": triton_outlook,
     "windows": windows,
     "reference": reference,
@@ -81,7 +81,7 @@ def outlook_attention(
 
 def choose_kernel(
     kernel: str, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
-) -> Kernel:
+) -> OutlookKernel:
     """The implementation behind a name, or the fastest that fits where the name is "auto".
 
     Tensors without contents always get the reference, so that what is counted on them depends on no kernel. Where the

@@ -25,7 +25,7 @@ MOST_IMAGES = 1 << 16  # that a batch is searched up to
 
 
 @dataclass(frozen=True)
-class Size:
+class BatchBytes:
     """Bytes that grow with the batch."""
 
     fixed: float
@@ -37,7 +37,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockMemory:
     """What one block keeps and computes.
 
     Attributes:
@@ -46,7 +46,7 @@ class Block:
     """
 
     name: str
-    kept: dict[str, Size]
+    kept: dict[str, BatchBytes]
     flops: dict[str, float]
 
 
@@ -59,8 +59,8 @@ class Activations:
         between: Kept before the first block, between two, and after the last up to the loss.
     """
 
-    blocks: tuple[Block, ...]
-    between: tuple[Size, ...]
+    blocks: tuple[BlockMemory, ...]
+    between: tuple[BatchBytes, ...]
 
     def peak(self, batch: int, levels: Sequence[str]) -> float:
         """Bytes held at the most: at the end of the forward pass, or when a block, computed anew, is gone through.
@@ -124,7 +124,7 @@ class Activations:
         return anew / max(3 * sum(block.flops[EVERYTHING] for block in self.blocks), 1)
 
     def _candidates(self, choice: Sequence[str]) -> list[tuple[int, str]]:
-        """(Block, level) by operations done twice for each byte that is freed, each compared with the level before."""
+        """(BlockMemory, level) by operations done twice for each byte that is freed, each compared with the level before."""
         prices = {}
         for index, block in enumerate(self.blocks):
             for before, level in itertools.pairwise(choice):
@@ -170,10 +170,10 @@ def _assemble(names: list[str], marks: dict[str, list[Mark]], fewer: list[Mark])
         first, last = marks[NOTHING][2 * index : 2 * index + 2]
         # What doesn't grow with the batch is the weights in the type of autocast, at any level.
         fixed = grown[2 * index + 1].fixed
-        kept = {level: Size(fixed, (growths[level][2 * index + 1] - fixed) / _BATCHES[-1]) for level in LEVELS}
+        kept = {level: BatchBytes(fixed, (growths[level][2 * index + 1] - fixed) / _BATCHES[-1]) for level in LEVELS}
         rest = (last.rest - first.rest) / _BATCHES[-1]
         products = (last.products - first.products) / _BATCHES[-1]
-        blocks.append(Block(name, kept, {NOTHING: 0.0, POINTWISE: rest, EVERYTHING: products + rest}))
+        blocks.append(BlockMemory(name, kept, {NOTHING: 0.0, POINTWISE: rest, EVERYTHING: products + rest}))
     return Activations(tuple(blocks), tuple(grown[::2]))
 
 
@@ -183,6 +183,6 @@ def _growth(marks: list[Mark]) -> list[int]:
     return [after - before for before, after in itertools.pairwise(held)]
 
 
-def _size(fewer: float, more: float) -> Size:
+def _size(fewer: float, more: float) -> BatchBytes:
     per_image = (more - fewer) / (_BATCHES[1] - _BATCHES[0])
-    return Size(fewer - per_image * _BATCHES[0], per_image)
+    return BatchBytes(fewer - per_image * _BATCHES[0], per_image)

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from tlt.models.recompute import is_product
 
 
-class Tally(TorchDispatchMode):
+class MemoryTally(TorchDispatchMode):
     """Counts operations and what they leave behind.
 
     Attributes:
@@ -130,7 +130,7 @@ def forward_marks(model: nn.Module, shape: StepShape, batch: int, blocks: Iterab
     with FakeTensorMode(), ExitStack() as stack:
         state = {name: _without_contents(value, shape.device_type) for name, value in _state(model)}
         images = torch.empty(batch, *shape.input_size, device=shape.device_type)
-        tally = Tally([*state.values(), images])
+        tally = MemoryTally([*state.values(), images])
 
         def mark(*_: Any) -> None:
             marks.append(Mark(tally.held, tally.products, tally.rest))

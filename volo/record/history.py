@@ -28,7 +28,7 @@ ORDINARY = {"start", "resume", "checkpoint", "end"}
 
 
 @dataclass
-class Start:
+class RunStart:
     """One start of the program, as rank 0 saw it. Updates are counted over the whole run; times are UTC."""
 
     time: datetime | None
@@ -72,7 +72,7 @@ class History:
     """A run from its first start to now. `reports` and `epochs` are those that count; each list is in order of time."""
 
     run: Path
-    starts: list[Start]
+    starts: list[RunStart]
     events: list[Record]
     reports: list[Record]
     epochs: list[Record]
@@ -80,7 +80,7 @@ class History:
     damaged: dict[str, int]  # file -> lines that could not be read
 
     @property
-    def trained(self) -> list[Start]:
+    def trained(self) -> list[RunStart]:
         """The starts that got as far as training."""
         return [start for start in self.starts if start.records or start.last > start.first]
 
@@ -154,7 +154,7 @@ def losses(history: History) -> Losses:
     return Losses(total, down if total is not None else None, again, again_seconds, trained, waited)
 
 
-def gap(before: Start, after: Start) -> float:
+def gap(before: RunStart, after: RunStart) -> float:
     """Seconds from the last sign of life before a restart to the beginning of the first report's work after it."""
     if before.seen is None or after.time is None:
         return 0.0
@@ -192,7 +192,7 @@ def _seconds_per_update(records: list[Record]) -> float:
     return sum(number(r, "seconds") for r in records) / updates if updates else 0.0
 
 
-def _noted_starts(file: Path) -> list[Start]:
+def _noted_starts(file: Path) -> list[RunStart]:
     """Starts of run.json, which is older than events.jsonl."""
     try:
         records = json.loads(file.read_bytes()) if file.is_file() else []
@@ -203,13 +203,13 @@ def _noted_starts(file: Path) -> list[Start]:
         if isinstance(record, dict):
             time = time_of(record)
             ranks = int(number(record, "world_size")) or None
-            found.append(Start(time, str(record.get("host", "?")), ranks=ranks, seen=time))
+            found.append(RunStart(time, str(record.get("host", "?")), ranks=ranks, seen=time))
     return found
 
 
-def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
+def _starts(events: list[Record], noted: list[RunStart]) -> list[RunStart]:
     """Cut rank 0's events into starts. A process is known by its node and id: a stray one may outlive a restart."""
-    starts: list[Start] = []
+    starts: list[RunStart] = []
     for event in events:
         if event.get("rank") != 0:
             continue
@@ -217,7 +217,7 @@ def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
         if kind == "start":
             ranks = int(number(event, "world_size")) or None
             pid = who[1] if isinstance(who[1], int) else None
-            starts.append(Start(time_of(event), who[0], pid, ranks))
+            starts.append(RunStart(time_of(event), who[0], pid, ranks))
         start = next((s for s in reversed(starts) if (s.node, s.pid) == who), None)
         if start is None:
             continue
@@ -233,7 +233,7 @@ def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
     return earlier + starts
 
 
-def _assign(starts: list[Start], record: Record) -> None:
+def _assign(starts: list[RunStart], record: Record) -> None:
     """Give a report to the start that made it: the last one that began before it and had not ended.
 
     One may have ended meanwhile, because another had the run's lock.

@@ -3,34 +3,207 @@ compiled again and again."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import shutil
 import socket
 import statistics
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from tlt.data.workers import PREFETCH_FACTOR
 from volo.cluster.distributed import World, from_all
+from volo.record.logger import Logger
 
 WAIT_SHARE = 0.2  # of an interval, waiting for data
 STRAGGLER_FACTOR = 1.5  # over the median of the ranks
 STRAGGLER_SHARE = 0.1  # of an interval, that the median rank loses
 
 
-class Reporter(Protocol):
-    """Receives warnings."""
-
-    def event(self, kind: Any, **fields: Any) -> None: ...
-
-    def warning(self, text: str) -> None: ...
+LARGE_IMAGES = 2.0  # megapixels: decoding one takes five times what a photograph of 500 x 375 takes
+BUSY = 0.4  # share of their CPUs that workers use at least if it isn't storage they wait for
+_SHARED_MEMORY = "/dev/shm"
 
 
-class DataAdvisor(Protocol):
-    """Says what to do about waiting for data (`volo.record.data_wait`)."""
+@dataclass(frozen=True)
+class Feed:
+    """How a rank gets its images.
 
-    def look(self) -> None: ...
+    Attributes:
+        workers: `--workers`.
+        cpus: That this rank may use.
+        ranks: On this machine.
+        backend: `--data-backend`.
+        source: "folder", "shards", or something else.
+        on_gpu: Whether the training device could decode.
+        image_size: Height, width of the images trained on.
+        batch_size: Images that a worker hands over at a time.
+        in_processes: Whether it hands them over through shared memory.
+    """
 
-    def advice(self) -> str: ...
+    workers: int
+    cpus: int
+    ranks: int
+    backend: str
+    source: str
+    on_gpu: bool
+    image_size: tuple[int, int]
+    batch_size: int
+    in_processes: bool = True
+
+    def shared_memory(self, workers: int) -> int:
+        """Bytes that the batches of so many workers, of all ranks of the machine, take at once."""
+        if not self.in_processes:
+            return 0
+        height, width = self.image_size
+        return self.ranks * workers * PREFETCH_FACTOR * self.batch_size * 3 * height * width
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was measured while the run waited.
+
+    Attributes:
+        megapixels: Of the files in the mean.
+        busy_cpus: That the workers keep busy, or wait for; None: not known.
+        free_shared_memory: Bytes; None: there is no such place.
+    """
+
+    megapixels: float
+    busy_cpus: float | None
+    free_shared_memory: int | None
+
+
+def advice(feed: Feed, seen: Seen) -> str:
+    """What to do first, and what second, in one line."""
+    if not feed.workers:
+        steps = [_more_workers(feed, seen, max(1, feed.cpus - 1))]
+    elif seen.busy_cpus is not None and seen.busy_cpus < BUSY * min(feed.workers, feed.cpus):
+        steps = _about_storage(feed, seen)
+    else:
+        steps = _about_decoding(feed, seen)
+    return "; or ".join(steps[:2])
+
+
+def _about_storage(feed: Feed, seen: Seen) -> list[str]:
+    """Workers that wait for files use few CPUs; more of them wait at the same time."""
+    wait = f"the workers wait for storage ({seen.busy_cpus:.1f} of {min(feed.workers, feed.cpus)} CPUs busy): "
+    near = "put the shards on a disk of this machine"
+    if feed.source != "shards":
+        near = "read shards (tlt pack-images) from a disk of this machine"
+    more = [_more_workers(feed, seen, 2 * feed.cpus)] if feed.workers < 2 * feed.cpus else []
+    return [wait + near, *more]
+
+
+def _about_decoding(feed: Feed, seen: Seen) -> list[str]:
+    steps = []
+    if seen.megapixels >= LARGE_IMAGES and feed.source in ("folder", "shards"):
+        command = "tlt shrink DATA OUT" if feed.source == "folder" else "tlt pack-images FOLDER OUT"
+        steps.append(
+            f"decoding {seen.megapixels:.1f} megapixels per image takes most of the time: make the files smaller once "
+            f"({command} --max-side {max(512, 2 * max(feed.image_size))})"
+        )
+    if feed.workers < feed.cpus:
+        steps.append(_more_workers(feed, seen, feed.cpus))
+    if feed.backend == "pil":
+        steps.append("use --data-backend torchvision, which takes two thirds of the time of pil")
+    elif feed.backend == "torchvision" and not feed.on_gpu:
+        steps.append(
+            "use --data-backend dali-cpu (pip install 'volo-tlt[dali]'), which decodes the crop's window alone"
+        )
+    if feed.on_gpu and not feed.backend.startswith("dali"):
+        steps.append("decode on the GPU (--data-backend dali-gpu)")
+    if feed.workers > feed.cpus:
+        steps.append(f"lower --workers ({feed.workers}) to the {feed.cpus} CPUs of this rank")
+    return steps or [f"the {feed.cpus} CPUs of this rank are busy with {feed.workers} workers: give it more CPUs"]
+
+
+def _more_workers(feed: Feed, seen: Seen, workers: int) -> str:
+    step = f"raise --workers ({feed.workers}) to {workers}: this rank has {feed.cpus} CPUs"
+    needed = feed.shared_memory(workers) - feed.shared_memory(feed.workers)
+    if seen.free_shared_memory is not None and needed > seen.free_shared_memory:
+        step += (
+            f"; that takes {needed / 1e9:.1f} GB more of /dev/shm, where {seen.free_shared_memory / 1e9:.1f} GB are "
+            "free (docker --shm-size)"
+        )
+    return step
+
+
+class Advisor:
+    """Looks at this process's workers at every interval, and advises on the last one.
+
+    Args:
+        megapixels: Tells the mean size of the files so far.
+    """
+
+    def __init__(self, feed: Feed, megapixels: Callable[[], float]) -> None:
+        self.feed, self.megapixels = feed, megapixels
+        self.clock = CpuClock()
+        self._busy: float | None = None
+
+    def look(self) -> None:
+        """An interval has ended."""
+        self._busy = self.clock.look(each.pid for each in multiprocessing.active_children() if each.pid)
+
+    def advice(self) -> str:
+        """One line."""
+        free = None
+        with suppress(OSError):
+            free = shutil.disk_usage(_SHARED_MEMORY).free
+        return advice(self.feed, Seen(self.megapixels(), self._busy, free))
+
+
+class CpuClock:
+    """How many CPUs processes have kept busy since the last look, in the mean.
+
+    What they wait for a CPU that others use counts as well: it is no waiting for storage.
+    """
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self.proc = proc
+        self._before: dict[int, tuple[float, float]] = {}  # process -> seconds used, when
+
+    def look(self, processes: Iterable[int]) -> float | None:
+        """Return None if there are no processes, or the system doesn't tell."""
+        try:
+            now = float((self.proc / "uptime").read_text().split()[0])
+            used = {process: (self._used(process), now) for process in processes}
+            before = {process: self._before.get(process) or (0.0, self._begun(process)) for process in used}
+        except (OSError, ValueError, IndexError):
+            return None
+        self._before = used
+        shares = [(used[each][0] - before[each][0]) / max(now - before[each][1], 1e-2) for each in used]
+        return sum(shares) if shares else None
+
+    def _used(self, process: int) -> float:
+        threads = (self.proc / str(process) / "task").glob("*/schedstat")
+        return sum(int(ns) for thread in threads for ns in thread.read_text().split()[:2]) / 1e9  # running, runnable
+
+    def _begun(self, process: int) -> float:
+        """Seconds after the system's start."""
+        # What stands before the last bracket is the program's name, which may hold anything.
+        fields = (self.proc / str(process) / "stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def cpus_of_rank(allowed: float, ranks: int) -> int:
+    """CPUs of this rank, whether the ranks of a machine share what they may use or each was given its own.
+
+    Args:
+        allowed: That this process may use, by its affinity and its cgroup.
+        ranks: On this machine.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return max(1, int(allowed / ranks))
+    own = launchers = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        launchers = len(os.sched_getaffinity(os.getppid()))
+    by_quota = allowed / ranks if allowed < own else own
+    return max(1, int(min(by_quota, own, launchers / ranks)))
 
 
 def straggler(own_seconds: list[float], interval: float) -> int | None:
@@ -44,7 +217,7 @@ def straggler(own_seconds: list[float], interval: float) -> int | None:
     return slowest if slow else None
 
 
-class Pace:
+class SlowdownWatch:
     """Warns once an epoch of each; the ranks exchange one number per interval.
 
     Args:
@@ -53,9 +226,9 @@ class Pace:
     """
 
     def __init__(
-        self, world: World, advisor: DataAdvisor, reporter: Reporter, gather: Callable[[float], list[float]] = from_all
+        self, world: World, advisor: Advisor, logger: Logger, gather: Callable[[float], list[float]] = from_all
     ) -> None:
-        self.world, self.advisor, self.reporter, self.gather = world, advisor, reporter, gather
+        self.world, self.advisor, self.logger, self.gather = world, advisor, logger, gather
         self._warned: dict[str, int] = {}  # epoch of the newest warning
 
     def interval(self, epoch: int, own_seconds: float, wait_seconds: float, seconds: float) -> None:
@@ -64,15 +237,15 @@ class Pace:
         share = wait_seconds / max(seconds, 1e-9)
         if share > WAIT_SHARE and self._first("data-wait", epoch):
             advice = self.advisor.advice()
-            self.reporter.event("data-wait", share=round(share, 3), advice=advice)
-            self.reporter.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
+            self.logger.event("data-wait", share=round(share, 3), advice=advice)
+            self.logger.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
         if self.world.size == 1:
             return
         ranks = self.gather(own_seconds)
         if straggler(ranks, seconds) == self.world.rank and self._first("straggler", epoch):
             usual = statistics.median(ranks)
-            self.reporter.event("straggler", seconds=own_seconds, median_seconds=usual, interval_seconds=seconds)
-            self.reporter.warning(
+            self.logger.event("straggler", seconds=own_seconds, median_seconds=usual, interval_seconds=seconds)
+            self.logger.warning(
                 f"the others wait for rank {self.world.rank} on {socket.gethostname()}: {own_seconds:.2f} s for "
                 f"loading and forward passes, usual are {usual:.2f} s"
             )

@@ -28,7 +28,7 @@ from tlt.labels.store import open_labels as open_label_store
 from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
 from volo.cluster.ranks import local_size_from_environment
-from volo.record.data_wait import Feed, cpus_of_rank
+from volo.record.slowdown import Feed, cpus_of_rank
 
 # Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10

@@ -16,7 +16,7 @@ from volo.checkpoint.train_state import TrainState
 from volo.cluster.distributed import World
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Interval, Sums
-from volo.record.slowdown import CompileWatch, Pace
+from volo.record.slowdown import CompileWatch, SlowdownWatch
 from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.precision import Precision
 
@@ -39,12 +39,12 @@ class Meter:
         waited: Callable[[], float],
         log_interval: int,
         recorder: NonFiniteRecorder,
-        pace: Pace,
+        slowdown_watch: SlowdownWatch,
         compile_watch: CompileWatch | None = None,
     ) -> None:
         self.state, self.world, self.precision, self.logger = state, world, precision, logger
         self.log_interval, self.recorder = log_interval, recorder
-        self.pace, self.compile_watch = pace, compile_watch
+        self.slowdown_watch, self.compile_watch = slowdown_watch, compile_watch
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world.device)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = 0
@@ -162,7 +162,7 @@ class Meter:
         starting = interval.update_in_epoch == interval.updates < interval.updates_per_epoch  # so are its data workers
         if not starting:
             own = self.own + interval.wait_seconds
-            self.pace.interval(interval.epoch, own, interval.wait_seconds, interval.seconds)
+            self.slowdown_watch.interval(interval.epoch, own, interval.wait_seconds, interval.seconds)
 
     def end(self) -> EpochTotals:
         """Return the sums over the whole epoch, and leave the position to be saved behind."""
