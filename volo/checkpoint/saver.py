@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from volo.checkpoint.checkpoint import LAST, CheckpointDir, Save, best_of
 from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
-from volo.record.logger import Logger
 
 _FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
 _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
@@ -88,6 +87,16 @@ class HostSnapshot:
         return copied
 
 
+class Reporter(Protocol):
+    """Receives what there is to say about saves: a `Logger`, or what a benchmark puts in its place."""
+
+    def line(self, text: str) -> None: ...
+
+    def event(self, kind: Any, **fields: Any) -> None: ...
+
+    def sync(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class SavePolicy:
     """When to save, and how much failure to bear.
@@ -136,7 +145,7 @@ class Saver:
         self,
         state: TrainState,
         checkpoints: CheckpointDir | None,
-        logger: Logger,
+        logger: Reporter,
         policy: SavePolicy,
         progress: Callable[[], dict[str, Any]] = dict,
         from_primary: Callable[[bool], bool] = bool,

@@ -143,11 +143,10 @@ def draw_attention(image: Pixels, seen: View, query: tuple[float, float], names:
 
 def _caption(axes: Axes, heading: str, title: str, note: str = "") -> None:
     """Three lines above a picture; only the heading may be wider than the picture."""
-    for line, (text, style) in enumerate(
-        ((note, {"size": 6.5, "color": FAINT}), (title, {"size": 7.5}), (heading, {"size": 9, "weight": "bold"}))
-    ):
-        style |= {"xytext": (0, 3 + 10 * line), "textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(drawable(text), (0, 1), xycoords="axes fraction", parse_math=False, **style)
+    styles: tuple[dict[str, Any], ...] = ({"size": 6.5, "color": FAINT}, {"size": 7.5}, {"size": 9, "weight": "bold"})
+    for line, (text, style) in enumerate(zip((note, title, heading), styles, strict=True)):
+        place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(drawable(text), (0, 1), (0, 3 + 10 * line), parse_math=False, **place, **style)
 
 
 def _draw_answers(pictures: list[Axes], bars: Axes, image: Pixels, seen: View, names: Sequence[str]) -> None:

@@ -124,7 +124,7 @@ class Activations:
         return anew / max(3 * sum(block.flops[EVERYTHING] for block in self.blocks), 1)
 
     def _candidates(self, choice: Sequence[str]) -> list[tuple[int, str]]:
-        """(BlockMemory, level) by operations done twice for each byte that is freed, each compared with the level before."""
+        """(block, level), sorted by the operations done twice per byte freed, compared with the level before."""
         prices = {}
         for index, block in enumerate(self.blocks):
             for before, level in itertools.pairwise(choice):
