@@ -1,6 +1,6 @@
-"""`volo COMMAND`: which programs there are, and how each starts.
+"""`volo COMMAND`: the table of programs, and how they start.
 
-Their flags are parsed before torch is imported, so that `--help` and mistakes are answered at once.
+Flags are parsed before torch is imported, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from volo.cluster.preempt import STOP
 from volo.commands.console import run_program
 from volo.config.flag_table import nearest
 
-_CHECKOUT = str(Path(__file__).resolve().parents[1])  # or where the package is installed
+_CHECKOUT = str(Path(__file__).resolve().parents[1])  # the folder of the package, if installed
 
 
 class Program(NamedTuple):
-    """A program: what it does, which function reads its command line, and which module has its `run(args)`."""
+    """A program: what it does, the function that parses its command line, and the module with its `run(args)`."""
 
     does: str
     parser: str
@@ -81,13 +81,13 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
     """Run a program and return its exit code.
 
     Args:
-        name: Of `COMMANDS`.
-        flags: None: those of the command line, where a script of its own was started (`python train.py`).
+        name: A key of `COMMANDS`.
+        flags: None: those of the command line, after a script such as `python train.py` was started.
     """
     command = COMMANDS[name]
     if name == "benchmark" and _CHECKOUT not in sys.path:
         sys.path.insert(0, _CHECKOUT)
-    # A run listens to signals from its first moment on.
+    # A training run handles signals from the start.
     with STOP.handled() if name == "train" else nullcontext():
         return run_program(partial(_parse, command), command.program, flags)
 

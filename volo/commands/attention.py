@@ -80,10 +80,10 @@ def run(args: Namespace) -> int:
 
 
 def read_images(paths: list[str], settings: dict[str, Any]) -> torch.Tensor:
-    """The images as they are in evaluation, (B, 3, H, W) uint8.
+    """Read the images as evaluation prepares them, (B, 3, H, W) uint8.
 
     Raises:
-        UserError: One can't be read.
+        UserError: An image can't be read.
     """
     folder = ImageFolder("", paths, np.zeros(len(paths), np.int64), [])
     batch = eval_dataset(folder, settings).load(BatchKey(0, tuple(range(len(paths)))))
@@ -94,7 +94,7 @@ def read_images(paths: list[str], settings: dict[str, Any]) -> torch.Tensor:
 
 
 def output_path(output: str, number: int, count: int) -> Path:
-    """Where picture `number` of `count` goes."""
+    """Return the path of picture `number` of `count`."""
     path = Path(output)
     return path if count == 1 else path.with_stem(f"{path.stem}-{number}")
 

@@ -34,8 +34,8 @@ from volo.checkpoint.model_config import class_names
 from volo.train.convolutions import check_convolutions
 from volo.train.trained_model import TrainedModel, load_trained
 
-BATCHES = (1, 3)  # that the file is checked with; neither is the one it was traced with
-# Largest difference from the float32 model that passes, as a share of the largest logit.
+BATCHES = (1, 3)  # batch sizes for the check of the file; it was traced with another one
+# The largest allowed difference from the float32 model, as a share of the largest logit.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
@@ -45,11 +45,11 @@ _LARGEST_ONNX = 2**31 - 2**20  # bytes of weights: a file is one protobuf messag
 
 
 class ExportModule(nn.Module):
-    """What a file computes: the model between float32 images and float32 logits, whatever its own type.
+    """The exported computation: the model with float32 images and float32 logits, whatever type it computes in.
 
     Args:
-        model: In evaluation, all its floating-point weights of one type.
-        dense: Both heads, as `model(x, dense=True)`.
+        model: In evaluation mode, with floating-point weights of one type.
+        dense: Return both heads, as `model(x, dense=True)`.
     """
 
     def __init__(self, model: nn.Module, dense: bool) -> None:
@@ -66,15 +66,15 @@ class ExportModule(nn.Module):
 
 
 def output_names(dense: bool) -> list[str]:
-    """The names of the outputs, in their order."""
+    """Return the names of the outputs, in order."""
     return ["class_logits", "token_logits"] if dense else ["logits"]
 
 
 def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
-    """The module as a graph for any batch of images of this size.
+    """Return the module as a graph for any batch of images of this size.
 
     Args:
-        images: At least two; torch takes a batch of one for a constant.
+        images: At least two images: torch would treat a batch size of one as a constant.
 
     Raises:
         UserError: The model can't be traced.
@@ -88,7 +88,7 @@ def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
 
 
 class Format(NamedTuple):
-    """How one kind of file is written and read."""
+    """How files of one format are written and read."""
 
     packages: tuple[str, ...]  # of the extra "onnx", needed beyond torch
     write: Callable[[ExportedProgram, list[str], str, Path, int], None]  # graph, outputs, model_config, file, opset
@@ -202,7 +202,7 @@ def run(args: Namespace) -> int:
 
 
 def check_path(path: Path) -> None:
-    """Refuse to write over something, or into a folder that isn't there.
+    """Refuse to overwrite a file, or to write into a folder that does not exist.
 
     Raises:
         UserError: The file already exists, or its folder does not.
@@ -231,15 +231,15 @@ def check_images(shape: Sequence[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def run_all(compute: Callable[[Tensor], tuple[Tensor, ...]], batches: list[Tensor]) -> list[Tensor]:
-    """All outputs for all batches."""
+    """Return all outputs for all batches."""
     return [output for images in batches for output in compute(images)]
 
 
 def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None:
-    """Compare what the file gives with what the model gave; print the difference.
+    """Compare the outputs of the file with those of the model; print the difference.
 
     Raises:
-        UserError: It is larger than rounding explains.
+        UserError: The difference is larger than rounding explains.
     """
     shares = [((g - e).abs().max() / e.abs().max()).item() for g, e in zip(got, expected, strict=True)]
     worst = max(shares, key=lambda share: math.inf if math.isnan(share) else share)
@@ -252,7 +252,7 @@ def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None
 
 
 def recorded_config(trained: TrainedModel, dense: bool) -> dict[str, Any]:
-    """The `model_config` of the file: what the checkpoint's says, completed from the model and the flags."""
+    """Return the `model_config` of the file, from the checkpoint, the model and the flags."""
     model, settings = trained.model, trained.settings
     size = settings["input_size"][1:]
     return {

@@ -28,7 +28,7 @@ from volo.train.meter import Meter
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
-    """The event with which a start begins: what was asked for, and where it runs."""
+    """Record the start as an event: the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
         logger.event(
@@ -43,17 +43,17 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
 
 
 def note_lock(logger: Logger, text: str) -> None:
-    """Tell what became of another job's lock."""
+    """Print and record what happened to another job's lock."""
     logger.line(text)
     logger.event("lock", reason=text)
 
 
 def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, world: World) -> Resume:
-    """Read the checkpoint that `--resume` means, the same one on every rank.
+    """Read the checkpoint that `--resume` names, the same one on every rank.
 
     Args:
         spec: The value of `--resume`; "" for a fresh start.
-        lock: Of the directory: taken before it is looked at, so that nobody saves anything newer.
+        lock: The lock of the directory. It is taken before the search, so that no other job saves a newer checkpoint.
 
     Raises:
         UserError: That checkpoint can't be read.
@@ -71,10 +71,10 @@ def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, 
 
 
 def go_on_from(resume: Resume, args: Namespace, training: Training, world: World, logger: Logger) -> None:
-    """Go back to what the checkpoint holds, and to `--start-epoch`.
+    """Restore the state from the checkpoint, then apply `--start-epoch`.
 
     Raises:
-        UserError: It is of another model, of other data, or the ranks have read different ones.
+        UserError: The checkpoint belongs to another model or other data, or the ranks have read different checkpoints.
     """
     state, messages = training.state, list(resume.messages)
     if resume.checkpoint is not None and resume.path is not None:
@@ -110,8 +110,7 @@ def _start_epoch(args: Namespace, training: Training, resume: Resume, logger: Lo
 
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
-    """Raise UserError unless all ranks have come to the same update: from different ones they would wait for each other
-    for ever."""
+    """Raise UserError unless all ranks stand at the same update: otherwise they would wait for each other for ever."""
     found = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
     if len(found) > 1:
         updates = " and ".join(str(update) for _, update in found)
@@ -131,7 +130,7 @@ def open_run(
     world: World,
     logger: Logger,
 ) -> Saver:
-    """Open the run directory, on rank 0, and return what saves into it."""
+    """Open the run directory on rank 0, and return the saver for it."""
     checkpoints = None
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
@@ -158,7 +157,7 @@ def open_run(
 
 
 def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:
-    """Say what is about to happen, each number with its unit."""
+    """Print what the run is about to do, each number with its unit."""
     stream, model = training.loader.index_stream, training.state.model
     parameters = sum(p.numel() for p in model.parameters())
     config = training.state.metadata["model_config"]
@@ -199,7 +198,7 @@ def describe(args: Namespace, training: Training, world: World, logger: Logger) 
 
 
 def tell_memory(args: Namespace, training: Training, world: World, logger: Logger) -> None:
-    """Say how much work and memory the run takes, and what batches would fit."""
+    """Print how much work and memory the run takes, and which batch sizes would fit."""
     if not world.is_primary:
         return
     config = training.state.metadata["model_config"]

@@ -1,4 +1,4 @@
-"""What of a device a run takes: weights, gradients, optimizer, EMA, and activations that have to fit beside them."""
+"""The memory that a run takes on a device: weights, gradients, optimizer, EMA, and activations beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from volo.train.loop import set_train_mode
 from volo.train.optim import create_optimizer
 
 GIB = 2.0**30
-# Of a GPU's memory, for the libraries' workspaces, batches on their way and gaps between allocations.
+# Share of a GPU's memory for workspaces of libraries, prefetched batches and gaps between allocations.
 MARGIN = 0.05
 
 
@@ -49,7 +49,7 @@ class FixedMemory:
 
 
 def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> FixedMemory:
-    """What the run keeps from step to step, once the optimizer has made its state."""
+    """Return the memory that a run keeps from step to step, including the state of the optimizer."""
     trained = _bytes(p for p in model.parameters() if p.requires_grad)
     weights = _bytes([*model.parameters(), *model.buffers()])
     ema = weights if args.model_ema and not args.model_ema_force_cpu else 0
@@ -58,7 +58,7 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> Fix
 
 
 def _optimizer_share(args: Namespace, device: torch.device) -> float:
-    """Bytes of optimizer state to a byte of weights, as seen on one small layer."""
+    """Return the bytes of optimizer state per byte of weights, measured on one small layer."""
     layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)  # draws no random numbers
     nn.init.zeros_(layer.weight)
     optimizer = create_optimizer(Namespace(**{**vars(args), "layer_decay": None}), layer, device)
@@ -75,16 +75,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def step_shape(
     criterion: Criterion, input_size: tuple[int, int, int], device: torch.device, amp_dtype: torch.dtype | None
 ) -> StepShape:
-    """What the run's steps look like; `input_size` is (channels, H, W)."""
+    """Return the shape of the run's steps; `input_size` is (channels, H, W)."""
     dense = isinstance(criterion, TokenLabelCriterion) and criterion.dense
     return StepShape(input_size, device.type, amp_dtype, dense)
 
 
 def fit_activations(args: Namespace, model: nn.Module, shape: StepShape, world: World) -> str:
-    """Have as few blocks as possible compute anew what `--activation-memory` leaves no room for; say which.
+    """Let as few blocks as possible recompute their activations, so that `--activation-memory` is kept; return a line.
 
     Raises:
-        UserError: The batch doesn't fit however much is computed anew, or the model can't recompute single blocks.
+        UserError: The batch doesn't fit even with full recomputation, or the model can't recompute single blocks.
     """
     if not isinstance(model, TokenLabelModel):
         raise UserError(
@@ -94,7 +94,7 @@ def fit_activations(args: Namespace, model: nn.Module, shape: StepShape, world: 
     set_train_mode(model, args.freeze_bn)
     found = activations_of(model, shape)
     budget = _budget(args, model, world)
-    # Compilers leave out of a compiled block what is cheap to compute anew by themselves.
+    # In a compiled block the compiler itself recomputes what is cheap.
     levels = found.fit(args.batch_size, budget, (NOTHING, EVERYTHING) if args.torchcompile else LEVELS)
     peak = found.peak(args.batch_size, levels)
     if peak > budget:
@@ -122,7 +122,7 @@ def _remedy(found: Activations, budget: float) -> str:
 
 
 def _budget(args: Namespace, model: nn.Module, world: World) -> float:
-    """Bytes for activations, the same on each rank."""
+    """Return the bytes for activations, the same on each rank."""
     if args.activation_memory != "auto":
         return float(args.activation_memory) * GIB
     if world.device.type != "cuda":
@@ -130,21 +130,21 @@ def _budget(args: Namespace, model: nn.Module, world: World) -> float:
     free, total = torch.cuda.mem_get_info(world.device)
     unused = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     fixed = fixed_memory(args, model, world.device)
-    own = free + unused - (fixed.total - fixed.weights) - MARGIN * total  # weights are there already
+    own = free + unused - (fixed.total - fixed.weights) - MARGIN * total  # the weights are allocated already
     return min(from_all(own))
 
 
 @contextmanager
 def out_of_memory_explained(args: Namespace) -> Iterator[None]:
-    """Say what helps where a device has run out of memory.
+    """Turn an out-of-memory error in the block into one line with the remedy.
 
     Raises:
-        UserError: In place of torch's error.
+        UserError: Instead of torch's error.
     """
     try:
         yield
     except RuntimeError as error:
-        if "out of memory" not in str(error):  # torch.OutOfMemoryError says so, and what CUDA tells Triton and others
+        if "out of memory" not in str(error):  # in torch.OutOfMemoryError, and in errors of CUDA from Triton and others
             raise
         remedy = "--grad-checkpointing" if args.activation_memory is not None else "--activation-memory auto"
         remedy = "a smaller --img-size" if args.grad_checkpointing else remedy
@@ -154,19 +154,19 @@ def out_of_memory_explained(args: Namespace) -> Iterator[None]:
         ) from error
 
 
-# GiB that torch sees of a card that is sold as so many GB.
+# GiB that torch reports for a card that is sold with so many GB.
 _CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}
-_CONTEXT = 1.0  # GiB that CUDA takes for itself before the first tensor
+_CONTEXT = 1.0  # GiB that CUDA itself allocates before the first tensor
 
 
 def memory_report(
     args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device
 ) -> list[str]:
-    """Lines for the log.
+    """Return the lines of `--dry-run` about work and memory.
 
     Args:
-        master: What is optimized.
-        model: What computes, that or its copy in bfloat16; it is set to training.
+        master: The model that is optimized.
+        model: The module that computes: the model or its bfloat16 copy. It is put in training mode.
     """
     set_train_mode(model, args.freeze_bn)
     fixed = fixed_memory(args, master, device)
@@ -174,7 +174,7 @@ def memory_report(
     try:
         gmacs = flops_per_image(master, shape.input_size) / 2e9
         found = activations_of(model, shape)
-    except (NotImplementedError, RuntimeError, UserError) as error:  # what a model does that takes values
+    except (NotImplementedError, RuntimeError, UserError) as error:  # the model depends on values of tensors
         reason = str(error).strip().split("\n")[0]
         return [*lines, f"operations and activations can't be told in advance: {reason}"]
     lines = [f"operations: {gmacs:.2f} GMACs an image in a forward pass", *lines]

@@ -1,5 +1,4 @@
-"""Warnings about a run that is slower than it need be: too little data, one rank that all others wait for, code that is
-compiled again and again."""
+"""Warnings about a slow run, with advice: it waits for data, for one slow rank, or for repeated compilation."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ STRAGGLER_FACTOR = 1.5  # over the median of the ranks
 STRAGGLER_SHARE = 0.1  # of an interval, that the median rank loses
 
 
-LARGE_IMAGES = 2.0  # megapixels: decoding one takes five times what a photograph of 500 x 375 takes
-BUSY = 0.4  # share of their CPUs that workers use at least if it isn't storage they wait for
+LARGE_IMAGES = 2.0  # megapixels: decoding takes five times as long as for 500 x 375 px
+BUSY = 0.4  # workers that use less than this share of their CPUs wait for storage
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -35,14 +34,14 @@ class Feed:
 
     Attributes:
         workers: `--workers`.
-        cpus: That this rank may use.
-        ranks: On this machine.
+        cpus: CPUs that this rank may use.
+        ranks: Ranks on this machine.
         backend: `--data-backend`.
         source: "folder", "shards", or something else.
         on_gpu: Whether the training device could decode.
-        image_size: Height, width of the images trained on.
-        batch_size: Images that a worker hands over at a time.
-        in_processes: Whether it hands them over through shared memory.
+        image_size: Height and width of the training images.
+        batch_size: Images that a worker returns at a time.
+        in_processes: Whether workers return images through shared memory.
     """
 
     workers: int
@@ -56,7 +55,7 @@ class Feed:
     in_processes: bool = True
 
     def shared_memory(self, workers: int) -> int:
-        """Bytes that the batches of so many workers, of all ranks of the machine, take at once."""
+        """Return the bytes that the batches of so many workers on all ranks of the machine take."""
         if not self.in_processes:
             return 0
         height, width = self.image_size
@@ -65,12 +64,12 @@ class Feed:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was measured while the run waited.
+    """What was measured while the run waited for data.
 
     Attributes:
-        megapixels: Of the files in the mean.
-        busy_cpus: That the workers keep busy, or wait for; None: not known.
-        free_shared_memory: Bytes; None: there is no such place.
+        megapixels: Mean size of the image files.
+        busy_cpus: Number of CPUs that the workers keep busy or wait for; None: unknown.
+        free_shared_memory: In bytes; None: there is no shared memory.
     """
 
     megapixels: float
@@ -79,7 +78,7 @@ class Seen:
 
 
 def advice(feed: Feed, seen: Seen) -> str:
-    """What to do first, and what second, in one line."""
+    """Return a line with the best and the second best remedy."""
     if not feed.workers:
         steps = [_more_workers(feed, seen, max(1, feed.cpus - 1))]
     elif seen.busy_cpus is not None and seen.busy_cpus < BUSY * min(feed.workers, feed.cpus):
@@ -90,7 +89,7 @@ def advice(feed: Feed, seen: Seen) -> str:
 
 
 def _about_storage(feed: Feed, seen: Seen) -> list[str]:
-    """Workers that wait for files use few CPUs; more of them wait at the same time."""
+    """Return remedies for workers that wait for files: they use few CPUs, and more workers read in parallel."""
     wait = f"the workers wait for storage ({seen.busy_cpus:.1f} of {min(feed.workers, feed.cpus)} CPUs busy): "
     near = "put the shards on a disk of this machine"
     if feed.source != "shards":
@@ -134,10 +133,10 @@ def _more_workers(feed: Feed, seen: Seen, workers: int) -> str:
 
 
 class Advisor:
-    """Looks at this process's workers at every interval, and advises on the last one.
+    """Measures the workers of this process in every interval, and gives advice about the newest one.
 
     Args:
-        megapixels: Tells the mean size of the files so far.
+        megapixels: Returns the mean size of the files so far.
     """
 
     def __init__(self, feed: Feed, megapixels: Callable[[], float]) -> None:
@@ -146,11 +145,11 @@ class Advisor:
         self._busy: float | None = None
 
     def look(self) -> None:
-        """An interval has ended."""
+        """Measure the workers at the end of an interval."""
         self._busy = self.clock.look(each.pid for each in multiprocessing.active_children() if each.pid)
 
     def advice(self) -> str:
-        """One line."""
+        """Return a line of advice."""
         free = None
         with suppress(OSError):
             free = shutil.disk_usage(_SHARED_MEMORY).free
@@ -158,9 +157,9 @@ class Advisor:
 
 
 class CpuClock:
-    """How many CPUs processes have kept busy since the last look, in the mean.
+    """Measures how many CPUs processes have kept busy on average since the last call.
 
-    What they wait for a CPU that others use counts as well: it is no waiting for storage.
+    Time in which a process waits for a CPU counts as busy, because it does not wait for storage.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
@@ -168,7 +167,7 @@ class CpuClock:
         self._before: dict[int, tuple[float, float]] = {}  # process -> seconds used, when
 
     def look(self, processes: Iterable[int]) -> float | None:
-        """Return None if there are no processes, or the system doesn't tell."""
+        """Return the number of busy CPUs; None without processes, or where the system does not report it."""
         try:
             now = float((self.proc / "uptime").read_text().split()[0])
             used = {process: (self._used(process), now) for process in processes}
@@ -184,18 +183,18 @@ class CpuClock:
         return sum(int(ns) for thread in threads for ns in thread.read_text().split()[:2]) / 1e9  # running, runnable
 
     def _begun(self, process: int) -> float:
-        """Seconds after the system's start."""
-        # What stands before the last bracket is the program's name, which may hold anything.
+        """Return when a process started, in seconds after the start of the system."""
+        # The name of the program, up to the last bracket, may hold any character.
         fields = (self.proc / str(process) / "stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def cpus_of_rank(allowed: float, ranks: int) -> int:
-    """CPUs of this rank, whether the ranks of a machine share what they may use or each was given its own.
+    """Return the CPUs of this rank, whether the ranks of a machine share CPUs or each has its own.
 
     Args:
-        allowed: That this process may use, by its affinity and its cgroup.
-        ranks: On this machine.
+        allowed: CPUs that this process may use by its affinity and its cgroup.
+        ranks: Ranks on this machine.
     """
     if not hasattr(os, "sched_getaffinity"):
         return max(1, int(allowed / ranks))
@@ -207,7 +206,7 @@ def cpus_of_rank(allowed: float, ranks: int) -> int:
 
 
 def straggler(own_seconds: list[float], interval: float) -> int | None:
-    """The rank that took much longer than the others for what each does on its own (loading, forward pass), if any."""
+    """Return the rank that took much longer than the others for its own work (loading, forward pass), or None."""
     slowest = max(range(len(own_seconds)), key=own_seconds.__getitem__)
     others = own_seconds[:slowest] + own_seconds[slowest + 1 :]
     if not others:
@@ -218,11 +217,11 @@ def straggler(own_seconds: list[float], interval: float) -> int | None:
 
 
 class SlowdownWatch:
-    """Warns once an epoch of each; the ranks exchange one number per interval.
+    """Warns, once per epoch each, of waiting for data and of a slow rank; ranks exchange one number per interval.
 
     Args:
-        advisor: Says what to do about waiting for data.
-        gather: Returns every rank's value.
+        advisor: Gives advice about waiting for data.
+        gather: Returns the values of all ranks.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class SlowdownWatch:
         self._warned: dict[str, int] = {}  # epoch of the newest warning
 
     def interval(self, epoch: int, own_seconds: float, wait_seconds: float, seconds: float) -> None:
-        """Look at an interval of `seconds`, in which this rank waited `wait_seconds` for data."""
+        """Check an interval of `seconds`, in which this rank waited `wait_seconds` for data."""
         self.advisor.look()
         share = wait_seconds / max(seconds, 1e-9)
         if share > WAIT_SHARE and self._first("data-wait", epoch):
@@ -258,7 +257,7 @@ class SlowdownWatch:
 
 
 class CompileWatch:
-    """Counts what torch compiles from interval to interval of training; the first one's is what it takes to start."""
+    """Reports what torch compiles in each interval of training; compilation in the first interval is expected."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.tell = tell
@@ -266,11 +265,11 @@ class CompileWatch:
         self._graphs, self._seconds = _compiled_so_far()
 
     def skip(self) -> None:
-        """What was compiled since the last interval was for something else."""
+        """Ignore what was compiled since the last interval."""
         self._graphs, self._seconds = _compiled_so_far()
 
     def interval(self, first: int, last: int) -> None:
-        """Look at the updates from `first` to `last`."""
+        """Check the updates from `first` to `last`."""
         graphs, seconds = _compiled_so_far()
         new = graphs - self._graphs
         if new and not self.started:
@@ -286,6 +285,6 @@ class CompileWatch:
 
 
 def _compiled_so_far() -> tuple[int, float]:
-    """Graphs that torch has compiled in this process, and the seconds that it took."""
+    """Return the number of graphs that torch has compiled in this process, and the seconds that it took."""
     dynamo = torch._dynamo.utils
     return dynamo.counters["stats"]["unique_graphs"], dynamo.calculate_time_spent()["total_wall_time"]

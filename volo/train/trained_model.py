@@ -18,13 +18,13 @@ from volo.train.model import TimmModel, build_model, eval_settings, image_size_o
 
 @dataclass
 class TrainedModel:
-    """What `load_trained` returns."""
+    """A model with its weights, and what is known about it."""
 
     model: TimmModel  # on the CPU, in evaluation
-    args: Namespace  # the flags, with what the checkpoint says filled in where they leave it open
+    args: Namespace  # the flags, completed from the checkpoint
     config: dict[str, Any]  # the checkpoint's `model_config`, empty where it has none
-    settings: dict[str, Any]  # how images are prepared, of `eval_settings`
-    notes: list[str]  # what a user should know
+    settings: dict[str, Any]  # how images are prepared, from `eval_settings`
+    notes: list[str]  # lines for the user
 
 
 def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) -> TrainedModel:
@@ -32,10 +32,10 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
 
     Args:
         path: The checkpoint; None for `args.pretrained`.
-        dense: Also the dense head that token labeling gave to a timm model, where the checkpoint has one.
+        dense: Also load the dense head that token labeling added to a timm model, where the checkpoint has one.
 
     Raises:
-        UserError: No such model or file, or weights that don't fit.
+        UserError: The model or file does not exist, or the weights don't fit.
     """
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
@@ -53,10 +53,10 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
 def with_recorded(
     args: Namespace, config: dict[str, Any], checkpoint: dict[str, Any], path: str | Path | None
 ) -> Namespace:
-    """Fill in what the flags leave open: model, class count and image size, from the checkpoint.
+    """Complete the flags from the checkpoint: model, class count and image size.
 
     Raises:
-        UserError: Nobody says which model it is.
+        UserError: Neither the flags nor the checkpoint name the model.
     """
     filled = Namespace(**vars(args))
     filled.model = args.model or config.get("name") or checkpoint.get("arch")
@@ -69,15 +69,15 @@ def with_recorded(
 
 
 def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any]]:
-    """The annotator with its weights, and what its checkpoint says about it.
+    """Load an annotator; return it and the `model_config` of its checkpoint.
 
     Args:
         args: `model`, `checkpoint`, `pretrained`, `use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
-            `model_kwargs`. What is missing there and stands in the checkpoint is filled in.
-        num_classes: Of a checkpoint that does not say how many it has.
+            `model_kwargs`. Missing values are filled in, in place, from the checkpoint.
+        num_classes: Used for a checkpoint that does not record its class count.
 
     Raises:
-        UserError: No such model or file, or weights that don't fit.
+        UserError: The model or file does not exist, or the weights don't fit.
     """
     if not args.checkpoint:
         return build_model(args), {}
@@ -101,7 +101,7 @@ def _build(
     use_ema: bool | None,
     dense: bool,
 ) -> TimmModel:
-    """The model of `args` as its checkpoint's `config` says, with the weights where there is a `path`."""
+    """Build the model of `args` with the arguments that its checkpoint records, and load the weights of `path`."""
     kwargs = config.get("kwargs") if args.model == config.get("name") else None
     model = build_model(args, kwargs, count_weights(checkpoint))
     if path is not None:
