@@ -1,6 +1,6 @@
-"""`volo COMMAND`: which programs there are, and how each starts.
+"""`volo COMMAND`: the table of programs, and how they start.
 
-Their flags are parsed before torch is imported, so that `--help` and mistakes are answered at once.
+Flags are parsed before torch is imported, so that `--help` and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from volo.cluster.preempt import STOP
 from volo.commands.console import run_program
 from volo.config.flag_table import nearest
 
-_CHECKOUT = str(Path(__file__).resolve().parents[1])  # or where the package is installed
+_CHECKOUT = str(Path(__file__).resolve().parents[1])  # the folder of the package, if installed
 
 
-class Command(NamedTuple):
-    """A program: what it does, which function reads its command line, and which module has its `run(args)`."""
+class Program(NamedTuple):
+    """A program: what it does, the function that parses its command line, and the module with its `run(args)`."""
 
     does: str
     parser: str
@@ -31,30 +31,30 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
-    "validate": Command(
+    "train": Program("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
+    "validate": Program(
         "measure the accuracy of checkpoints (validate.py)", "volo.config.args:parse_validate", "volo.commands.validate"
     ),
-    "label": Command(
+    "label": Program(
         "write token labels for a folder of images (generate_label.py)",
         "volo.config.args:parse_generate_label",
         "volo.commands.generate_label",
     ),
-    "export": Command(
-        "write a model as ONNX or torch.export", "volo.config.flags_export:parse_export", "volo.commands.export"
+    "export": Program(
+        "write a model as ONNX or torch.export", "volo.config.flags_tools:parse_export", "volo.commands.export"
     ),
-    "report": Command("what happened to a run", "volo.config.flags_report:parse_report", "volo.commands.report"),
-    "attention": Command(
+    "report": Program("what happened to a run", "volo.config.flags_tools:parse_report", "volo.commands.report"),
+    "attention": Program(
         "draw what the attention layers look at",
-        "volo.config.flags_attention:parse_attention",
+        "volo.config.flags_tools:parse_attention",
         "volo.commands.attention",
     ),
-    "preflight": Command(
+    "preflight": Program(
         "are these machines fit for a run?",
         "volo.config.flags_preflight:parse_preflight",
         "volo.cluster.preflight",
     ),
-    "benchmark": Command(
+    "benchmark": Program(
         "measure this machine (benchmark.py; in a checkout)",
         "benchmarks.flags_benchmark:parse_benchmark",
         "benchmarks.program",
@@ -81,18 +81,18 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
     """Run a program and return its exit code.
 
     Args:
-        name: Of `COMMANDS`.
-        flags: None: those of the command line, where a script of its own was started (`python train.py`).
+        name: A key of `COMMANDS`.
+        flags: None: those of the command line, after a script such as `python train.py` was started.
     """
     command = COMMANDS[name]
     if name == "benchmark" and _CHECKOUT not in sys.path:
         sys.path.insert(0, _CHECKOUT)
-    # A run listens to signals from its first moment on.
+    # A training run handles signals from the start.
     with STOP.handled() if name == "train" else nullcontext():
         return run_program(partial(_parse, command), command.program, flags)
 
 
-def _parse(command: Command, flags: Sequence[str] | None) -> Namespace:
+def _parse(command: Program, flags: Sequence[str] | None) -> Namespace:
     module, _, function = command.parser.partition(":")
     try:
         parse = getattr(import_module(module), function)

@@ -35,7 +35,7 @@ from tlt.data.sources.size_index import SizeIndex, index_file, open_folder, writ
 from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.store import open_labels
-from volo.checkpoint.fingerprint import fingerprint
+from volo.checkpoint.resume import fingerprint
 
 _SIZE = (64, 48)  # of the images
 _LINKS = 40_000  # to one file; file systems allow 65,000

@@ -18,10 +18,9 @@ from volo.cluster.distributed import World
 from volo.train.compilation import begin_step
 from volo.train.criterion import Criterion, StepKey
 from volo.train.data import open_folders, open_labels, train_loader
-from volo.train.master_weights import WorkingCopy
 from volo.train.model import TimmModel, heads_of
 from volo.train.optim import create_optimizer, set_lr
-from volo.train.precision import Precision, compute_dtype
+from volo.train.precision import Precision, WorkingCopy, compute_dtype
 
 _SEED = 0
 _LR = 1e-5

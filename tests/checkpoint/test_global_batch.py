@@ -15,8 +15,7 @@ from tlt.data.augment.index_stream import IndexStream
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.io.names import Names
-from volo.checkpoint.fingerprint import KEY, check_same_data, fingerprint
-from volo.checkpoint.resume import batch_record, steps_to_keep
+from volo.checkpoint.resume import DATA_KEY, batch_record, check_same_data, fingerprint, steps_to_keep
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,7 @@ def test_a_fingerprint_is_the_sha256_of_a_line_for_each_image() -> None:
 def test_other_data_are_refused_unless_they_are_allowed() -> None:
     images = folder(["a/1.jpg", "b/1.jpg", "b/\udcff.jpg"], [0, 1, 1], ["a", "b"])
     mine = fingerprint(images, None)
-    saved = {KEY: mine}
+    saved = {DATA_KEY: mine}
     assert check_same_data(saved, fingerprint(replace(images, root="/elsewhere"), None), "x", False) == []
     assert check_same_data({}, mine, "x", False) == []
     for other in (

@@ -19,8 +19,7 @@ from tlt.errors import NonFiniteError
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, TrainState
 from volo.checkpoint.checkpoint_file import NotWrittenError, save_checkpoint
-from volo.checkpoint.saver import SavePolicy, Saver
-from volo.checkpoint.snapshot import HostSnapshot
+from volo.checkpoint.saver import HostSnapshot, SavePolicy, Saver
 
 
 class Told:

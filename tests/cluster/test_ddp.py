@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn
 
 from volo.cluster.ddp import DdpSettings, distribute
-from volo.train.master_weights import WorkingCopy
+from volo.train.precision import WorkingCopy
 
 RANKS, STEPS = 2, 3
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from volo.cluster.heartbeat import Heartbeat
 from volo.cluster.preempt import StopSignal
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import START_TIMEOUT_S, RankProgress, Watchdog
-from volo.record.slowdown import Pace, straggler
+from volo.record.slowdown import SlowdownWatch, straggler
 from volo.train.precision import Precision
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def test_slow_data_is_told_once_an_epoch() -> None:
         def advice(self) -> str:
             return "raise --workers"
 
-    pace = Pace(World(0, 0, 1, CPU), Advisor(), Told())
+    pace = SlowdownWatch(World(0, 0, 1, CPU), Advisor(), Told())
     for epoch, wait in ((0, 0.5), (0, 3.8), (0, 3.8), (1, 3.8)):
         pace.interval(epoch, wait, wait, 10.0)
     told = "data wait 38 % of the step: raise --workers"

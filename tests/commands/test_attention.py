@@ -14,9 +14,8 @@ import torch
 from PIL import Image
 
 from tests.commands.conftest import QUICK, ROOT, Ended
-from volo.commands.attention_maps import forward_with_inputs, self_attention
-from volo.commands.attention_page import draw_attention
-from volo.commands.attention_view import HeadWindows, Heat, choose_layers, view
+from volo.commands.attention import draw_attention
+from volo.commands.attention_maps import choose_layers, forward_with_inputs, self_attention, view
 
 Call = Callable[..., Ended]
 
@@ -103,13 +102,13 @@ def test_maps_are_of_the_query_and_lie_where_its_cell_is() -> None:
     seen = view(model, image, layers, query, per_head=True)
     (_, outlook), (_, tokens), (_, classes) = seen.sections
     looked, windows = outlook
-    assert isinstance(looked, Heat) and looked.values.shape == (8, 12) and looked.cell == 8
-    assert isinstance(windows, HeadWindows) and windows.query == (2, 8)
+    assert looked.values.shape == (8, 12) and looked.cell == 8
+    assert windows.values.shape == (2, 8, 12) and windows.query == (2, 8)
     assert windows.values.sum(axis=(1, 2)) == pytest.approx(9, rel=1e-5)
     assert not windows.values[:, :1].any() and not windows.values[:, 4:].any() and windows.values[:, 1:4, 7:10].all()
     assert len(tokens) == 3 * (1 + 4) and len(classes) == 2 * (1 + 4)
     for heat in tokens:
-        assert isinstance(heat, Heat) and heat.query == (1, 4) and heat.cell == 16
+        assert heat.query == (1, 4) and heat.cell == 16
         assert heat.values.mean() == pytest.approx(1, rel=1e-5)
     assert tokens[0].values == pytest.approx(np.mean([heat.values for heat in tokens[1:5]], axis=0))
     _, (x,) = forward_with_inputs(model, image, [layers["network.2.0"]])

@@ -14,8 +14,7 @@ import torch
 
 from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, Ended, metrics
-from volo.checkpoint.saver import Saver
-from volo.checkpoint.snapshot import HostSnapshot
+from volo.checkpoint.saver import HostSnapshot, Saver
 from volo.cluster.topology import read_machine, visible_gpus
 from volo.commands import train
 from volo.train import loop

@@ -90,7 +90,7 @@ def test_without_a_gpu_an_older_torch_tells_the_rest(call: Call, flags: str, mon
             raise RuntimeError("no driver\nmore")
         return activations_of(model, shape)
 
-    monkeypatch.setattr("volo.memory.memory_report.activations_of", asked)
+    monkeypatch.setattr("volo.memory.memory_budget.activations_of", asked)
     ended = call("train", f"{flags} --model volo_d0 --img-size 64 --dry-run")
     assert ended.code == 0, ended.err
     assert "activations on a CPU" in ended.out and "can't tell without one (no driver)" in ended.out

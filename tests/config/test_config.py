@@ -9,7 +9,7 @@ import pytest
 
 from tlt.errors import UserError
 from volo.config.args import train_parser
-from volo.config.config import load_yaml
+from volo.config.recipes import load_yaml
 
 KNOWN = train_parser().flags
 

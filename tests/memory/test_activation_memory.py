@@ -14,7 +14,7 @@ from tests.conftest import imagined_gpu
 from tlt.models.flops import flops_per_image
 from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING
 from volo.config.args import parse_train
-from volo.memory.activation_memory import Activations, Block, Size, activations_of
+from volo.memory.activation_memory import Activations, BatchBytes, BlockMemory, activations_of
 from volo.memory.fake_step import StepShape, forward_marks
 from volo.memory.memory_budget import fixed_memory
 
@@ -82,9 +82,10 @@ def activations(sizes: list[tuple[float, float, float]]) -> Activations:
     """Blocks that keep so much at each level; recomputing takes 0, 1 and 10 operations."""
     flops = dict(zip(LEVELS, (0.0, 1.0, 10.0), strict=True))
     blocks = [
-        Block(str(i), {k: Size(0, v) for k, v in zip(LEVELS, s, strict=True)}, flops) for i, s in enumerate(sizes)
+        BlockMemory(str(i), {k: BatchBytes(0, v) for k, v in zip(LEVELS, s, strict=True)}, flops)
+        for i, s in enumerate(sizes)
     ]
-    return Activations(tuple(blocks), (Size(5, 1),) * (len(blocks) + 1))
+    return Activations(tuple(blocks), (BatchBytes(5, 1),) * (len(blocks) + 1))
 
 
 @pytest.mark.parametrize("budget", range(30, 90, 3))

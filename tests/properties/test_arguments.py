@@ -29,11 +29,10 @@ from volo.config.args import (
     train_parser,
     validate_parser,
 )
-from volo.config.config import load_yaml
 from volo.config.flag_table import Flag, FlagParser
-from volo.config.flags_export import export_parser, parse_export
 from volo.config.flags_preflight import parse_preflight, preflight_parser
-from volo.config.flags_report import parse_report, report_parser
+from volo.config.flags_tools import export_parser, parse_export, parse_report, report_parser
+from volo.config.recipes import load_yaml
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {
     "train": (parse_train, train_parser(), []),

@@ -25,7 +25,7 @@ from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.train_state import TrainState
 from volo.commands.report import run as report
-from volo.config.flags_report import parse_report
+from volo.config.flags_tools import parse_report
 from volo.record.history import read_history
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one

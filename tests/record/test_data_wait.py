@@ -17,7 +17,7 @@ from tests.commands.conftest import QUICK
 from tests.conftest import wait_until
 from volo import cli
 from volo.record import slowdown as pace
-from volo.record.data_wait import CpuClock, Feed, Seen, advice, cpus_of_rank
+from volo.record.slowdown import CpuClock, Feed, Seen, advice, cpus_of_rank
 
 FEED = Feed(
     workers=4,

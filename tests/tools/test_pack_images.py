@@ -35,7 +35,7 @@ from tlt.tools import shard_writer
 from tlt.tools.cli import main
 from tlt.tools.pack_images import pack_images
 from tlt.tools.shard_writer import member_names
-from volo.checkpoint.fingerprint import fingerprint
+from volo.checkpoint.resume import fingerprint
 
 
 @pytest.fixture

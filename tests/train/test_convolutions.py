@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.commands.conftest import QUICK
 from volo import cli
 from volo.train.convolutions import check_convolutions, compute_in_float32
-from volo.train.master_weights import WorkingCopy
+from volo.train.precision import WorkingCopy
 
 CPU = torch.device("cpu")
 SIZE = (3, 64, 64)

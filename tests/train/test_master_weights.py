@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from volo.train.convolutions import check_convolutions
 from volo.train.loop import set_train_mode
-from volo.train.master_weights import WorkingCopy
-from volo.train.precision import Precision
+from volo.train.precision import Precision, WorkingCopy
 
 CPU = torch.device("cpu")
 Build = Callable[[], nn.Module]

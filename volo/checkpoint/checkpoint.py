@@ -1,4 +1,4 @@
-"""Checkpoint files of a run: whole or not there, and the newest good one found again.
+"""The checkpoint files of a run. Each is written completely or not at all.
 
     last.pth.tar           after every epoch
     checkpoint-N.pth.tar   the best K epochs; N counts from 0, as published
@@ -35,17 +35,17 @@ __all__ = [
 
 LAST = "last.pth.tar"
 BEST = "model_best.pth.tar"
-NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # all that `auto` ever reads
+NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # the only names that `auto` reads
 _ABANDONED = "superseded-"
 
 
 @dataclass
 class Save:
-    """A save that is decided on: what the file will hold, and what becomes of the others.
+    """A planned save: the content of the file, and what happens to the other files.
 
     Attributes:
         payload: Shares its tensors with the model, unless it was copied.
-        epoch: Counted from 0, after an epoch, which gets a ranked `checkpoint-N.pth.tar`; None: `last` alone.
+        epoch: Counted from 0; after an epoch, which gets a ranked `checkpoint-N.pth.tar`. None: only `last` is written.
         update: Optimizer steps done.
         before: `best` and `outdated` of the state before the decision.
     """
@@ -58,7 +58,7 @@ class Save:
     before: tuple[list[RankedCheckpoint], list[str]]
 
     def undo(self, state: TrainState) -> None:
-        """Forget the decision: the file was not written."""
+        """Restore the state from before the plan, because the file was not written."""
         state.best, state.outdated = self.before
 
 
@@ -66,7 +66,7 @@ class CheckpointDir:
     """Writes the checkpoints of one run. Construct it on rank 0 only.
 
     Args:
-        directory: Created if missing. What an interrupted write left there is removed.
+        directory: Created if missing. Remains of an interrupted write are removed.
         keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`).
         ranked_by: Name of the score (`TrainState.scores`) that ranks epochs. The lowest `loss...` is the best, of
             every other score the highest.
@@ -79,7 +79,7 @@ class CheckpointDir:
         if keep < 1:
             raise UserError(f"--checkpoint-hist {keep}: keep at least 1 checkpoint")
         self.directory, self.keep, self.ranked_by = Path(directory), keep, ranked_by
-        self._best: RankedCheckpoint | None = None  # what model_best is known to hold
+        self._best: RankedCheckpoint | None = None  # the content of model_best, if known
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{STAGED}*"):
@@ -88,11 +88,11 @@ class CheckpointDir:
             raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
     def decide(self, state: TrainState, ranked: bool = True) -> Save:
-        """Decide on a save; the list of ranked checkpoints in `state` is brought up to date for it.
+        """Plan a save, and update the list of ranked checkpoints in `state` for it.
 
         Args:
-            ranked: After an epoch, which `state.epoch` counts already, by its score; one without a score, NaN or
-                infinite ranks below every number and is never the best. False: between epochs, only `last.pth.tar`.
+            ranked: Save after an epoch, which `state.epoch` counts already, ranked by its score; a missing, NaN or
+                infinite score ranks below every number and is never the best. False: save only `last.pth.tar`.
 
         Raises:
             NonFiniteError: The weights hold NaN or infinity; `state` is as before.
@@ -110,10 +110,10 @@ class CheckpointDir:
         )
 
     def write(self, save: Save) -> None:
-        """Write it and bring the directory up to date. It may be repeated; any thread may do it, one at a time.
+        """Write the file and update the directory. May be repeated, and be called in any thread, one at a time.
 
         Raises:
-            NotWrittenError: Everything that was there is untouched, but for names that nothing needs.
+            NotWrittenError: The files that existed are unchanged, except that obsolete ones may be gone.
         """
         save_checkpoint(self.directory / LAST, save.payload)
         with explained(self.directory / LAST, lambda: tensor_bytes(save.payload)):
@@ -123,13 +123,11 @@ class CheckpointDir:
             self._remove(save.outdated)
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
-        """Make the directory agree with a state that was loaded from `path`; return what a user should know.
+        """Make the directory agree with a state that was loaded from `path`; return lines for the user.
 
-        Call it when every rank has read `path`.
-
-        What a kill between two steps of `write` left undone is done. If an older checkpoint was chosen, files of later
-        epochs are set aside under names that `auto` does not read, and `path` becomes `last`: a run that is killed
-        before its next save goes on from there, too.
+        Call it when every rank has read `path`. A `write` that was killed half-way is completed. If `path` is an older
+        checkpoint, files of later epochs are renamed so that `auto` does not read them, and `path` becomes `last`: a
+        run that is killed before its next save continues from there, too.
         """
         if path.parent.resolve() != self.directory.resolve():
             before, state.best, state.outdated, state.scores = state.best, [], [], {}
@@ -150,7 +148,7 @@ class CheckpointDir:
         return messages
 
     def _rank_anew(self, state: TrainState) -> list[str]:
-        """Rank the kept epochs by what ranks them from now on: `--eval-metric` or EMA may have changed."""
+        """Rank the kept epochs again, because `--eval-metric` or EMA may have changed."""
         before = state.best
         state.best = sorted([e._replace(metric=self._score(state, e.epoch)) for e in before], key=self._order)
         return [] if state.best == before else [f"the kept checkpoints are now ranked by {self.ranked_by}"]
@@ -160,7 +158,7 @@ class CheckpointDir:
         return score if score is not None and math.isfinite(score) else None
 
     def _present(self, ranked: list[RankedCheckpoint]) -> list[RankedCheckpoint]:
-        """Those of which there are files, if all were removed in mid-run; `model_best` needs no other name."""
+        """Return the ranked checkpoints that still have files, if `model_best` was removed during the run, else all."""
         lost = not (self.directory / BEST).exists()
         return [e for e in ranked if (self.directory / e.file).is_file()] if lost else ranked
 
@@ -169,7 +167,7 @@ class CheckpointDir:
         return sorted([*others, RankedCheckpoint(metric, epoch, _file(epoch))], key=self._order)
 
     def _order(self, entry: RankedCheckpoint) -> tuple[bool, float, int]:
-        """Best first, the earlier of equals first; after all others those without a metric, newest first."""
+        """Sort key: the best first, of equal ones the earlier first; those without a metric last, newest first."""
         if entry.metric is None:
             return True, 0.0, -entry.epoch
         return False, entry.metric if self.ranked_by.startswith("loss") else -entry.metric, entry.epoch
@@ -206,5 +204,5 @@ def _file(epoch: int) -> str:
 
 
 def best_of(ranked: list[RankedCheckpoint]) -> RankedCheckpoint | None:
-    """The best checkpoint of a list that is in order, None if none has a metric."""
+    """Return the best checkpoint of a ranked list; None if none has a metric."""
     return ranked[0] if ranked and ranked[0].metric is not None else None

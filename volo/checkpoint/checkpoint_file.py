@@ -1,4 +1,4 @@
-"""One checkpoint file: at any instant the old one or the new one, whole."""
+"""Writing a checkpoint file: at any instant there is either the complete old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ENDINGS = (".pth", ".pt", ".tar", ".safetensors")
 
 
 class NotWrittenError(UserError):
-    """A checkpoint can't be written (disk full, read-only, lost mount, ...). What was saved before is untouched."""
+    """A checkpoint can't be written (disk full, read-only, lost mount, ...). Earlier checkpoints are unchanged."""
 
     exit_code = 4
 
 
 def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
-    """Write a checkpoint so that at any instant, power cuts included, `path` is the old file or the new one, whole.
+    """Write a checkpoint so that `path` is the complete old or new file at any instant, even after a power cut.
 
     Raises:
-        NotWrittenError: The old file is untouched and nothing is left behind.
+        NotWrittenError: The old file is unchanged, and no temporary file is left.
     """
 
     def write(staged: Path) -> None:
@@ -43,10 +43,10 @@ def save_checkpoint(path: Path, payload: dict[str, Any]) -> None:
 
 
 def duplicate(source: Path, target: Path) -> None:
-    """Give `source` a second name, atomically; copy it where the file system knows no hard links.
+    """Give `source` a second name atomically; copy it where the file system has no hard links.
 
     Raises:
-        NotWrittenError: `target` is as before.
+        NotWrittenError: `target` is unchanged.
     """
 
     def fill(staged: Path) -> None:
@@ -64,13 +64,13 @@ def duplicate(source: Path, target: Path) -> None:
 
 
 def install(path: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` make a file under a staging name beside `path`, then put it in place; the directory is synced too."""
+    """Let `fill` write a temporary file beside `path`, then rename it to `path` and sync the directory."""
     staged = path.with_name(f"{STAGED}{os.getpid()}-{path.name}")
     try:
         fill(staged)
         os.replace(staged, path)
     finally:
-        # Also left over where both names already were one file: rename then does nothing.
+        # The temporary name is also left if both names are one file: rename then does nothing.
         with suppress(OSError):
             staged.unlink(missing_ok=True)
     _sync_directory(path.parent)
@@ -78,7 +78,7 @@ def install(path: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Turn the system's errors inside the block into one line with the bytes needed, `size()`, and free."""
+    """Turn errors of the system in the block into one line with the bytes needed, `size()`, and free."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -98,7 +98,7 @@ def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in a nest of dicts and lists."""
+    """Return the bytes of all tensors in nested dicts and lists."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
@@ -114,10 +114,10 @@ def _sync_directory(directory: Path) -> None:
 
 
 def checkpoints_in(folder: Path, flag: str) -> list[Path]:
-    """The checkpoints in a folder, in natural order.
+    """Return the checkpoints in a folder, in natural order.
 
     Raises:
-        UserError: There is none.
+        UserError: The folder holds no checkpoint.
     """
     files = [
         path for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS) and path.name[0] != "."
@@ -128,10 +128,10 @@ def checkpoints_in(folder: Path, flag: str) -> list[Path]:
 
 
 def the_checkpoint(path: str, flag: str) -> Path:
-    """The file that a flag names, or the only checkpoint in the folder that it names.
+    """Return the file that a flag names, or the only checkpoint in the folder that it names.
 
     Raises:
-        UserError: The folder holds none, or several.
+        UserError: The folder holds no checkpoint, or several.
     """
     if not Path(path).is_dir():
         return Path(path)

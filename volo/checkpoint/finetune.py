@@ -1,4 +1,4 @@
-"""Weights of a checkpoint into a model: `load_weights` takes a file that fits, `load_finetune` whatever fits of it."""
+"""Loads weights into a model: `load_weights` needs a file that fits, `load_finetune` takes what fits of a file."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
 from volo import models as models  # registers them with timm
 from volo.checkpoint.model_config import model_config_of
 
-# Below this share of the model's backbone, what fits is coincidence (a class token, a norm of equal width).
+# A smaller share of the model's backbone fits only by coincidence (a class token, a norm of equal width).
 _LEAST_SHARE = 0.1
 _NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class FinetuneReport:
-    """What became of every tensor of the file and of the model. `str()` is for the log."""
+    """What happened to every tensor of the file and of the model. `str()` gives lines for the log."""
 
     path: str
     entry: str  # key of the weights in the file, "" where the file is a bare state dict
-    resized: list[str]  # taken with another shape: position embedding, input convolution
-    kept: list[str]  # taken as they are
-    dropped: list[str]  # in the file, not taken
+    resized: list[str]  # loaded with another shape: position embedding, input convolution
+    kept: list[str]  # loaded unchanged
+    dropped: list[str]  # in the file, not loaded
     missing: list[str]  # in the model, left as initialised
     share: float  # of the model's backbone values that came from the file, in [0, 1]
-    notes: dict[str, str] = field(default_factory=dict)  # of resized and dropped names: what and why
+    notes: dict[str, str] = field(default_factory=dict)  # the reason for each resized or dropped name
 
     def __str__(self) -> str:
         entry = f" ({self.entry})" if self.entry else ""
@@ -66,17 +66,17 @@ class FinetuneReport:
 def load_weights(
     model: nn.Module, path: str | Path, use_ema: bool | None = None, checkpoint: dict[str, Any] | None = None
 ) -> FinetuneReport:
-    """Load weights that must fit: all names, all shapes. Only the position embedding may be of another image size, and
-    the dense head that `with_dense_head` gave to a timm model may be missing from the file.
+    """Load weights whose names and shapes must all fit, with two exceptions: the position embedding may be of another
+    image size, and the dense head that `with_dense_head` added to a timm model may be missing from the file.
 
     Args:
         model: Bare, or wrapped by DDP or torch.compile.
         path: safetensors or .pth(.tar).
         use_ema: True: the moving average; False: the plain weights; None: the moving average where there is one.
-        checkpoint: What `read_checkpoint(path)` returned, to spare reading twice.
+        checkpoint: The result of `read_checkpoint(path)`, to avoid reading the file twice.
 
     Raises:
-        UserError: The file can't be read, holds NaN, or belongs to another model (saying which, if that can be told).
+        UserError: The file can't be read, holds NaN, or belongs to another model (which is named if possible).
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
     state = joined_state_dict(model, checkpoint, use_ema, path)
@@ -100,7 +100,7 @@ def load_finetune(
     class counts differ (and kept where they don't). Arguments as in `load_weights`.
 
     Raises:
-        UserError: The file can't be read, holds NaN, is another architecture's, or next to nothing of it fits.
+        UserError: The file can't be read, holds NaN, belongs to another architecture, or almost nothing of it fits.
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
     state = joined_state_dict(model, checkpoint, use_ema, path)
@@ -143,7 +143,7 @@ def explain_misfit(
 
 
 def needed(names: Iterable[str]) -> list[str]:
-    """Leave out the counters that files from before torch 0.4.1 don't have."""
+    """Leave out the counters that files of torch before 0.4.1 lack."""
     return [n for n in names if not n.endswith("num_batches_tracked")]
 
 
@@ -163,7 +163,7 @@ def architecture(model: nn.Module) -> str:
 def other_architecture(model: nn.Module, checkpoint: dict[str, Any], state: dict[str, Tensor]) -> str | None:
     """Return the name of the model that weights belong to, if it is known and not `model`'s.
 
-    Shapes decide where they are those of a registered VOLO or LV-ViT; else the name that the file carries counts.
+    The shapes decide if they are those of a registered VOLO or LV-ViT, otherwise the name in the file.
     """
     own = architecture(model)
     name = _architecture_by_shape(state) or _recorded_architecture(checkpoint)
@@ -171,7 +171,7 @@ def other_architecture(model: nn.Module, checkpoint: dict[str, Any], state: dict
 
 
 def _recorded_architecture(checkpoint: dict[str, Any]) -> str | None:
-    """Return the file's own word on its model, if timm knows a model of that name."""
+    """Return the name of the model that the file records, if timm has a model of that name."""
     name = checkpoint.get("arch")
     if not isinstance(name, str):
         return None
@@ -180,14 +180,14 @@ def _recorded_architecture(checkpoint: dict[str, Any]) -> str | None:
 
 
 def _architecture_by_shape(state: dict[str, Tensor]) -> str | None:
-    """Compare with every VOLO and LV-ViT of ours, at any image size, class count and channel count."""
+    """Return the VOLO or LV-ViT that has these shapes, at any image size, class count and channel count."""
     fits = (name for name, model in _registered().items() if not _backbone_misfits(fit_state_dict(model, state)))
     return next(fits, None)
 
 
 @functools.cache
 def _registered() -> dict[str, nn.Module]:
-    """Our models by name, without memory for their weights."""
+    """Return our models by name, without memory for their weights."""
     names = timm.list_models(["volo_*", "lvvit_*"])
     ours = [n for n in names if timm.model_entrypoint(n).__module__.startswith(("volo.", "tlt."))]
     with torch.device("meta"):
@@ -195,7 +195,7 @@ def _registered() -> dict[str, nn.Module]:
 
 
 def _backbone_misfits(fit: Fit) -> list[str]:
-    """Return what doesn't fit besides heads and input convolution."""
+    """Return the names that don't fit, except for heads and input convolution."""
     return [n for n in needed(fit.missing) + fit.dropped if n not in fit.changeable]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its model: how to build it and how its images were prepared, so that programs agree."""
+"""The `model_config` of a checkpoint: how to build the model and how to prepare its images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
     std, interpolation, class_names, labels. Others, of later versions, are left out.
 
     Raises:
-        UserError: A value is not of its kind.
+        UserError: A value has the wrong type or range.
     """
     config = checkpoint.get("model_config")
     if config is None:
@@ -33,7 +33,7 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
 
 
 def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
-    """The names that a checkpoint holds; without them ImageNet's for 1000 classes, else none."""
+    """Return the class names in a checkpoint; without them ImageNet's names for 1000 classes, else none."""
     if recorded.get("class_names"):
         return list(recorded["class_names"])
     return [ImageNetInfo().index_to_description(i) for i in range(num_classes)] if num_classes == 1000 else []
@@ -48,7 +48,7 @@ def _positive(value: Any) -> bool:
 
 
 def _small(value: Any) -> bool:
-    """Whether building a model with such an argument takes no more than that model would: no count is out of bounds."""
+    """Whether all numbers in an argument of a model are small enough to build the model."""
     if isinstance(value, dict):
         layers = [value.get(key) or 0 for key in ("layers", "depth", "depths")]
         totals = [sum(each) if isinstance(each, (list, tuple)) else each for each in layers if _small(each)]
@@ -62,7 +62,7 @@ def _channels(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(type(v) in (int, float) and math.isfinite(v) for v in value)
 
 
-# A file must not send the model's constructor to other files or to the network.
+# A file must not make the constructor of the model read other files or the network.
 _SOURCES = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 _CHECKS = {
     "name": lambda v: isinstance(v, str),

@@ -1,6 +1,6 @@
-"""Optimizer state out of a checkpoint: does it belong to this optimizer, and into it without its settings.
+"""Checks and loads the optimizer state of a checkpoint, but not its settings.
 
-The settings (weight decay, betas, ...) are those of the command that resumes; a file's are compared, never applied.
+The settings (weight decay, betas, ...) are those of the command that resumes; those of the file are only compared.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 from tlt.errors import UserError
 from tlt.io.weights import first_non_finite
 
-# What schedules and layer decay write into parameter groups besides the constructor's arguments.
+# Keys that schedules and layer decay write into parameter groups.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
-# State that has one value per value of the parameter, whatever the optimizer, or (NovoGrad) one in all.
+# State of the shape of the parameter for any optimizer, or (NovoGrad) a single value.
 _PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
-_COUNTER = "step"  # what counts in a parameter group is state, among the settings though it may be (Lookahead)
+_COUNTER = "step"  # a counter in a parameter group is state, although Lookahead has it among the settings
 
 
 def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None) -> None:
     """Raise UserError, with the remedy, if `saved` is not the state of such an optimizer over such parameters.
 
     Args:
-        saved: What a file holds as `optimizer`; not trusted to have any form.
-        saved_class: Name of the optimizer's class, where the file records it.
+        saved: The entry `optimizer` of a file, which may hold anything.
+        saved_class: The name of the optimizer's class, where the file records it.
     """
     try:
         problem = _problem(optimizer, saved, saved_class)
@@ -41,18 +41,18 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, sa
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
-    """Load a state that `check_optimizer_state` let pass; return a line for every setting that differs in the file.
+    """Load a state that has passed `check_optimizer_state`; return a line for every setting that differs in the file.
 
-    Tensors go to the devices of the parameters; fused and foreach stay as this optimizer was built.
+    Tensors go to the devices of the parameters; `fused` and `foreach` keep the values of this optimizer.
     """
     settings = {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
-    keep, told = _GROUP_SETTINGS | settings, sorted(_numeric(optimizer.defaults) & settings - {"lr"})
+    keep, compared = _GROUP_SETTINGS | settings, sorted(_numeric(optimizer.defaults) & settings - {"lr"})
     groups, messages = [], []
     for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         merged = {k: v for k, v in theirs.items() if k not in keep}
         merged.update({k: v for k, v in own.items() if k in keep})
         groups.append({**merged, "params": theirs["params"]})
-        changed = [k for k in told if _differ(theirs.get(k), own[k])]
+        changed = [k for k in compared if _differ(theirs.get(k), own[k])]
         messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     _match_layout(optimizer)
@@ -60,8 +60,8 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[st
 
 
 def _match_layout(optimizer: Optimizer) -> None:
-    """Give moments the strides of their parameters: of other ones (`--channels-last` in the other run alone) torch's
-    fused step would take the wrong elements on a CPU, without a word."""
+    """Give moments the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
+    fused step silently uses the wrong elements on a CPU."""
     for parameter, state in optimizer.state.items():
         for key in _PER_VALUE & state.keys():
             if state[key].shape == parameter.shape and state[key].stride() != parameter.stride():
@@ -97,7 +97,7 @@ def _state_problem(optimizer: Optimizer, states: Any, indices: list[Any]) -> str
 
 
 def _numeric(settings: dict[str, Any]) -> set[str]:
-    """Names of settings that are numbers: switches come and go with torch's versions, numbers tell optimizers apart."""
+    """Return the names of numeric settings, which tell optimizers apart; switches change with versions of torch."""
     return {k for k, v in settings.items() if isinstance(v, (int, float, tuple, Tensor)) and not isinstance(v, bool)}
 
 

@@ -1,19 +1,27 @@
-"""Which checkpoint a run goes on from, and what that decides: the directory after a restart, the accumulation steps.
+"""The checkpoint that a run resumes, and what follows from it: its directory, its accumulation steps, its data.
 
-`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both tell how often they have started
-processes again, and have an id that stays the same.
+`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts and an id
+that stays the same over restarts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from tlt.data.backends.synthetic import ROOT as SYNTHETIC
+from tlt.data.dataset import LabelReader
+from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.names import Names
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
+from tlt.labels.store import LabelStore
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import launch_id, restarts
 from volo.record.run_directory import DEFAULT_ROOT
@@ -21,7 +29,7 @@ from volo.record.run_directory import DEFAULT_ROOT
 
 @dataclass(frozen=True)
 class Resume:
-    """What a run goes on from; `path` is None for a fresh start."""
+    """The checkpoint that a run resumes; `path` is None for a fresh start."""
 
     path: Path | None
     checkpoint: dict[str, Any] | None
@@ -29,15 +37,15 @@ class Resume:
 
 
 def find_resume(spec: str, directory: Path) -> Resume:
-    """Return the checkpoint that `--resume` means, read and verified.
+    """Return the checkpoint that `--resume` names, read and verified.
 
     Args:
         spec: A path, or "auto": the newest checkpoint in `directory` (by update number) that can be read, whose records
-            match their checksums and whose weights are finite. Each skipped one is in the messages.
-        directory: Of the run.
+            match their checksums and whose weights are finite. Skipped checkpoints are listed in the messages.
+        directory: The directory of the run.
 
     Raises:
-        UserError: `spec` is a path and that checkpoint is not good.
+        UserError: `spec` is a path, and that checkpoint is damaged.
     """
     if spec != "auto":
         return Resume(Path(spec), _verified(Path(spec)), [])
@@ -57,7 +65,7 @@ def _verified(path: Path) -> dict[str, Any]:
 
 
 def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
-    """Order the run's checkpoints by what is written in them; times of files do not survive a copy."""
+    """Order the checkpoints of the run by their content, because a copy changes the times of files."""
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if not NAMES.fullmatch(path.name):
@@ -74,21 +82,21 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
 
 
 def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list[str]:
-    """A line if the teacher of `metadata`, a state's, is not the checkpoint's, or has other weights."""
+    """Return a line if the teacher in the `metadata` of a state is not that of the checkpoint, or has other weights."""
     configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, metadata)]
     was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
     return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
 
 
 class Continued(NamedTuple):
-    """A run that this launch has begun: its directory, and what `--resume` is to be there."""
+    """A run that this launch has begun before a restart: its directory, and the value for `--resume`."""
 
     directory: Path
     resume: str
 
 
 def continued_run(args: Namespace) -> Continued | None:
-    """The run that this launch has begun before; None for a first start, or one that had no directory yet."""
+    """Return the run that this launch has begun; None for a first start, or if there was no directory yet."""
     if not restarts() or launch_id() is None:
         return None
     records = [*Path(args.output or DEFAULT_ROOT).glob("*/run.json")]
@@ -102,7 +110,7 @@ def continued_run(args: Namespace) -> Continued | None:
 
 
 def _launch_of(file: Path) -> str | None:
-    """Of the newest start in a run.json."""
+    """Return the launch of the newest start in a run.json."""
     try:
         return json.loads(file.read_text())[-1].get("launch")
     except (OSError, ValueError, LookupError, AttributeError):
@@ -113,15 +121,15 @@ BATCH_KEY = "batch"  # of a checkpoint
 
 
 def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
-    """What a checkpoint tells of the batch: images of an update, processes, and how many of each the flags ask for."""
+    """Return the record of the batch in checkpoints: images per update, processes, images as the flags ask for."""
     return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * asked_steps}
 
 
 def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
-    """Return the accumulation steps with which a run goes on, and what a user should know.
+    """Return the accumulation steps for a resumed run, and a line for the user.
 
-    The global batch is kept if only the number of processes has changed and full batches make it up; then the images of
-    every update are the same. What the flags ask for otherwise is done, and said.
+    The global batch is kept if only the number of processes has changed and full batches add up to it; then every
+    update has the same images. Otherwise the flags are followed, with a warning.
     """
     recorded = checkpoint.get(BATCH_KEY)
     if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):
@@ -144,3 +152,59 @@ def _remedy(wanted: int, batch_size: int, world_size: int) -> str:
         return f"{world_size} processes can't share {wanted} images evenly"
     size = fitting[0]
     return f"-b {size} --grad-accum-steps {wanted // (size * world_size)} would keep it"
+
+
+DATA_KEY = "data"  # of a checkpoint
+_WHAT = {"images": "the training images (names and classes)", "labels": "the token labels"}
+
+
+Fingerprint = dict[str, str | int | None]
+
+
+def fingerprint(folder: ImageSource, labels: LabelReader | None) -> Fingerprint:
+    """Return what `check_same_data` compares: names and classes of the images, and how their labels were made.
+
+    The files are not read: a data set may lie elsewhere, and a million of them take long.
+    """
+    if folder.root == SYNTHETIC:  # as many images as the flags ask for
+        return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "count": 0}
+    digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
+    names = list((folder.paths if isinstance(folder.paths, Names) else Names(folder.paths)).encoded())
+    # One line for each image, "\nNAME\0CLASS"; images of one class follow each other and are hashed together.
+    begins = [0, *(np.flatnonzero(np.diff(folder.classes)) + 1).tolist()]
+    for start, end in zip(begins, [*begins[1:], len(names)], strict=True):
+        number = b"\0%d" % folder.classes[start]
+        digest.update(b"\n" + (number + b"\n").join(names[start:end]) + number)
+    return {"images": digest.hexdigest(), "labels": _labels(labels), "count": len(folder)}
+
+
+def _labels(labels: LabelReader | None) -> str | None:
+    if not isinstance(labels, LabelStore):
+        return None
+    digest = hashlib.sha256(repr((labels.shape, labels.area)).encode())
+    digest.update(labels.identity())
+    return digest.hexdigest()
+
+
+def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:
+    """Compare the data of a checkpoint with the present data; return lines for the user.
+
+    Args:
+        checkpoint: Without a fingerprint, nothing is compared.
+        now: The result of `fingerprint`.
+        allow: Warn of other data instead of refusing them (`--allow-changed-data`).
+
+    Raises:
+        UserError: The data differ.
+    """
+    before = checkpoint.get(DATA_KEY)
+    if not isinstance(before, dict):
+        return []
+    changed = [text for name, text in _WHAT.items() if name in before and before[name] != now[name]]
+    if not changed:
+        return []
+    counts = f" ({before.get('count')} images then, {now['count']} now)" if before.get("count") != now["count"] else ""
+    text = f"{' and '.join(changed)} are not those that {path} was trained on{counts}"
+    if not allow:
+        raise UserError(f"{text}: resume with the same data, or go on with others by --allow-changed-data")
+    return [f"warning: {text} (--allow-changed-data)"]

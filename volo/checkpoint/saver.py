@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of a save that fails: training waits for a copy in memory, a thread writes it."""
+"""When a run saves, and how failed saves are handled. Training waits for a copy in memory, a thread writes it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,86 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from volo.checkpoint.checkpoint import LAST, CheckpointDir, Save, best_of
 from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
-from volo.checkpoint.snapshot import HostSnapshot
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
 
 _FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
 _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
 
 
+Key = tuple[object, ...]
+
+
+class HostSnapshot:
+    """Host memory for one checkpoint, as large as the file; reused by later saves, because allocating it is slow.
+
+    CUDA tensors go to page-locked memory, in the order of the current stream: the host waits for nothing, and the next
+    step changes no weight before it is copied. Call `wait` before reading.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether no memory is allocated yet."""
+        return not self._kept
+
+    def reserve(self, payload: dict[str, Any]) -> None:
+        """Allocate memory for such a payload, of which only the shapes are read; in any thread, before `take`."""
+        assert self.empty
+        self._fill(payload, lambda buffer, value: buffer.zero_())
+
+    def take(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """Return `payload` with all tensors copied into the memory of the previous copy. Shared tensors stay shared."""
+        on_gpu: list[Tensor] = []
+
+        def copy(buffer: Tensor, value: Tensor) -> None:
+            buffer.copy_(value.detach(), non_blocking=True)
+            if value.is_cuda:
+                on_gpu.append(value)
+
+        copied = self._fill(payload, copy)
+        self._copied = torch.cuda.current_stream(on_gpu[0].device).record_event() if on_gpu else None
+        return copied
+
+    def wait(self) -> None:
+        """Return when the copies are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _fill(self, payload: dict[str, Any], fill: Callable[[Tensor, Tensor], object]) -> dict[str, Any]:
+        before, self._kept = self._kept, {}
+        shared: dict[Key, Tensor] = {}
+
+        def copy(value: Any, key: Key) -> Any:
+            if isinstance(value, dict):
+                return {name: copy(item, (*key, name)) for name, item in value.items()}
+            if isinstance(value, (list, tuple)):
+                return type(value)(copy(item, (*key, number)) for number, item in enumerate(value))
+            if not isinstance(value, Tensor):
+                return value
+            identity = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
+            if value.numel() and identity in shared:
+                return shared[identity]
+            buffer = before.get(key)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+            fill(buffer, value)
+            shared[identity] = self._kept[key] = buffer
+            return buffer
+
+        copied: dict[str, Any] = copy(payload, ())
+        return copied
+
+
 class Reporter(Protocol):
-    """Receives what there is to say about saves."""
+    """Receives what there is to say about saves: a `Logger`, or what a benchmark puts in its place."""
 
     def line(self, text: str) -> None: ...
 
@@ -30,14 +99,14 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """When to save, and how much failure to bear.
+    """When to save, and how many failures to accept.
 
     Args:
         every_updates: Updates between saves within an epoch; 0: none.
         every_minutes: Minutes between saves; 0: none.
-        check_interval: Updates between looks at rank 0's clock, which cost several ranks a synchronisation.
+        check_interval: Updates between two checks of the clock of rank 0, which synchronise the ranks.
         synchronous: Write in the training thread.
-        max_failed: More failed saves in a row than this end the run.
+        max_failed: The run ends after more failed saves in a row.
     """
 
     every_updates: int = 0
@@ -60,16 +129,16 @@ class _Job:
 class Saver:
     """Saves a run. Every rank has one and makes the same calls at the same updates; rank 0 writes.
 
-    One save is under way at a time. A save that fails (full disk, ...) is told, training goes on, and it is tried again
-    after a while, or given up for the next one. What the writing thread meets is raised by the next call.
+    There is one save at a time. If it fails (full disk, ...), a warning is printed, training goes on, and the save is
+    tried again later or replaced by the next one. Other errors of the writing thread are raised by the next call.
 
     Args:
-        checkpoints: None on other ranks than 0.
-        progress: Returns the sums of the epoch under way; all ranks call it before a save within an epoch.
-        logger: Told of every save.
+        checkpoints: None on ranks other than 0.
+        logger: Receives lines and events about every save.
+        progress: Returns the sums of the current epoch; all ranks call it before a save within an epoch.
         from_primary: Returns rank 0's value on every rank.
-        before_save: Called before each attempt to write, on rank 0; an error of it keeps the files as they are.
-        clock: Seconds; never goes back.
+        before_save: Called on rank 0 before each attempt to write; if it raises, nothing is written.
+        clock: Returns seconds, monotonically.
     """
 
     def __init__(
@@ -87,7 +156,7 @@ class Saver:
         self._progress, self._from_primary = progress, from_primary
         self._before_save, self._clock = before_save, clock
         self._snapshot = HostSnapshot()
-        self._job: _Job | None = None  # under way, or failed and to be tried again
+        self._job: _Job | None = None  # in progress, or failed and waiting for another attempt
         self._thread: Thread | None = None
         self._reserving: Thread | None = None
         self._retry_at = 0.0
@@ -96,7 +165,7 @@ class Saver:
         self._last_save = clock()
 
     def after_update(self) -> None:
-        """Save if it is time to; to be called between two updates of an epoch.
+        """Save if it is time to; call it between two updates of an epoch.
 
         Raises:
             NotWrittenError: Too many saves have failed.
@@ -116,10 +185,9 @@ class Saver:
             self._reserving.start()
 
     def after_epoch(self) -> RankedCheckpoint | None:
-        """Save after an epoch, which the state counts and has the scores of. Errors as `after_update`.
+        """Save after an epoch that the state has counted and scored. Raises as `after_update`.
 
-        Returns the best checkpoint so far, None on other ranks and where no epoch has a score (see
-        `CheckpointDir.decide`).
+        Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.decide`).
         """
         if self.checkpoints is None:
             return None
@@ -128,9 +196,9 @@ class Saver:
         return best_of(self.state.best)
 
     def save_now(self, reason: str) -> None:
-        """Save, wherever in the run it is, and return when it is on disk; what is on disk already is not saved again.
+        """Save at any position, and return when it is on disk; a position that is on disk is not saved again.
 
-        Training waits, so that the weights are written from where they are: no copy, and no memory for one.
+        Training waits, so that the weights are written without a copy in memory.
 
         Args:
             reason: For the log, such as "SIGTERM".
@@ -140,7 +208,7 @@ class Saver:
             NonFiniteError: The weights hold NaN or infinity.
         """
         self._settle()
-        # Rank 0 alone knows what is on disk, and all ranks are needed to save more.
+        # Only rank 0 knows what is on disk, and a save needs all ranks.
         if self._from_primary(self._saved_at != (self.state.epoch, self.state.update)):
             self._save_between(reason, in_place=True)
         if self._job is not None and isinstance(self._job.error, NotWrittenError):
@@ -150,7 +218,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish; after a failure of the program only let the save that is under way end."""
+        """Finish; after a failure of the program only wait for the save in progress."""
         if kind is None:
             self.finish()
         else:
@@ -161,7 +229,7 @@ class Saver:
         """Return when everything is on disk.
 
         Raises:
-            NotWrittenError: The run's last save can't be written, not even after a while.
+            NotWrittenError: The last save of the run can't be written, even after the retries.
         """
         self._settle()
         for seconds in retries:
@@ -175,18 +243,18 @@ class Saver:
 
     @property
     def idle(self) -> bool:
-        """Whether no save is under way or failed and waiting."""
+        """Whether no save is in progress or waiting for another attempt."""
         return self._job is None
 
     def poll(self) -> None:
-        """Take note of a save that has ended, and try a failed one again in time. Errors as `after_update`."""
+        """Handle a save that has ended, and retry a failed one when it is due. Raises as `after_update`."""
         if self._thread is not None and not self._thread.is_alive():
             self._settle()
         elif self._thread is None and self._job is not None and self._clock() >= self._retry_at:
             self._attempt()
 
     def _due(self) -> str | None:
-        """Why to save now, the same on all ranks; None: not yet."""
+        """Return the reason to save now, the same on all ranks, or None."""
         policy, update = self.policy, self.state.update
         if policy.every_updates and update % policy.every_updates == 0:
             return "--recovery-interval"
@@ -209,7 +277,7 @@ class Saver:
         self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason, in_place)
 
     def _start(self, decide: Callable[[CheckpointDir], Save], reason: str, in_place: bool = False) -> None:
-        """Decide on a save and write it, from a copy unless `in_place`; what failed before is given up for it."""
+        """Plan a save and write it, from a copy unless `in_place`; it replaces a save that has failed."""
         assert self.checkpoints is not None
         began = self._clock()
         self._give_up()
@@ -252,7 +320,7 @@ class Saver:
         job.seconds = self._clock() - began
 
     def _settle(self) -> None:
-        """Wait for the save that is under way, tell how it went and raise what it met, bearable failures apart."""
+        """Wait for the save in progress, report it, and raise its error unless it will be retried."""
         if self._thread is None or self._job is None:
             return
         self._thread.join()
@@ -260,14 +328,14 @@ class Saver:
         if job.error is None:
             self._job, self._failures = None, 0
             self._saved_at = job.save.payload["epoch"] + 1, job.save.update
-            self._tell(job)
+            self._report(job)
         elif isinstance(job.error, NotWrittenError):
-            self._bear(job, job.error)
+            self._retry_later(job, job.error)
         else:
             self._job = None
             raise job.error
 
-    def _tell(self, job: _Job) -> None:
+    def _report(self, job: _Job) -> None:
         size = tensor_bytes(job.save.payload)
         if job.save.epoch is None or job.attempts > 1:
             self.logger.line(
@@ -285,7 +353,7 @@ class Saver:
             attempts=job.attempts,
         )
 
-    def _bear(self, job: _Job, error: NotWrittenError) -> None:
+    def _retry_later(self, job: _Job, error: NotWrittenError) -> None:
         delay = min(_FIRST_RETRY * 2 ** (job.attempts - 1), _LONGEST_RETRY)
         self._retry_at = self._clock() + delay
         self._failures += job.attempts == 1
@@ -301,7 +369,7 @@ class Saver:
             )
 
     def _give_up(self) -> None:
-        """Make room for a newer save than the one that failed."""
+        """Give up a failed save for a newer one."""
         job, self._job = self._job, None
         if job is None:
             return

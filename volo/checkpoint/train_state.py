@@ -1,4 +1,4 @@
-"""All that a training run has to remember, in one object."""
+"""The state of a training run that checkpoints save."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +21,6 @@ from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
-from volo.checkpoint.rank_state import gather_statistics, set_statistics
 from volo.record.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
@@ -28,7 +29,7 @@ _FORMAT = 2  # timm's: `epoch` is the last finished one
 
 
 class Stateful(Protocol):
-    """What a loss scaler is to a checkpoint."""
+    """A loss scaler, as a checkpoint uses it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -58,9 +59,9 @@ class TrainState:
     epoch: int = 0  # epochs finished, which is the number of the one to run next
     update: int = 0  # optimizer steps done, over all epochs
     best: list[RankedCheckpoint] = field(default_factory=list)  # best first
-    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all that its validation has found
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all results of validation
     outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
-    progress: dict[str, Any] = field(default_factory=dict)  # sums of the epoch under way, of plain types
+    progress: dict[str, Any] = field(default_factory=dict)  # sums of the current epoch, of plain types
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
     statistics: dict[str, Tensor] = field(default_factory=dict)  # BatchNorm's of every rank, where they differ
     updates_per_epoch: int = field(kw_only=True)
@@ -95,28 +96,28 @@ class TrainState:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
 
     def collect_ranks(self, progress: dict[str, Any]) -> None:
-        """Before a save within an epoch, take its sums so far and collect what differs between ranks, which all call
-        it."""
+        """Before a save within an epoch, store its sums so far and gather the statistics of all ranks, which all call
+        this."""
         self.progress = progress
         self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
 
     def end_epoch(self) -> None:
-        """Count the epoch, after the ranks have shared their statistics."""
+        """Count the epoch; call it after the ranks have shared their statistics."""
         self.epoch += 1
         self.statistics = {}
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
-        """Go back to the state in `checkpoint`, ours, timm's or the published code's; return what a user should know.
+        """Restore the state from a `checkpoint` of ours, timm or the published code; return lines for the user.
 
-        Nothing is changed if anything does not fit. Arguments in the file are not looked at.
+        Nothing is changed unless everything fits. The arguments in the file are ignored.
 
         Args:
-            checkpoint: From `tlt.io.weights.read_checkpoint`.
-            path: Where it comes from, for messages.
-            load_optimizer: False (`--no-resume-opt`) starts optimizer and loss scaler anew.
+            checkpoint: The result of `tlt.io.weights.read_checkpoint`.
+            path: The file, for messages.
+            load_optimizer: False (`--no-resume-opt`) starts with a new optimizer and loss scaler.
 
         Raises:
-            UserError: Another architecture, head, image size or optimizer; NaN in the weights.
+            UserError: The architecture, head, image size or optimizer is another one, or weights are NaN.
         """
         weights = self._checked_weights(checkpoint, path, use_ema=False)
         has_ema = any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS)
@@ -153,7 +154,7 @@ class TrainState:
         if needed(fit.missing) or fit.dropped or fit.resized:
             raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))
         check_finite(weights, path)
-        # Counters that old files lack keep their value.
+        # Counters that are missing in old files keep their value.
         return {**clean_state_dict(self.model), **weights}
 
     def _load_ema(self, weights: dict[str, Tensor], from_file: bool) -> list[str]:
@@ -180,7 +181,7 @@ class _Position(NamedTuple):
 
 
 def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path) -> _Position:
-    """Read where a run stopped; a file without an epoch stands at the beginning."""
+    """Read the position of a run; a file without an epoch is at the beginning."""
     try:
         epoch = int(checkpoint.get("epoch", 0))
         if "epoch" in checkpoint and checkpoint.get("version", 1) >= _FORMAT:
@@ -198,7 +199,7 @@ def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Pa
 
 
 def _scores(checkpoint: dict[str, Any], best: list[RankedCheckpoint]) -> dict[int, dict[str, float]]:
-    """Read what each epoch's validation found; of files that lack it, the one figure that ranked each kept epoch."""
+    """Read the scores of each epoch; in files without them, the one score that ranked each kept epoch."""
     if "scores" in checkpoint:
         return {
             int(epoch): {str(name): float(score) for name, score in scores.items()}
@@ -209,13 +210,13 @@ def _scores(checkpoint: dict[str, Any], best: list[RankedCheckpoint]) -> dict[in
 
 
 def ranked_by(args: Mapping[str, Any]) -> str:
-    """Return the score by which these settings rank epochs: `top1`, or `top1_ema` where the average is validated."""
+    """Return the name of the score that ranks epochs: `top1`, or `top1_ema` if the average is validated."""
     average = args.get("model_ema") and not args.get("model_ema_force_cpu")
     return f"{args.get('eval_metric', 'top1')}{'_ema' if average else ''}"
 
 
 def _of_ranks(checkpoint: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the sums of the epoch under way and the ranks' statistics; other programs' files have nothing of it."""
+    """Read the sums of the current epoch and the statistics of the ranks; files of other programs have neither."""
     progress, statistics = checkpoint.get("progress", {}), checkpoint.get(STATISTICS_KEY, {})
     for name, value in (("progress", progress), (STATISTICS_KEY, statistics)):
         if not isinstance(value, dict):
@@ -233,7 +234,7 @@ def _ranked(metric: Any, epoch: Any, file: Any) -> RankedCheckpoint:
 
 
 def _checkpoint_name(name: Any) -> str:
-    """Return `name` if a run could have given it: these files get removed, and what a file says is not trusted."""
+    """Return `name` if it is the name of a checkpoint: these files get removed, and the content is not trusted."""
     if not isinstance(name, str) or not re.fullmatch(r"checkpoint-\d+\.pth\.tar", name):
         raise ValueError(f"{str(name)[:60]!r} is no checkpoint's name")
     return name
@@ -245,3 +246,49 @@ def _changed_epoch(checkpoint: dict[str, Any], updates_per_epoch: int, epoch: in
         f"an epoch had {before} updates, now {updates_per_epoch} (another global batch or data set): "
         f"epoch {epoch} begins with its first update"
     )
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that `timm.utils.distribute_bn` shares."""
+    return [b for name, b in model.named_buffers() if "running_mean" in name or "running_var" in name]
+
+
+def gather_statistics(models: dict[str, nn.Module], device: torch.device) -> dict[str, Tensor]:
+    """Return BatchNorm's running statistics (ranks, values) of each model that has any; nothing for one rank.
+
+    The ranks share them once an epoch (`--dist-bn`); until then each rank has those of the images that it has seen.
+    Every rank must call this. `device` is where the ranks exchange tensors.
+    """
+    if not dist.is_initialized():
+        return {}
+    gathered = {}
+    for name, model in models.items():
+        if statistics := _statistics(model):
+            own = torch.cat([buffer.flatten().to(device) for buffer in statistics])
+            rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(rows, own)
+            gathered[name] = torch.stack(rows)
+    return gathered
+
+
+def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) -> list[str]:
+    """Set the statistics of this rank, or the mean if the number of ranks has changed; return lines for the user.
+
+    Raises:
+        ValueError: The statistics belong to other models.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    messages: list[str] = []
+    for name, model in models.items():
+        if name not in gathered:
+            continue
+        rows, buffers = gathered[name], _statistics(model)
+        counts = [buffer.numel() for buffer in buffers]
+        if rows.ndim != 2 or rows.shape[1] != sum(counts) or not len(rows) or not torch.isfinite(rows).all():
+            raise ValueError(f"its running statistics of {len(rows)} ranks are not of this model")
+        own = rows[rank] if len(rows) == size else rows.mean(0)
+        for buffer, part in zip(buffers, own.split(counts), strict=True):
+            buffer.copy_(part.view_as(buffer))
+        if len(rows) != size:
+            messages = [f"BatchNorm's running statistics are the mean of {len(rows)} ranks', now on {size}"]
+    return messages

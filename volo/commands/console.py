@@ -42,8 +42,9 @@ def run_program(
 
 
 class _Output:
-    """A standard stream that a program outlives: what can't be written (full disk, lost terminal) is left out, and told
-    once on stderr. A reader that has gone is another matter (`| head`). What would command a terminal is escaped."""
+    """A standard stream whose failures do not end the program: text that can't be written (full disk, lost terminal) is
+    left out, with one warning on stderr. Only a reader that has gone (`| head`) is an error. Control characters are
+    escaped."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._told = stream, False
@@ -52,16 +53,16 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write the text, or leave it out if that fails."""
         self._try(self._stream.write, safe_text(text))
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits, if it can be done."""
+        """Flush the stream, if that is possible."""
         self._try(self._stream.flush)
 
     def end(self) -> None:
-        """Leave nothing behind at which Python would fail when it flushes at exit."""
+        """Flush; discard what can't be written, at which Python would fail at exit."""
         try:
             self._stream.flush()
         except OSError:
@@ -110,11 +111,14 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
 
 
 def _tell(text: str) -> None:
-    """One line on stderr, in one piece: ranks share it. What several of a launch have to say the first of them says."""
+    """Print one line on stderr in one write, because ranks share it.
+
+    Of several ranks of a launch with the same text, only the first prints it.
+    """
     line = f"{_rank_prefix()}{text}\n"
     # A file of volo/commands/launch.py for the ranks of this machine; other launchers have none.
     with suppress(KeyError, OSError), open(os.environ["LAUNCH_TOLD"], "r+") as told:
-        # The line is out before anybody with the same leaves, which would end the one that has to say it.
+        # The lock is held while printing: a rank with the same text that exits first would get the printing one killed.
         fcntl.flock(told, fcntl.LOCK_EX)
         if f"{text!r}\n" not in told.readlines():
             print(line, file=sys.stderr, end="", flush=True)
@@ -124,14 +128,14 @@ def _tell(text: str) -> None:
 
 
 def _joined() -> bool:
-    """Whether this process is in a process group that this program made."""
+    """Whether this process is in a process group that this program created."""
     distributed = sys.modules.get("volo.cluster.distributed")
     return distributed is not None and distributed.in_own_group()
 
 
 def _leave(code: int) -> int:
-    """Return the exit code, or end with it at once where other ranks are still joined: the threads of a process group
-    that nobody closes may abort a process on its usual way out, with a code that says nothing."""
+    """Return the exit code, or exit with it at once while the process group is open: its threads may abort the usual
+    exit of Python with a meaningless code."""
     if _joined():
         sys.stdout.flush()
         os._exit(code)

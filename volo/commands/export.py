@@ -3,22 +3,28 @@
     volo export -o volo.onnx --checkpoint output/train/RUN/model_best.pth.tar
     volo export -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
 
-The file takes any number of images of one size. BatchNorm is folded into the stem. How images are prepared and the
-names of the classes are in the file. Before it gets its name, it is loaded and must give the model's logits.
+The file takes any number of images of one size: one input, `images` (B, channels, H, W), float32 and normalised. Its
+outputs are float32 and named after `output_names`. BatchNorm is folded into the stem. A JSON text `model_config` in the
+file says how images are prepared and what the classes are called. Before the file gets its name, it is loaded and must
+give the model's logits.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
 from tlt.errors import UserError, require
 from tlt.io.text import printable
@@ -26,12 +32,138 @@ from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names
 from volo.train.convolutions import check_convolutions
-from volo.train.export_formats import FORMATS, Inference, output_names, trace
 from volo.train.trained_model import TrainedModel, load_trained
 
-BATCHES = (1, 3)  # that the file is checked with; neither is the one it was traced with
-# Largest difference from the float32 model that passes, as a share of the largest logit.
+BATCHES = (1, 3)  # batch sizes for the check of the file; it was traced with another one
+# The largest allowed difference from the float32 model, as a share of the largest logit.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+INPUT = "images"
+CONFIG = "model_config"
+_LARGEST_ONNX = 2**31 - 2**20  # bytes of weights: a file is one protobuf message, which ends at 2 GiB
+
+
+class ExportModule(nn.Module):
+    """The exported computation: the model with float32 images and float32 logits, whatever type it computes in.
+
+    Args:
+        model: In evaluation mode, with floating-point weights of one type.
+        dense: Return both heads, as `model(x, dense=True)`.
+    """
+
+    def __init__(self, model: nn.Module, dense: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.dense = dense
+        self.dtype = next(model.parameters()).dtype
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """(B, channels, H, W) -> (B, K), and (B, N, K) with `dense`."""
+        images = images.to(self.dtype)
+        outputs = self.model(images, dense=True) if self.dense else (self.model(images),)
+        return tuple(logits.float() for logits in outputs)
+
+
+def output_names(dense: bool) -> list[str]:
+    """Return the names of the outputs, in order."""
+    return ["class_logits", "token_logits"] if dense else ["logits"]
+
+
+def trace(module: ExportModule, images: Tensor) -> ExportedProgram:
+    """Return the module as a graph for any batch of images of this size.
+
+    Args:
+        images: At least two images: torch would treat a batch size of one as a constant.
+
+    Raises:
+        UserError: The model can't be traced.
+    """
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, (images,), dynamic_shapes={INPUT: {0: Dim("batch", min=1)}})
+    except RuntimeError as error:
+        name = type(module.model).__name__
+        raise UserError(f"{name} can't be exported for any batch: {str(error).strip().splitlines()[0]}") from error
+
+
+class Format(NamedTuple):
+    """How files of one format are written and read."""
+
+    packages: tuple[str, ...]  # of the extra "onnx", needed beyond torch
+    write: Callable[[ExportedProgram, list[str], str, Path, int], None]  # graph, outputs, model_config, file, opset
+    load: Callable[[Path], Callable[[Tensor], tuple[Tensor, ...]]]
+
+
+def write_onnx(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
+    """Write one .onnx file, the weights in it; `model_config` is an entry of its metadata.
+
+    Raises:
+        UserError: Too large for one file, or an opset that torch can't write.
+    """
+    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    if size > _LARGEST_ONNX:
+        raise UserError(f"{size / 2**30:.1f} GiB of weights: an ONNX file ends at 2 GiB; use --format torch-export")
+    with _quiet():
+        written: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            opset_version=opset,
+            input_names=[INPUT],
+            output_names=outputs,
+            dynamic_shapes={INPUT: {0: "batch"}},
+        )
+    if written.model.opset_imports[""] != opset:  # where a conversion fails, the graph is left as it was
+        raise UserError(f"--opset {opset}: torch's exporter can't write it; use a lower one")
+    written.model.metadata_props[CONFIG] = config
+    written.save(path, external_data=False)
+
+
+def load_onnx(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The file as a function on the CPU, by onnxruntime.
+
+    Raises:
+        UserError: onnxruntime can't run it: it is older than the opset, or misses an operator in this type.
+    """
+    runtime = require("onnxruntime", extra="onnx")
+    try:
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # it derives its errors from nothing narrower
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"onnxruntime can't run the exported model ({reason}): use a lower --opset, or float32"
+        ) from error
+    return lambda images: tuple(map(torch.from_numpy, session.run(None, {INPUT: images.numpy()})))
+
+
+def write_torch_export(program: ExportedProgram, outputs: list[str], config: str, path: Path, opset: int) -> None:
+    """Write one .pt2 file; `model_config.json` is an extra file in it. Its outputs are a tuple, without names."""
+    torch.export.save(program, path, extra_files={f"{CONFIG}.json": config})
+
+
+def load_torch_export(path: Path) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The file as a function on the CPU."""
+    return torch.export.load(path).module()
+
+
+FORMATS = {
+    "onnx": Format(("onnx", "onnxscript", "onnxruntime"), write_onnx, load_onnx),
+    "torch-export": Format((), write_torch_export, load_torch_export),
+}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's remarks on its own workings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def run(args: Namespace) -> int:
@@ -47,13 +179,13 @@ def run(args: Namespace) -> int:
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width
     images = check_images(shape)
-    expected = run_all(Inference(trained.model, args.dense), images)
+    expected = run_all(ExportModule(trained.model, args.dense), images)
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
     dtype = getattr(torch, args.model_dtype)
     for line in check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")):
         print(line, flush=True)
-    module = Inference(trained.model.to(dtype), args.dense)
+    module = ExportModule(trained.model.to(dtype), args.dense)
     program = trace(module, torch.zeros(2, *shape))
 
     def fill(staged: Path) -> None:
@@ -70,7 +202,7 @@ def run(args: Namespace) -> int:
 
 
 def check_path(path: Path) -> None:
-    """Refuse to write over something, or into a folder that isn't there.
+    """Refuse to overwrite a file, or to write into a folder that does not exist.
 
     Raises:
         UserError: The file already exists, or its folder does not.
@@ -99,15 +231,15 @@ def check_images(shape: Sequence[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def run_all(compute: Callable[[Tensor], tuple[Tensor, ...]], batches: list[Tensor]) -> list[Tensor]:
-    """All outputs for all batches."""
+    """Return all outputs for all batches."""
     return [output for images in batches for output in compute(images)]
 
 
 def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None:
-    """Compare what the file gives with what the model gave; print the difference.
+    """Compare the outputs of the file with those of the model; print the difference.
 
     Raises:
-        UserError: It is larger than rounding explains.
+        UserError: The difference is larger than rounding explains.
     """
     shares = [((g - e).abs().max() / e.abs().max()).item() for g, e in zip(got, expected, strict=True)]
     worst = max(shares, key=lambda share: math.inf if math.isnan(share) else share)
@@ -120,7 +252,7 @@ def check_outputs(got: list[Tensor], expected: list[Tensor], dtype: str) -> None
 
 
 def recorded_config(trained: TrainedModel, dense: bool) -> dict[str, Any]:
-    """The `model_config` of the file: what the checkpoint's says, completed from the model and the flags."""
+    """Return the `model_config` of the file, from the checkpoint, the model and the flags."""
     model, settings = trained.model, trained.settings
     size = settings["input_size"][1:]
     return {

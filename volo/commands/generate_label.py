@@ -1,4 +1,4 @@
-"""Make token labels: for every image of a folder, what an annotator network sees at every place of it.
+"""Make token labels: for every place of every image in a folder, the classes that an annotator network finds there.
 
     python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
     python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar --format archive
@@ -11,9 +11,9 @@ the annotator, squashed to its input size, so that every crop of it has labels. 
 vision transformer with average pooling, or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token
 labels.
 
-The same command goes on where it was stopped, however that was, and with any number of processes. A network's last bits
-depend on which images share its batch: batches are cut from the folder's order, and one that was stopped is repeated
-whole, so that the labels are the same as without interruption.
+The same command continues after any interruption, with any number of processes. The last bits of a network's output
+depend on which images share a batch: batches follow the order of the folder, and an interrupted batch is repeated as a
+whole, so that the labels are the same as without an interruption.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_are
 from tlt.labels.metadata import TreeMetadata
 from volo.cluster.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
 from volo.record.metrics import Sums
-from volo.train.annotator import load_annotator
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
 from volo.train.label_job import ArchiveJob, LabelJob, TreeJob
 from volo.train.model import eval_settings
 from volo.train.precision import resolve_amp_dtype
+from volo.train.trained_model import load_annotator
 
-_PATIENCE = 7 * 86400.0  # seconds: ranks wait for rank 0 while it reads what is there
-_POLL = 0.2  # seconds between two looks at how far the other ranks are
+_RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels
+_POLL = 0.2  # seconds between two checks of the progress of the other ranks
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed. One rank tells what went wrong, the others leave with its code."""
-    world = init_world(args.device, timeout_s=_PATIENCE)
+    """Entry point, after the arguments are parsed. One rank reports an error, the others exit with the same code."""
+    world = init_world(args.device, timeout_s=_RANK_TIMEOUT)
     board = Board()
     try:
         with compile_errors_told(args):
@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
 
 
 def label_folder(args: Namespace, world: World, board: Board) -> int:
-    """Build everything, label, and close what was made. Returns the exit code."""
+    """Build everything, label the images and finish the tree or archive. Returns the exit code."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
         print(line, flush=True)
@@ -87,10 +87,10 @@ def label_folder(args: Namespace, world: World, board: Board) -> int:
 
 
 def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, recorded: dict[str, Any]) -> None:
-    """Compare the annotator's classes with the folders, unless `--transfer` says that they differ.
+    """Compare the annotator's classes with the class folders, unless `--transfer` allows other classes.
 
     Raises:
-        UserError: They differ, or the annotator has no classes.
+        UserError: The classes differ, or the annotator has none.
     """
     if not model.num_classes:
         raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
@@ -106,10 +106,10 @@ def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, record
 
 
 def label_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Input size, mean, deviation and filter of the annotator.
+    """Return input size, mean, deviation and resize filter of the annotator.
 
     Raises:
-        UserError: A crop ratio other than 1 is asked for: the whole image is labelled.
+        UserError: The flags ask for a crop ratio other than 1, but the whole image is labelled.
     """
     if args.crop_pct not in (None, 1.0):
         raise UserError(
@@ -122,10 +122,10 @@ def label_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any]) 
 
 
 def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any], world: World) -> Annotator:
-    """The annotator on its device, in the precision that the flags ask for.
+    """Put the annotator on its device, in the precision that the flags ask for.
 
     Raises:
-        UserError: It has no exact dense logits.
+        UserError: The model has no exact dense logits.
     """
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format
     model = model.eval().to(world.device).to(memory_format=memory_format)
@@ -141,7 +141,7 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
 def describe(
     args: Namespace, settings: dict[str, Any], folder: ImageSource, model: Any, grid: torch.Size
 ) -> TreeMetadata:
-    """What labels.json will say."""
+    """Return the content of labels.json: how the labels are made."""
     area = labelled_area(model, settings["input_size"][1:])
     weights = "published"
     if args.checkpoint:
@@ -168,7 +168,7 @@ def describe(
 
 
 def open_job(args: Namespace, folder: ImageSource, metadata: TreeMetadata, world: World) -> LabelJob:
-    """What OUT is to become; rank 0 first."""
+    """Open the tree or the archive that OUT becomes; rank 0 calls this first."""
     overwrite = args.overwrite and world.is_primary
     if args.format == "archive":
         return ArchiveJob(args.token_label_root, folder, metadata, overwrite, not args.no_log_sum_exp)
@@ -176,7 +176,7 @@ def open_job(args: Namespace, folder: ImageSource, metadata: TreeMetadata, world
 
 
 def find_pending(args: Namespace, job: LabelJob) -> list[int]:
-    """Rows of the folder that are to be labelled; says how many are done already."""
+    """Return the rows of the folder that have no labels yet, and print how many have."""
     images = len(job.folder)
     if job.origin_unknown:
         print(
@@ -200,7 +200,7 @@ def make_labels(
     world: World,
     board: Board,
 ) -> int:
-    """Label what is pending, each rank its part, then close tree or archive. Returns the exit code."""
+    """Label the pending rows, each rank its share, then finish the tree or archive. Returns the exit code."""
     batches = whole_batches(pending, len(job.folder), args.batch_size)[world.rank :: world.size]
     rows = [row for batch in batches for row in batch]
     loader = image_loader(args, job.folder, rows, settings, world.device)
@@ -229,7 +229,7 @@ def make_labels(
 
 
 def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:
-    """The batches, of all those that the folder is cut into, in which a row is pending."""
+    """Cut the folder into batches, and return those with a pending row."""
     starts = sorted({row // batch_size * batch_size for row in pending})
     return [range(start, min(start + batch_size, images)) for start in starts]
 
@@ -237,11 +237,11 @@ def whole_batches(pending: list[int], images: int, batch_size: int) -> list[rang
 def write_batch(
     job: LabelJob, batch: Batch, found: Annotation, rows: list[int], wanted: set[int], sums: Sums | None
 ) -> int:
-    """Write the labels of a batch where they are wanted; returns how many.
+    """Write the labels of the wanted images in a batch; return how many were written.
 
     Args:
-        rows: Of the folder, by index of the batch.
-        sums: Counts images whose mean dense logits name the folder's class, and places whose top class is it.
+        rows: Maps an index of the loader to a row of the folder.
+        sums: Counts images whose mean dense logits name the folder's class, and places whose top class is that class.
     """
     found = Annotation(*(tensor.cpu() for tensor in found))
     indices, classes = batch.indices.tolist(), batch.classes.cpu()
@@ -260,7 +260,7 @@ def write_batch(
 def image_loader(
     args: Namespace, folder: ImageSource, rows: list[int], settings: dict[str, Any], device: torch.device
 ) -> EvalLoader:
-    """The whole images of some rows, squashed to the annotator's input size; indices count within `rows`."""
+    """Load the whole images of some rows, squashed to the annotator's input size; indices count within `rows`."""
     dataset = EvalDataset(
         folder.select(rows),
         settings["input_size"][1:],
@@ -280,21 +280,21 @@ def image_loader(
         prefetch=not args.no_prefetcher,
         timeout=float(args.loader_timeout),
         skips=SkipCounter(len(folder), args.max_bad_images),
-        may_be_empty=True,  # the images of this rank that are left may all be broken
+        may_be_empty=True,  # all images left for this rank may be unreadable
     )
 
 
 def close(
     args: Namespace, job: LabelJob, pending: set[int], skips: list[dict[str, str]], totals: dict[str, float]
 ) -> None:
-    """Close what was made, and say what is there and how well it agrees with the folders.
+    """Finish the tree or archive, and print what it holds and how well it agrees with the class folders.
 
     Args:
-        skips: Path -> reason of the images that could not be read, of each rank.
-        totals: From `write_batch`, over all ranks.
+        skips: For each rank, the reason by path of the images that could not be read.
+        totals: The sums of `write_batch` over all ranks.
 
     Raises:
-        UserError: More images are unreadable than `--max-bad-images`, or all of them, or the disk is full.
+        UserError: More images are unreadable than `--max-bad-images` allows, or all are, or the disk is full.
     """
     folder, counter = job.folder, SkipCounter(len(job.folder), args.max_bad_images)
     counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
@@ -317,7 +317,7 @@ def close(
 
 
 def summary(args: Namespace, job: LabelJob, made: int) -> str:
-    """What is where."""
+    """Return the line that says how many label maps were made, and where."""
     grid = job.metadata.grid
     return (
         f"{made} label maps of {job.metadata.k} classes on {grid[0]} x {grid[1]} places made in "

@@ -1,9 +1,9 @@
-"""Do a step again whose gradients were not finite, and tell where the first such value comes up.
+"""Repeat a step whose gradients were not finite, and report where the first such value appears.
 
     python -m volo.commands.replay RUN/nonfinite/UPDATE-rankR.json [--checkpoint FILE] [--device NAME]
 
-The weights are those that the record names, else of the newest checkpoint in RUN at or before that update. Batch,
-augmentation and dropout are those of the step. Exit code 3 if a value is not finite again, 0 if all are finite.
+The weights are those that the record names, else those of the newest checkpoint in RUN up to that update. Batch,
+augmentation and dropout are those of the step. The exit code is 3 if a value is not finite again, 0 if all are finite.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from volo.train.convolutions import check_convolutions
 from volo.train.criterion import StepKey, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.loop import set_train_mode
-from volo.train.master_weights import WorkingCopy
 from volo.train.model import add_dense_head, build_model, eval_settings, prepare_model
 from volo.train.nonfinite import FOLDER
-from volo.train.precision import compute_dtype
+from volo.train.precision import WorkingCopy, compute_dtype
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
@@ -45,7 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def run(options: Namespace) -> int:
-    """Replay; return 3 if something is not finite."""
+    """Replay the step; return 3 if a value is not finite, else 0."""
     record = read_record(options.record)
     weights, update = find_weights(options, record)
     where = f"update {record['update']}, rank {record['rank']} of {record['world_size']}, lr {record['lr']:.3e}"
@@ -59,7 +58,7 @@ def run(options: Namespace) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record of `volo.train.nonfinite`; UserError if the file is none."""
+    """Read a record of `volo.train.nonfinite`. Raises UserError for any other file."""
     try:
         record = json.loads(path.read_text())
         return {name: record[name] for name in (*_NEEDED, "weights", "loss_scale")}
@@ -73,7 +72,7 @@ _NEEDED = ("update", "epoch", "update_in_epoch", "rank", "world_size", "seed", "
 
 
 def find_weights(options: Namespace, record: dict[str, Any]) -> tuple[Path, int]:
-    """The checkpoint to replay with, and after how many updates it was written."""
+    """Return the checkpoint to replay with, and the update at which it was written."""
     if options.checkpoint is not None:
         return options.checkpoint, int(peek_checkpoint(options.checkpoint).get("update", 0))
     if record["weights"] is not None:
@@ -90,7 +89,7 @@ def find_weights(options: Namespace, record: dict[str, Any]) -> tuple[Path, int]
 
 
 def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
-    """Forward and backward of every micro-batch of the step; return what was not finite, first things first."""
+    """Run forward and backward passes of all micro-batches of the step; return what was not finite, in order."""
     args = Namespace(**record["args"])
     args.workers, args.worker_type = 0, None
     world = World(record["rank"], 0, record["world_size"], choose_device(device, 0))
@@ -103,7 +102,7 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
     model = prepare_model(model, args, World(0, 0, 1, world.device))
     load_weights(model, weights, use_ema=False)
     dtype = compute_dtype(args, world.device)
-    check_convolutions(model, settings["input_size"], dtype, world.device)  # as the run did, which told of it
+    check_convolutions(model, settings["input_size"], dtype, world.device)  # as the run did, which printed the result
     if getattr(args, "model_dtype", "float32") == "bfloat16":
         model = WorkingCopy(model).module
     set_train_mode(model, args.freeze_bn)
@@ -129,7 +128,7 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
 
 
 def watch(model: nn.Module, found: list[str]) -> None:
-    """Note outputs of modules that are not finite, and gradients that come back to them."""
+    """Add a line to `found` for each output of a module, and each gradient at one, that is not finite."""
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from tlt.errors import UserError
 from tlt.io.text import table
 from volo.commands.console import run_program
-from volo.config.flags_report import parse_report
+from volo.config.flags_tools import parse_report
 from volo.record.events import duration
-from volo.record.history import History, Start, faults, losses, number, read_history, skipped_files
+from volo.record.history import History, RunStart, faults, losses, number, read_history, skipped_files
 from volo.record.json_lines import read_json_lines
 from volo.record.run_directory import TIME_KEYS
 
@@ -45,9 +45,9 @@ def run(args: Namespace) -> int:
 
 
 def without_times(file: Path) -> list[str]:
-    """The lines of a metrics.jsonl or summary.csv less what depends on the clock.
+    """Return the lines of a metrics.jsonl or summary.csv without the values that depend on the clock.
 
-    Two runs that did the same give equal lists, however often either was interrupted.
+    Two runs that computed the same give equal lists, however often either was interrupted.
     """
     if file.suffix == ".csv":
         with file.open(newline="", encoding="utf-8") as lines:
@@ -58,10 +58,10 @@ def without_times(file: Path) -> list[str]:
 
 
 def _compare(run: Path, other: Path) -> None:
-    """Tell that the records of two runs are the same.
+    """Compare the records of two runs, and print that they are equal.
 
     Raises:
-        UserError: They are not; the first difference is named.
+        UserError: They differ; the message names the first difference.
     """
     for name in ("metrics.jsonl", "summary.csv"):
         for file in (run / name, other / name):
@@ -96,7 +96,7 @@ def _starts(history: History) -> list[str]:
     return table(rows) if history.starts else []
 
 
-def _end(start: Start) -> str:
+def _end(start: RunStart) -> str:
     if start.ended:
         return start.ended
     return "runs" if start.is_alive else f"no end noted, last sign of life {_clock(start.seen)}"
@@ -124,7 +124,7 @@ def _time(history: History) -> list[str]:
 
 
 def _checkpoints(run: Path, verify: bool) -> list[str]:
-    """One row per file, newest first; files that are names of one and the same are read once."""
+    """Return one row per file, newest first; a file with several names is read once."""
     rows = [("file", "epoch", "update", "MiB", "state")]
     seen: dict[int, str] = {}
     files = [(path, status) for path in run.glob("*.pth.tar") if (status := _status(path)) is not None]
@@ -146,7 +146,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _look(path: Path, verify: bool, size: str) -> tuple[str, str, str, str]:
-    """(epoch, update, size, state) of a checkpoint."""
+    """Return (epoch, update, size, state) of a checkpoint."""
     from tlt.io.weights import peek_checkpoint, verify_checkpoint
 
     try:

@@ -1,4 +1,4 @@
-"""How a run starts: it tells what it is, goes back to a checkpoint if asked to, and opens its directory."""
+"""How a run starts: it goes back to a checkpoint if asked to, opens its directory, and says what it is about to do."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
+import torch
+
 from tlt.errors import UserError
-from volo.checkpoint import fingerprint
 from volo.checkpoint.checkpoint import CheckpointDir
-from volo.checkpoint.resume import Resume, changed_labels, find_resume
+from volo.checkpoint.resume import DATA_KEY, Resume, changed_labels, check_same_data, find_resume
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
 from volo.cluster.ranks import launch_id
+from volo.memory.memory_budget import memory_report, step_shape
 from volo.record.logger import Logger
 from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.record.run_lock import RunLock
+from volo.train.criterion import TokenLabelCriterion
 from volo.train.loop import Training
 from volo.train.meter import Meter
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
-    """The event with which a start begins: what was asked for, and where it runs."""
+    """Record the start as an event: the command, the arguments and the machines."""
     hosts = Counter(from_all(socket.gethostname()))
     if world.is_primary:
         logger.event(
@@ -40,17 +43,17 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
 
 
 def note_lock(logger: Logger, text: str) -> None:
-    """Tell what became of another job's lock."""
+    """Print and record what happened to another job's lock."""
     logger.line(text)
     logger.event("lock", reason=text)
 
 
 def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, world: World) -> Resume:
-    """Read the checkpoint that `--resume` means, the same one on every rank.
+    """Read the checkpoint that `--resume` names, the same one on every rank.
 
     Args:
         spec: The value of `--resume`; "" for a fresh start.
-        lock: Of the directory: taken before it is looked at, so that nobody saves anything newer.
+        lock: The lock of the directory. It is taken before the search, so that no other job saves a newer checkpoint.
 
     Raises:
         UserError: That checkpoint can't be read.
@@ -68,15 +71,15 @@ def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, 
 
 
 def go_on_from(resume: Resume, args: Namespace, training: Training, world: World, logger: Logger) -> None:
-    """Go back to what the checkpoint holds, and to `--start-epoch`.
+    """Restore the state from the checkpoint, then apply `--start-epoch`.
 
     Raises:
-        UserError: It is of another model, of other data, or the ranks have read different ones.
+        UserError: The checkpoint belongs to another model or other data, or the ranks have read different checkpoints.
     """
     state, messages = training.state, list(resume.messages)
     if resume.checkpoint is not None and resume.path is not None:
-        data = state.metadata[fingerprint.KEY]
-        messages += fingerprint.check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
+        data = state.metadata[DATA_KEY]
+        messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
         messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
         messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages += changed_labels(resume.checkpoint, state.metadata)
@@ -107,8 +110,7 @@ def _start_epoch(args: Namespace, training: Training, resume: Resume, logger: Lo
 
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
-    """Raise UserError unless all ranks have come to the same update: from different ones they would wait for each other
-    for ever."""
+    """Raise UserError unless all ranks stand at the same update: otherwise they would wait for each other for ever."""
     found = sorted({(epoch, update) for epoch, update in from_all([state.epoch, state.update])})
     if len(found) > 1:
         updates = " and ".join(str(update) for _, update in found)
@@ -128,7 +130,7 @@ def open_run(
     world: World,
     logger: Logger,
 ) -> Saver:
-    """Open the run directory, on rank 0, and return what saves into it."""
+    """Open the run directory on rank 0, and return the saver for it."""
     checkpoints = None
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
@@ -152,3 +154,57 @@ def open_run(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
     return Saver(training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check)
+
+
+def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:
+    """Print what the run is about to do, each number with its unit."""
+    stream, model = training.loader.index_stream, training.state.model
+    parameters = sum(p.numel() for p in model.parameters())
+    config = training.state.metadata["model_config"]
+    height, width = config["img_size"]
+    left_out = stream.length - stream.images_per_epoch
+    logger.line(
+        f"model {args.model}: {parameters / 1e6:.2f} M parameters, {model.num_classes} classes, {height}x{width} px"
+    )
+    logger.line(
+        f"data: {stream.length} training images"
+        + (f" ({left_out} left out per epoch, other ones each time)" if left_out else "")
+        + f", {len(training.validation.dataset)} validation images, {len(config['class_names'])} class folders"
+    )
+    logger.line(
+        f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
+        f"accumulation steps; {len(training.loader)} updates an epoch, {training.schedule.total_epochs} epochs"
+    )
+    if isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense and args.token_label_size:
+        rows, columns = training.criterion.grid
+        if (rows, columns) != (args.token_label_size, args.token_label_size):  # as published for D5 at 512 px
+            logger.line(
+                f"warning: --token-label-size {args.token_label_size} is not used: at {height} x {width} px each of "
+                f"the {rows} x {columns} tokens gets a label of its own"
+            )
+    if args.sync_bn and world.size == 1:
+        logger.line("--sync-bn changes nothing with one process")
+    if training.teacher is not None and world.is_primary:
+        dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
+        logger.line(training.teacher.describe(model, (config["in_chans"], height, width), dense))
+    dtype = training.precision.amp_dtype
+    precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
+    if training.precision.working_copy is not None:
+        precision = "bfloat16, float32 master weights"
+    logger.line(
+        f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
+        f"{precision}, {torch.get_num_threads()} threads"
+    )
+
+
+def tell_memory(args: Namespace, training: Training, world: World, logger: Logger) -> None:
+    """Print how much work and memory the run takes, and which batch sizes would fit."""
+    if not world.is_primary:
+        return
+    config = training.state.metadata["model_config"]
+    size = (config["in_chans"], *config["img_size"])
+    shape = step_shape(training.criterion, size, world.device, training.precision.amp_dtype)
+    copy = training.precision.working_copy
+    computing = training.state.model if copy is None else copy.module
+    for line in memory_report(args, training.state.model, computing, shape, world.device):
+        logger.line(line)

@@ -27,10 +27,19 @@ from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
 from tlt.data.workers import kill_workers
 from tlt.io.progress import SearchProgress
-from volo.checkpoint import fingerprint
 from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
 from volo.checkpoint.checkpoint_file import the_checkpoint
-from volo.checkpoint.resume import BATCH_KEY, Continued, Resume, batch_record, continued_run, steps_to_keep
+from volo.checkpoint.resume import (
+    BATCH_KEY,
+    DATA_KEY,
+    Continued,
+    Fingerprint,
+    Resume,
+    batch_record,
+    continued_run,
+    fingerprint,
+    steps_to_keep,
+)
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import (
@@ -45,24 +54,21 @@ from volo.cluster.per_host import once_per_host
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
-from volo.commands.describe import describe, tell_memory
 from volo.commands.launch_command import available_cpus
-from volo.commands.run_start import find_checkpoint, go_on_from, note_lock, note_start, open_run
-from volo.config.args import Settings
+from volo.commands.run_start import describe, find_checkpoint, go_on_from, note_lock, note_start, open_run, tell_memory
+from volo.config.args import FrozenArgs
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
-from volo.record.data_wait import Advisor
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
 from volo.record.run_directory import check_writable, choose_directory, settings_of
 from volo.record.run_lock import RunLock
-from volo.record.slowdown import CompileWatch, Pace
+from volo.record.slowdown import Advisor, CompileWatch, SlowdownWatch
 from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
 from volo.train.data import Folders, image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.train.loop import Training, evaluate, train_epoch
-from volo.train.master_weights import WorkingCopy
 from volo.train.meter import Meter
 from volo.train.model import (
     TimmModel,
@@ -77,7 +83,7 @@ from volo.train.model import (
 )
 from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.optim import create_optimizer
-from volo.train.precision import Precision, compute_dtype
+from volo.train.precision import Precision, WorkingCopy, compute_dtype
 from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.teacher import load_teacher, teacher_costs
 
@@ -97,8 +103,8 @@ def run(args: Namespace) -> int:
         if world.is_primary:
             tell_batch_script("done")
     finally:
-        # A rank that fails keeps its connections until its process ends: the launcher is to see it before those
-        # that lose it, and it waits for none of them.
+        # A rank that fails keeps its connections until its process ends, so that the launcher sees its failure before
+        # the ranks that lose the connection do. It does not wait for them.
         watchdog.end()
     return 0
 
@@ -118,7 +124,7 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     directory = Path(name)
     with RunLock(directory, partial(note_lock, logger)) as lock:
         resume = find_checkpoint(args, spec, directory, lock, world)
-        args, batch = decided_by(resume, Settings(args, resume=spec), world, logger)
+        args, batch = decided_by(resume, FrozenArgs(args, resume=spec), world, logger)
         training = build(args, folders, model, settings, batch, world, logger, found)
         go_on_from(resume, args, training, world, logger)
         resumed = resume.path
@@ -127,16 +133,16 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
 
 
 def decided_by(resume: Resume, args: Namespace, world: World, logger: Logger) -> tuple[Namespace, dict[str, int]]:
-    """What a checkpoint decides before anything is built: the accumulation steps that keep its global batch.
+    """Settle what a checkpoint decides before anything is built: the accumulation steps that keep its global batch.
 
-    Returns the settings with them, and what the run's own checkpoints are to tell of the batch.
+    Returns the arguments with these steps, and the record of the batch that the run writes into its own checkpoints.
     """
     asked = args.grad_accum_steps
     steps, message = steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.size)
     if message is not None:
         logger.line(message)
     batch = batch_record(args.batch_size, steps, world.size, asked)
-    return Settings(args, grad_accum_steps=steps), batch
+    return FrozenArgs(args, grad_accum_steps=steps), batch
 
 
 def build(
@@ -149,11 +155,11 @@ def build(
     logger: Logger,
     found: SearchProgress,
 ) -> Training:
-    """Construct what trains the model, in this order: labels, criterion, data, optimizer, schedule.
+    """Build what trains the model, in this order: labels, criterion, data, optimizer, schedule.
 
     Args:
-        settings: Of the images: input_size (C, H, W), mean, std and others.
-        batch: What a checkpoint tells of the global batch.
+        settings: How images are prepared: input_size (C, H, W), mean, std and others.
+        batch: The record of the global batch for checkpoints.
     """
     input_size = settings["input_size"]
     model = add_dense_head(model, args, input_size[1:])
@@ -172,7 +178,7 @@ def build(
             logger.line(line)
 
     loader, validation = make_loaders(args, folders, labels, settings, world, logger)
-    if args.activation_memory is not None:  # copies of the model are to recompute as it does
+    if args.activation_memory is not None:  # before the model is copied: copies recompute as it does
         logger.line(fit_activations(args, model, step_shape(criterion, input_size, world.device, dtype), world))
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
     precision = Precision(
@@ -181,7 +187,7 @@ def build(
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
     metadata = {"arch": args.model, "args": settings_of(args), "model_config": config}
-    metadata |= {fingerprint.KEY: data, BATCH_KEY: batch}
+    metadata |= {DATA_KEY: data, BATCH_KEY: batch}
     optimizer = create_optimizer(args, model, world.device)
     ema = create_ema(model, args)
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
@@ -203,7 +209,7 @@ def make_loaders(
     world: World,
     logger: Logger,
 ) -> tuple[TrainLoader, EvalLoader]:
-    """The batches of this rank, for training and validation."""
+    """Return the loaders of this rank for training and for validation."""
     loader = train_loader(args, folders.train, labels, settings, world)
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     validation = validation_loader(args, folders.validation, batch_size, settings, world)
@@ -215,10 +221,10 @@ def make_loaders(
 
 def find_labels(
     args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress
-) -> tuple[LabelReader | None, list[str], fingerprint.Fingerprint]:
-    """Open the token labels; return them, warnings, and what a checkpoint is to know images and labels by."""
+) -> tuple[LabelReader | None, list[str], Fingerprint]:
+    """Open the token labels; return them, warnings, and the fingerprint of images and labels for checkpoints."""
     labels, warnings = open_labels(args, folder, num_classes, found)
-    return labels, warnings, fingerprint.fingerprint(folder, labels)
+    return labels, warnings, fingerprint(folder, labels)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -232,7 +238,7 @@ def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
 
 
 def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
-    """The moving average of the weights, None without `--model-ema`."""
+    """Return the moving average of the weights, or None without `--model-ema`."""
     if not args.model_ema:
         return None
     device = "cpu" if args.model_ema_force_cpu else None
@@ -249,7 +255,7 @@ def train_in(
     logger: Logger,
     guard: StopGuard,
 ) -> None:
-    """Train in `directory`, from where the state stands; save where a signal or a fault stops it."""
+    """Train in `directory` from the position of the state; save when a signal or a fault stops the run."""
     state = training.state
     describe(args, training, world, logger)
     if args.dry_run:
@@ -286,7 +292,7 @@ def train_in(
 def make_meter(
     args: Namespace, training: Training, directory: Path, world: World, logger: Logger, guard: StopGuard
 ) -> Meter:
-    """What counts losses and times, and warns of what holds up the run."""
+    """Build the meter, which adds up losses and times and warns of what slows the run down."""
     loader, precision = training.loader, training.precision
     feed = image_feed(args, loader.dataset, world.device, available_cpus())
     recorder = NonFiniteRecorder(
@@ -300,7 +306,7 @@ def make_meter(
         lambda: guard.waited,
         args.log_interval,
         recorder,
-        Pace(world, Advisor(feed, lambda: loader.megapixels), logger),
+        SlowdownWatch(world, Advisor(feed, lambda: loader.megapixels), logger),
         CompileWatch(logger.line) if args.torchcompile else None,
     )
 
@@ -314,10 +320,10 @@ def train_epochs(
     logger: Logger,
     guard: StopGuard,
 ) -> None:
-    """From where the state stands to the end of the schedule.
+    """Train from the position of the state to the end of the schedule.
 
     Raises:
-        Stopped: The state is as it was between two updates; an epoch that wasn't validated to its end has not ended.
+        Stopped: The state is as it was between two updates; an epoch counts as finished only after its validation.
     """
     state, epochs = training.state, training.schedule.total_epochs
     save_every = args.log_interval if args.save_images else 0
@@ -344,7 +350,7 @@ def train_epochs(
 
 
 def criterion_of_epoch(criterion: Criterion, args: Namespace, epoch: int) -> Criterion:
-    """The criterion, without Mixup and CutMix from `--mixup-off-epoch` on."""
+    """Return the criterion of an epoch: without Mixup and CutMix from `--mixup-off-epoch` on."""
     if not args.mixup_off_epoch or epoch < args.mixup_off_epoch:
         return criterion
     assert isinstance(criterion, ClassCriterion | TokenLabelCriterion)
@@ -354,7 +360,7 @@ def criterion_of_epoch(criterion: Criterion, args: Namespace, epoch: int) -> Cri
 def validate_epoch(
     args: Namespace, training: Training, epoch: int, world: World, logger: Logger, guard: StopGuard
 ) -> dict[str, Evaluation]:
-    """Validate the model, and its moving average unless that is kept on the CPU; nothing between `--val-interval`s."""
+    """Validate the model, and its moving average unless that is on the CPU, in every `--val-interval`-th epoch."""
     state = training.state
     # The master weights where a copy of them computes: what is validated is what is saved.
     models = {"model": (state.model, training.model if training.precision.working_copy is None else state.model)}

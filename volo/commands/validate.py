@@ -61,7 +61,7 @@ def validate(args: Namespace, world: World) -> None:
     seen: dict[tuple[int, int], dict[str, Any]] = {}
     for path in checkpoint_files(args.checkpoint):
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
-        if inode not in seen:  # the names of one epoch share one file
+        if inode not in seen:  # several names of one epoch may share one file
             seen[inode] = evaluate_checkpoint(args, path, world)
         rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
         if world.is_primary:
@@ -73,7 +73,7 @@ def validate(args: Namespace, world: World) -> None:
 
 
 def checkpoint_files(spec: str) -> list[Path | None]:
-    """The files that `--checkpoint` means, in natural order; `[None]` stands for pretrained weights.
+    """Return the files that `--checkpoint` names, in natural order; `[None]` stands for pretrained weights.
 
     Raises:
         UserError: A directory without checkpoints.
@@ -112,7 +112,7 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
 
 
 def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world: World) -> ImageSource:
-    """The validation images, their classes numbered as in training.
+    """Open the validation images, with classes numbered as in training.
 
     Raises:
         UserError: A class folder that the checkpoint doesn't know, or more classes than outputs.
@@ -166,10 +166,10 @@ def write_results(path: Path, rows: list[dict[str, Any]], kind: str) -> None:
 
 
 def read_numbers(path: str) -> list[int]:
-    """The class numbers in a text file, one per line (`--valid-labels`).
+    """Read class numbers from a text file, one per line (`--valid-labels`).
 
     Raises:
-        UserError: Not such a file.
+        UserError: The file can't be read or holds something else.
     """
     try:
         return [int(line) for line in Path(path).read_text().split()]
@@ -180,7 +180,7 @@ def read_numbers(path: str) -> list[int]:
 
 
 class ChosenClasses(nn.Module):
-    """A model whose outputs are some of another's: folder i of the data is class `numbers[i]` of the model."""
+    """A model with a selection of another model's outputs: folder i of the data is class `numbers[i]` of that model."""
 
     def __init__(self, model: TimmModel, numbers: list[int]) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class ChosenClasses(nn.Module):
 class RealLabels:
     """Accuracy on ImageNet's reassessed labels (Beyer et al. 2020, "Are we done with ImageNet?").
 
-    `real.json` is a list: entry i holds the classes of ILSVRC2012_val_{i + 1:08d}, images without any don't count.
+    `real.json` is a list: entry i holds the classes of ILSVRC2012_val_{i + 1:08d}. Images without any don't count.
     """
 
     def __init__(self, path: str, dataset: EvalDataset, world: World) -> None:
@@ -211,7 +211,7 @@ class RealLabels:
         self.sums = Sums(("images", "top1", "top5"), world.device)
 
     def add(self, logits: Tensor, indices: Tensor) -> None:
-        """Count a batch. Raises UserError for an image that is not of ImageNet's validation set."""
+        """Count a batch. Raises UserError for an image that is not in ImageNet's validation set."""
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices.tolist()
         for index, ranked in zip(indices.tolist(), best, strict=True):
             name = Path(self.dataset.path(index)).stem
@@ -221,7 +221,7 @@ class RealLabels:
                 self.sums.add(1, ranked[0] in true, not true.isdisjoint(ranked))
 
     def accuracy(self) -> dict[str, float]:
-        """Percentages over all ranks."""
+        """Return percentages over all ranks."""
         totals = self.sums.totals()
         images = max(totals["images"], 1.0)
         return {

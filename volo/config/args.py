@@ -1,7 +1,7 @@
-"""The programs' command lines: parsers, recipes below them, and what is refused before anything starts.
+"""The command lines of the programs: they are parsed over a recipe and checked before anything starts.
 
 Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer`, `flags_data` and `flags_eval` (the
-flags), `config` (recipes), `flag_rules` (contradictions), this file.
+flags), `recipes`, `flag_rules` (contradictions), this file.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.errors import UserError
-from volo.config.config import load_yaml
 from volo.config.flag_rules import check_train, check_validate, resolve_aliases
 from volo.config.flag_table import Flag, FlagParser
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
 from volo.config.flags_train import TRAIN_GROUPS
+from volo.config.recipes import load_yaml
 
 
-class Settings(Namespace):
-    """Arguments that nobody changes any more.
+class FrozenArgs(Namespace):
+    """Arguments that can't be changed any more.
 
     Args:
-        args: What the command line and the recipe say.
-        decided: What something else has decided, a checkpoint say.
+        args: The arguments from command line and recipe.
+        decided: Values that replace them, for example from a checkpoint.
     """
 
     def __init__(self, args: Namespace, **decided: Any) -> None:
@@ -106,7 +106,7 @@ def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
 
 
 def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The recipe without what contradicts the command line, which wins."""
+    """Return the recipe without the values that the command line overrules."""
     void = {other for dest in given for other in flags[dest].excludes}
     void |= {dest for dest, row in flags.items() if given.keys() & set(row.excludes)}
     if given.get("token_label") is False:

@@ -1,4 +1,4 @@
-"""What the programs refuse before they start: contradictions, and flags that would have no effect."""
+"""Checks of the arguments before a program starts: contradictions, and flags without an effect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _CompatNeed(NamedTuple):
     met: Callable[[Namespace], bool]
 
 
-# Rows of --compat, what they change nothing without, and whether it is there.
+# Rows of --compat, what each of them needs to have an effect, and whether the arguments have it.
 _COMPAT_NEEDS = (
     _CompatNeed(
         (
@@ -52,7 +52,7 @@ _COMPAT_NEEDS = (
 
 
 def resolve_aliases(args: Namespace) -> list[str]:
-    """Map old flags onto new ones, in place; return what the user should be told about it."""
+    """Replace old flags by new ones, in place; return lines for the user."""
     notes = []
     for dest in ("apex_amp", "native_amp"):
         if getattr(args, dest):
@@ -103,10 +103,10 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
 
 
 def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Settle where the weights come from, for every program but train.py; return lines for the log.
+    """Decide where the weights come from, for all programs except train.py; return lines for the log.
 
     Raises:
-        UserError: Two sources, or none; a flag without effect.
+        UserError: Two sources of weights, or none; a flag without effect.
     """
     check_flags(args, flags)
     if "torchcompile" in args:
@@ -146,10 +146,10 @@ def _check_dataset(args: Namespace, root: str | None, shown: str) -> None:
 
 
 def check_pixels(args: Namespace) -> None:
-    """Refuse pixel means, deviations and image sizes that can't be.
+    """Check pixel means, deviations and image sizes.
 
     Raises:
-        UserError: Which.
+        UserError: A value is impossible, or two contradict each other.
     """
     for dest in ("mean", "std"):
         values = getattr(args, dest)
@@ -220,7 +220,7 @@ def _settle_token_labels(args: Namespace) -> list[str]:
 
 
 def _settle_compat(args: Namespace) -> list[str]:
-    """Replace `--compat` by the rows that change something in this run, and set the flags that are rows of it."""
+    """Reduce `--compat` to the rows that have an effect in this run, and set the flags that are rows of it."""
     if args.compat is None:
         return []
     rows, everything = resolve(args.compat)
@@ -273,7 +273,7 @@ def _check_drop_path(args: Namespace) -> None:
 
 
 def _remarks(args: Namespace) -> list[str]:
-    """What is honoured but may surprise."""
+    """Return lines about settings that are valid but may surprise."""
     notes = []
     if args.token_label and mixes(args) and not args.no_mix_token:
         notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")

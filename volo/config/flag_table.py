@@ -1,6 +1,6 @@
-"""Command-line flags as rows of tables, and the parser that is made from them.
+"""Command-line flags as rows of tables, and the parser built from them.
 
-Imports nothing heavy: `--help` has to answer at once.
+Imports nothing heavy, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SHARE = Number(float, low=0, high=1)
 
 
 class Need(NamedTuple):
-    """What a flag means nothing without: in words, and whether the arguments have it."""
+    """A condition without which a flag has no effect: its name, and whether the arguments meet it."""
 
     of: str
     met: Callable[[argparse.Namespace], bool]
@@ -77,14 +77,14 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Flag:
-    """One row: all that there is to know of an option.
+    """One row: everything about an option.
 
     Attributes:
         names: A name without a dash is positional.
-        renamed: Its name in the namespace, where that is not the first long name.
-        needs: It has no effect, and is refused, unless all of them are met.
-        excludes: Flags (by destination) that set the same: on the command line, each makes a recipe's other void.
-        refused: Why it can only stay at its default; "" where it can be set.
+        renamed: Its name in the namespace, if that is not the first long name.
+        needs: Unless all of these are met, the flag has no effect and is refused.
+        excludes: Flags (by destination) that set the same value: one on the command line overrules others in a recipe.
+        refused: The reason why it must keep its default; "" if it can be set.
     """
 
     names: tuple[str, ...]
@@ -110,38 +110,38 @@ class Flag:
 
     @property
     def label(self) -> str:
-        """The name that messages use."""
+        """The name in messages."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
     def shown(self, value: Any) -> str:
-        """The flag as it would stand on a command line."""
+        """Return the flag as on a command line."""
         if self.switch:
             return self.label
         return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def flag(*names: str, default: Any, help: str, **rest: Any) -> Flag:
-    """A flag that takes a value; a whole number is shown as N."""
+    """Return a flag that takes a value; `--help` shows a whole number as N."""
     if isinstance(rest.get("type"), Number) and rest["type"].kind is int:
         rest.setdefault("metavar", "N")
     return Flag(names, default, help, **rest)
 
 
 def switch(*names: str, help: str, **rest: Any) -> Flag:
-    """A flag without a value, off by default."""
+    """Return a flag without a value, off by default."""
     return Flag(names, False, help, switch=True, **rest)
 
 
 def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
-    """The rows with one more need, checked before their own."""
+    """Return the rows with one more need, which is checked first."""
     return tuple(replace(row, needs=(need, *row.needs)) for row in rows)
 
 
 def check_flags(args: argparse.Namespace, flags: Mapping[str, Flag]) -> None:
-    """Refuse flags that can't be set, and flags that mean nothing without others.
+    """Check for flags that can't be set, and flags that have no effect without others.
 
     Raises:
-        UserError: The first of them.
+        UserError: For the first such flag.
     """
     changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
     for row in changed:
@@ -189,7 +189,7 @@ def _literal(text: str) -> Any:
 
 
 class _HelpFormat(argparse.HelpFormatter):
-    """Two columns; the default is shown wherever it says something."""
+    """Two columns; defaults are shown where they are informative."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120) - 2)
@@ -208,8 +208,8 @@ class FlagParser(argparse.ArgumentParser):
     Abbreviated flags are refused: a flag added later could silently change what an abbreviation means.
 
     Args:
-        program: Of `volo.cli.COMMANDS`, or how else it is started.
-        usage: What follows that name.
+        program: A name in `volo.cli.COMMANDS`, or another way to start it.
+        usage: The text after that name.
         undo: Give every switch `--X` a `--no-X`, which sets it back where a recipe turned it on.
     """
 
@@ -246,14 +246,14 @@ class FlagParser(argparse.ArgumentParser):
         return parsed
 
     def explicit(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        """Values of the flags that stand on the command line, by destination, and no defaults."""
+        """Return the values of the flags on the command line, by destination, without defaults."""
         absent = object()
         start = argparse.Namespace(**dict.fromkeys(self.flags, absent))
         parsed = self.parse_args(sys.argv[1:] if argv is None else list(argv), start)
         return {dest: value for dest, value in vars(parsed).items() if value is not absent}
 
     def defaults(self) -> dict[str, Any]:
-        """Default of every flag by destination, safe to change."""
+        """Return a copy of the default of every flag, by destination."""
         return {dest: copy.copy(row.default) for dest, row in self.flags.items()}
 
     def _unknown(self, item: str) -> str:
@@ -263,7 +263,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def _started_as(program: str) -> str:
-    """What a user types: the script of a checkout, if that was started, else `volo PROGRAM`."""
+    """Return what a user types: the script of a checkout if that was started, else `volo PROGRAM`."""
     if program.startswith("python -m "):
         return program
     command, *subcommand = program.split()
@@ -299,6 +299,6 @@ def _left_over(items: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like `name`, or None where none does."""
+    """Return the known name that is most similar to `name`, or None."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return found[0] if found else None

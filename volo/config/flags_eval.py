@@ -58,7 +58,7 @@ _PRECISION = (
     switch("--legacy-jit", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),
 )
 
-_DEBUG = switch("--debug", help="show the traceback of an error that is normally told in one line")
+DEBUG = switch("--debug", help="show the traceback of an error that is normally told in one line")
 
 
 def _batch_size(default: int) -> Flag:
@@ -102,7 +102,7 @@ VALIDATE_GROUPS = (
                 needs=(RESULTS_FILE,),
             ),
             flag("--log-freq", default=50, type=POSITIVE, help="batches between lines of the log"),
-            _DEBUG,
+            DEBUG,
         ),
     ),
     Group("Precision and speed", _PRECISION),
@@ -153,7 +153,7 @@ GENERATE_LABEL_GROUPS = (
             ),
             switch("--transfer", help="the annotator's classes are not the folder's: measure no accuracy"),
             switch("--overwrite", help="write label maps that exist already anew"),
-            _DEBUG,
+            DEBUG,
         ),
     ),
     Group("Precision and speed", _PRECISION),

@@ -1,14 +1,14 @@
-"""Outlook attention (VOLO, section 3.1): every k x k window mixes its own pixels with weights read off its centre.
+"""Outlook attention (VOLO, section 3.1): every k x k window mixes its pixels with weights computed from its centre.
 
-`outlook_attention` is the one function that modules call; behind it stand implementations of the same arithmetic:
+Modules call `outlook_attention`, which chooses one of several implementations of the same arithmetic:
 
     triton      three fused programs, for 3 x 3 windows that are 2 pixels apart, on CUDA devices
     windows     strided views, matrix products, sums of slices, for the same windows; on any device, meant for CPUs
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
-    slices      the windows' arithmetic by slices, products and sums alone: what exported models hold
+    slices      the arithmetic of windows with only slices, products and sums; for exported models
 
-An implementation is a module with a function `outlook_attention` of the same arguments, and a function `unfit` that
-says for which of them it can't be used.
+An implementation is a module with a function `outlook_attention` with the same arguments, and a function `unfit` that
+returns why it can't be used for given arguments.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from tlt.models.operators import own_operators_fit, transformed
 from volo.kernels import reference, slices, triton_outlook, windows
 
 
-class Kernel(Protocol):
-    """An implementation; shapes as in `outlook_attention` below."""
+class OutlookKernel(Protocol):
+    """An implementation, with shapes as in `outlook_attention` below."""
 
     def outlook_attention(
         self, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float
     ) -> Tensor:
-        """Attend."""
+        """Compute outlook attention."""
 
     def unfit(
         self, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
     ) -> str | None:
-        """Why it can't do this, None where it can."""
+        """Return why it can't compute this, or None."""
 
 
-# The first that fits is "auto". `volo.config.flags_train` has the names as choices of --outlook-kernel.
-KERNELS: dict[str, Kernel] = {
+# "auto" takes the first that fits. `volo.config.flags_train` has the names as choices of --outlook-kernel.
+KERNELS: dict[str, OutlookKernel] = {
     "triton": triton_outlook,
     "windows": windows,
     "reference": reference,
@@ -56,7 +56,7 @@ def outlook_attention(
     dropout: float = 0.0,
     kernel: str = "auto",
 ) -> Tensor:
-    """Mix the values of each window and add up what the windows give to each pixel.
+    """Mix the values in each window, and add up the results of all windows at each pixel.
 
     Args:
         v: Values (B, H, W, C), C = heads * D.
@@ -73,7 +73,7 @@ def outlook_attention(
         (B, H, W, C), in the type of `v`, or autocast's.
 
     Raises:
-        UserError: `kernel` can't do this.
+        UserError: `kernel` can't compute this.
     """
     chosen = choose_kernel(kernel, v, logits, kernel_size, stride, padding, dropout)
     return chosen.outlook_attention(_as_in_products(v), logits, kernel_size, stride, padding, scale, dropout)
@@ -81,15 +81,15 @@ def outlook_attention(
 
 def choose_kernel(
     kernel: str, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
-) -> Kernel:
-    """The implementation behind a name, or the fastest that fits where the name is "auto".
+) -> OutlookKernel:
+    """Return the implementation of a name, or for "auto" the fastest that fits.
 
-    Tensors without contents always get the reference, so that what is counted on them depends on no kernel. Where the
-    name is "auto", `torch.export`, `torch.jit.trace`, `torch.func` and forward-mode differentiation get `slices`, or
-    the reference where that doesn't fit: an exported program then holds no operation of our own.
+    Tensors without contents always get the reference, so that operations counted on them do not depend on the kernel.
+    With "auto", `torch.export`, `torch.jit.trace`, `torch.func` and forward-mode differentiation get `slices`, or the
+    reference if that doesn't fit, so that an exported program holds no operation of our own.
 
     Raises:
-        UserError: The named one doesn't fit.
+        UserError: The named implementation doesn't fit.
     """
     if v.is_meta:
         return reference
@@ -107,7 +107,7 @@ def choose_kernel(
 
 
 def _as_in_products(v: Tensor) -> Tensor:
-    """In the type that autocast has matrix products in."""
+    """Convert to the type in which autocast computes matrix products."""
     device = v.device.type
     if v.is_meta or v.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return v

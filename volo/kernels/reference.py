@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-# Said where another implementation is asked for what this one can do.
+# Part of the error message of implementations without second derivatives.
 SECOND_DERIVATIVES = (
     'model.set_outlook_kernel("reference") has them (on a CPU under torch.nn.attention.sdpa_kernel(SDPBackend.MATH))'
 )
@@ -30,5 +30,5 @@ def outlook_attention(
 
 
 def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
-    """It does everything."""
+    """Return None: it computes everything."""
     return None

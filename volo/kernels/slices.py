@@ -1,6 +1,6 @@
 """Outlook attention for windows of 3 x 3 at stride 2 by slices, products and sums alone, for exported models.
 
-Other programs than torch know those operations, where they may lack fold (ONNX's Col2Im, which TensorRT doesn't have).
+Programs other than torch have these operations, but may lack fold (ONNX's Col2Im, which TensorRT doesn't have).
 
 In shapes: B images, H x W cells, h x w windows, D channels per head.
 """
@@ -32,9 +32,10 @@ def outlook_attention(
 
 
 def _join(windows: Tensor, axis: int, places: int) -> Tensor:
-    """Add up, along one axis, what n windows write to 2n lines; their three places stand in axis `places`.
+    """Add up, along one axis, what n windows write to 2n lines; the axis `places` holds their three places.
 
-    The middle place falls on an even line, the last one and the next window's first on the odd line after it.
+    The middle place is on an even line; the last one, and the first one of the next window, are on the odd line after
+    it.
     """
     first, even, odd = windows.unbind(places)
     following = F.pad(first, (0, 0) * (first.ndim - 1 - axis) + (-1, 1))  # of the next window, nothing after the last
@@ -42,7 +43,7 @@ def _join(windows: Tensor, axis: int, places: int) -> Tensor:
 
 
 def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
-    """Other windows than VOLO's."""
+    """Return why it can't compute this: windows other than VOLO's."""
     if (kernel_size, stride, padding) != (3, 2, 1):
         return f"is for kernel 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"
     return None

@@ -1,8 +1,8 @@
 """Outlook attention in three Triton programs (`volo.kernels.triton_programs`), for 3 x 3 windows 2 pixels apart.
 
-They are custom ops of torch, `volo::outlook_attention` and its backward op, so that compile and export see one node
-each with known shapes, and the flop counter a formula. Nothing but v and the logits is kept for the backward pass.
-Triton is imported by the first call.
+They are custom ops of torch, `volo::outlook_attention` and its backward op: compile and export see one node each with
+known shapes, and the flop counter has a formula. Only v and the logits are kept for the backward pass. The first call
+imports Triton.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROGRAMS = ("outlook_forward", "outlook_backward_logits", "outlook_backward_valu
 
 
 def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
-    """Why the programs can't do it; on a CPU they are only interpreted, for tests (TRITON_INTERPRET=1)."""
+    """Return why the programs can't compute this; CPUs only interpret them, for tests (TRITON_INTERPRET=1)."""
     head_dim = v.shape[-1] * 81 // logits.shape[-1]
     if (kernel_size, stride, padding) != (3, 2, 1):
         return f"it has windows of 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"
@@ -43,7 +43,7 @@ def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int
 
 @torch.compiler.assume_constant_result
 def _lack(device: torch.device) -> str | None:
-    """What is missing on this machine."""
+    """Return what this machine lacks."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         return f"it needs a CUDA device, not {device.type}"
@@ -74,7 +74,7 @@ def _forward(v: Tensor, logits: Tensor, scale: float) -> Tensor:
 
 @torch.library.custom_op("volo::outlook_attention_backward", mutates_args=())
 def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of v and logits, from that of the result."""
+    """Return the gradients of v and the logits from that of the result."""
     grad_v, grad_logits = torch.empty_like(v), torch.empty_like(logits)
     lse = v.new_empty(logits.shape[-1] // 9, logits.shape[:3].numel(), dtype=torch.float32)  # (heads * 9, windows)
     scales = (scale, scale * LOG2_E)
@@ -86,7 +86,7 @@ def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Te
 
 
 def block_of(program: str, dtype: torch.dtype, head_dim: int) -> tuple[int, int]:
-    """Cells (or windows) of a program and its warps, for values of that type.
+    """Return the number of cells (or windows) of a program and its warps, for values of that type.
 
     Chosen so that registers don't spill (`volo.kernels.triton_offline`): 16 bytes of a pixel in a thread, or 8 windows
     of 16 x 16 products.

@@ -1,13 +1,13 @@
-"""Outlook attention for windows of 3 x 3 at stride 2, without unfold and fold: plain torch, for CPUs above all.
+"""Outlook attention for windows of 3 x 3 at stride 2, without unfold and fold: plain torch, mainly for CPUs.
 
 At stride 2 a place of a window writes exactly one pixel: a window's middle row falls on an even row of the map, its
 last row and the first of the window below on the odd row between. So windows are a strided view of the padded map, and
 adding them up takes two additions of slices.
 
-Images are worked off in groups that fit the processor's caches, in scratch memory which the groups share: what is as
-large as the batch is read or written once. That loop is opaque to compilers, which take it as one operation.
+Images are processed in chunks that fit the processor's caches, in scratch memory shared by the chunks, so that tensors
+as large as the batch are read or written once. For compilers that loop is one opaque operation.
 
-In shapes: B images, N of them in a group, H x W cells, h x w windows, D channels per head.
+In shapes: B images, N of them in a chunk, H x W cells, h x w windows, D channels per head.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def outlook_attention(
 
 
 def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
-    """Other windows than VOLO's, and dropout."""
+    """Return why it can't compute this: windows other than VOLO's, or dropout."""
     if (kernel_size, stride, padding) != (3, 2, 1):
         return f"is for kernel 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"
     if dropout:
@@ -48,7 +48,7 @@ def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int
 def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
     out = _map_of_pairs(v, logits)
     scratch = _Scratch(v, logits)
-    for part in scratch.groups:
+    for part in scratch.chunks:
         weights = _softmax(logits[part], scale, v.dtype)
         values = scratch.cut(v[part], scratch.first)
         _add_up(scratch.product(weights, values, scratch.second), out[part])
@@ -57,27 +57,27 @@ def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
 
 @torch.library.custom_op("volo::outlook_windows_backward", mutates_args=())
 def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of v and of the logits. To compute weights anew takes no longer than to keep them."""
+    """Return the gradients of v and of the logits. Recomputing the weights takes no longer than keeping them."""
     grad_v, grad_logits = _map_of_pairs(v, logits), logits.new_empty(logits.shape)
     scratch = _Scratch(v, logits)
-    for part in scratch.groups:
+    for part in scratch.chunks:
         weights = _softmax(logits[part], scale, _accurate(logits))
         grads = scratch.cut(grad[part], scratch.first)
         _add_up(scratch.product(weights.to(v.dtype).mT, grads, scratch.second), grad_v[part])
-        values = scratch.cut(v[part], scratch.second)  # where the sums were, which are done with
+        values = scratch.cut(v[part], scratch.second)  # in the memory of the sums, which are not needed any more
         grad_weights = torch.bmm(_matrices(grads), _matrices(values).mT).view_as(weights)
         _softmax_backward(grad_weights, weights, scale, grad_logits[part])
     return grad_v[:, : v.shape[1], : v.shape[2]], grad_logits
 
 
 class _Scratch:
-    """Memory for one group of images after the other: a padded map and two sets of windows."""
+    """Memory for one chunk of images at a time: a padded map and two sets of windows."""
 
     def __init__(self, v: Tensor, logits: Tensor) -> None:
         batch, rows, columns, heads = len(v), *logits.shape[1:3], _heads(logits)
         depth = v.shape[-1] // heads
-        self.groups = image_chunks(batch, rows * columns * _PLACES * v.shape[-1], v.device)
-        images = min(self.groups[0].stop, batch) if self.groups else 0
+        self.chunks = image_chunks(batch, rows * columns * _PLACES * v.shape[-1], v.device)
+        images = min(self.chunks[0].stop, batch) if self.chunks else 0
         padded = v.new_zeros(images, heads, 2 * rows + 1, 2 * columns + 1, depth)
         self._pixels = padded[:, :, 1 : v.shape[1] + 1, 1 : v.shape[2] + 1].permute(0, 2, 3, 1, 4)
         self._windows = padded.unfold(2, 3, 2).unfold(3, 3, 2).permute(0, 1, 2, 3, 5, 6, 4)
@@ -107,7 +107,7 @@ def _matrices(windows: Tensor) -> Tensor:
 
 
 def _map_of_pairs(v: Tensor, logits: Tensor) -> Tensor:
-    """An empty map (B, 2 h, 2 w, C): one row and column larger than `v` where its are odd."""
+    """Return an empty map (B, 2 h, 2 w, C), with one more row or column than `v` where that number is odd."""
     return v.new_empty(v.shape[0], 2 * logits.shape[1], 2 * logits.shape[2], v.shape[3])
 
 
@@ -123,7 +123,7 @@ def _add_up(windows: Tensor, out: Tensor) -> None:
 def _softmax(logits: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """(N, h, w, heads * 81) -> weights (N, heads, h, w, 9, 9)."""
     rows = logits.unflatten(-1, (_heads(logits), _PLACES, _PLACES)).permute(5, 0, 3, 1, 2, 4)
-    # The nine to be normalised come first: torch takes rows of nine one by one, but many columns at once.
+    # The axis to normalise comes first: torch processes rows of nine one by one, but many columns at once.
     columns = torch.empty(rows.shape, dtype=_accurate(logits), device=logits.device).copy_(rows)
     weights = columns.mul_(scale).softmax(0).permute(1, 2, 3, 4, 5, 0)
     return torch.empty(weights.shape, dtype=dtype, device=logits.device).copy_(weights)

@@ -1,7 +1,7 @@
-"""How much memory activations take, and which blocks compute them anew so that they fit (`--activation-memory`).
+"""Predicts the memory of activations, and chooses blocks to recompute so that they fit (`--activation-memory`).
 
-What a step keeps is read off forward passes on tensors without contents (`volo.memory.fake_step`), one for each level
-of recomputation: a fixed part and a share for each image. Predictions are of eager mode; torch.compile keeps less.
+Forward passes on tensors without contents (`volo.memory.fake_step`), one for each level of recomputation, give a fixed
+part and a part per image. Predictions are for eager mode; torch.compile keeps less.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
 from tlt.models.token_labeling import TokenLabelModel
 from volo.memory.fake_step import Mark, StepShape, forward_marks
 
-# Gradients that a block's backward pass has at the most at once, in outputs of the block: its own and its MLP's hidden
-# layer's, which is three to four times as wide.
+# The most gradients that the backward pass of a block holds at once, in units of its output: those of the output and of
+# the MLP's hidden layer, which is three to four times as wide.
 _IN_FLIGHT = 4
-_BATCHES = 16, 32  # that the two terms are read off; no batch costs more than another
-MOST_IMAGES = 1 << 16  # that a batch is searched up to
+_BATCHES = 16, 32  # batch sizes from which the two terms are computed; all cost the same
+MOST_IMAGES = 1 << 16  # the largest batch that is considered
 
 
 @dataclass(frozen=True)
-class Size:
+class BatchBytes:
     """Bytes that grow with the batch."""
 
     fixed: float
@@ -37,39 +37,39 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Block:
-    """What one block keeps and computes.
+class BlockMemory:
+    """Memory and operations of one block.
 
     Attributes:
-        kept: By level of recomputation.
-        flops: Of an image, computed anew at each level.
+        kept: Bytes that the block keeps, by level of recomputation.
+        flops: Operations per image that are repeated, by level.
     """
 
     name: str
-    kept: dict[str, Size]
+    kept: dict[str, BatchBytes]
     flops: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What a step keeps for its backward pass.
+    """The memory that a step keeps for its backward pass.
 
     Attributes:
-        blocks: In the order in which they run; none for models that can't recompute single ones.
-        between: Kept before the first block, between two, and after the last up to the loss.
+        blocks: In the order in which they run; empty for models that can't recompute single blocks.
+        between: Memory kept before the first block, between blocks, and after the last one up to the loss.
     """
 
-    blocks: tuple[Block, ...]
-    between: tuple[Size, ...]
+    blocks: tuple[BlockMemory, ...]
+    between: tuple[BatchBytes, ...]
 
     def peak(self, batch: int, levels: Sequence[str]) -> float:
-        """Bytes held at the most: at the end of the forward pass, or when a block, computed anew, is gone through.
+        """Return the peak in bytes: at the end of the forward pass, or in the backward pass of a recomputed block.
 
-        By then the blocks behind it have been let go, those before it have not.
+        In the latter the blocks behind it have been released, those before it have not.
 
         Args:
-            batch: Images.
-            levels: Of recomputation, block by block.
+            batch: Number of images.
+            levels: Level of recomputation of each block.
         """
         held = highest = 0.0
         for block, before, level in zip(self.blocks, self.between, levels, strict=False):
@@ -81,25 +81,25 @@ class Activations:
         return max(highest, held + self.between[-1].at(batch))
 
     def per_image(self, levels: Sequence[str]) -> float:
-        """What one more image takes where there are many."""
+        """Return the bytes that one more image takes in a large batch."""
         return (self.peak(MOST_IMAGES, levels) - self.peak(MOST_IMAGES // 2, levels)) / (MOST_IMAGES // 2)
 
     def largest_batch(self, budget: float, levels: Sequence[str]) -> int:
-        """Images whose activations fit into `budget` bytes; 0 where none do."""
+        """Return the number of images whose activations fit into `budget` bytes; 0 if none fit."""
         return bisect.bisect_right(range(1, MOST_IMAGES + 1), budget, key=lambda batch: self.peak(batch, levels))
 
     def everywhere(self, level: str) -> list[str]:
-        """The same level for each block."""
+        """Return the same level for each block."""
         return [level] * len(self.blocks)
 
     def fit(self, batch: int, budget: float, choice: Sequence[str] = LEVELS) -> list[str]:
-        """Levels with which the activations fit, cheapest first: the most bytes for an operation done twice.
+        """Return levels with which the activations fit; first those that free the most bytes per repeated operation.
 
-        Of blocks alike the first goes first: by the time it is computed anew, those behind it have been let go. Where
-        nothing fits, everything is computed anew.
+        Of equal blocks the first is chosen first: when it is recomputed, those behind it have been released. If nothing
+        fits, everything is recomputed.
 
         Args:
-            choice: Levels that may be used, from the most memory to the least.
+            choice: The allowed levels, from the most memory to the least.
         """
         levels = self.everywhere(NOTHING)
         for index, level in self._candidates(choice):
@@ -109,7 +109,7 @@ class Activations:
         return self._given_back(levels, batch, budget, choice)
 
     def _given_back(self, levels: list[str], batch: int, budget: float, choice: Sequence[str]) -> list[str]:
-        """Blocks keep again what fits after all, those first that compute most anew."""
+        """Undo recomputation where memory is left, first in the blocks that repeat the most operations."""
         for index in sorted(range(len(levels)), key=lambda i: -self.blocks[i].flops[levels[i]]):
             for less in choice[: choice.index(levels[index])]:
                 tried = [*levels[:index], less, *levels[index + 1 :]]
@@ -119,12 +119,12 @@ class Activations:
         return levels
 
     def repeated(self, levels: Sequence[str]) -> float:
-        """Operations done twice, as a share of those of the blocks in a forward and a backward pass."""
+        """Return the repeated operations as a share of those of all blocks in a forward and a backward pass."""
         anew = sum(block.flops[level] for block, level in zip(self.blocks, levels, strict=True))
         return anew / max(3 * sum(block.flops[EVERYTHING] for block in self.blocks), 1)
 
     def _candidates(self, choice: Sequence[str]) -> list[tuple[int, str]]:
-        """(Block, level) by operations done twice for each byte that is freed, each compared with the level before."""
+        """(block, level), sorted by the operations done twice per byte freed, compared with the level before."""
         prices = {}
         for index, block in enumerate(self.blocks):
             for before, level in itertools.pairwise(choice):
@@ -135,10 +135,10 @@ class Activations:
 
 
 def activations_of(model: nn.Module, shape: StepShape) -> Activations:
-    """Predict what a training step keeps; the model is in the mode in which it will be trained.
+    """Predict the memory that a training step keeps; the model must be in the mode in which it is trained.
 
     Raises:
-        NotImplementedError, RuntimeError: The model does something that takes values; VOLO and LV-ViT don't.
+        NotImplementedError, RuntimeError: The model depends on values of tensors; VOLO and LV-ViT don't.
     """
     if not isinstance(model, TokenLabelModel):
         ends = [_marks(model, shape, batch)[-1].held for batch in _BATCHES]
@@ -162,27 +162,27 @@ def _marks(model: nn.Module, shape: StepShape, batch: int) -> list[Mark]:
 
 
 def _assemble(names: list[str], marks: dict[str, list[Mark]], fewer: list[Mark]) -> Activations:
-    """Marks stand where block 0 begins and ends, where block 1 begins and ends, ... and at the end."""
+    """Combine marks, which are at the beginning and the end of block 0, of block 1, ..., and at the end."""
     grown = [_size(*pair) for pair in zip(_growth(fewer), _growth(marks[NOTHING]), strict=True)]
     growths = {level: _growth(each) for level, each in marks.items()}
     blocks = []
     for index, name in enumerate(names):
         first, last = marks[NOTHING][2 * index : 2 * index + 2]
-        # What doesn't grow with the batch is the weights in the type of autocast, at any level.
+        # The part that does not grow with the batch is the weights in the type of autocast, equal at all levels.
         fixed = grown[2 * index + 1].fixed
-        kept = {level: Size(fixed, (growths[level][2 * index + 1] - fixed) / _BATCHES[-1]) for level in LEVELS}
+        kept = {level: BatchBytes(fixed, (growths[level][2 * index + 1] - fixed) / _BATCHES[-1]) for level in LEVELS}
         rest = (last.rest - first.rest) / _BATCHES[-1]
         products = (last.products - first.products) / _BATCHES[-1]
-        blocks.append(Block(name, kept, {NOTHING: 0.0, POINTWISE: rest, EVERYTHING: products + rest}))
+        blocks.append(BlockMemory(name, kept, {NOTHING: 0.0, POINTWISE: rest, EVERYTHING: products + rest}))
     return Activations(tuple(blocks), tuple(grown[::2]))
 
 
 def _growth(marks: list[Mark]) -> list[int]:
-    """Bytes that have come from mark to mark."""
+    """Return the bytes added between marks."""
     held = [0, *(mark.held for mark in marks)]
     return [after - before for before, after in itertools.pairwise(held)]
 
 
-def _size(fewer: float, more: float) -> Size:
+def _size(fewer: float, more: float) -> BatchBytes:
     per_image = (more - fewer) / (_BATCHES[1] - _BATCHES[0])
-    return Size(fewer - per_image * _BATCHES[0], per_image)
+    return BatchBytes(fewer - per_image * _BATCHES[0], per_image)

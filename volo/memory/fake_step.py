@@ -1,6 +1,6 @@
-"""Forward passes on tensors without contents: shapes, types and devices are those of the run, nothing is computed.
+"""Forward passes on tensors without contents: with the shapes, types and devices of a run, but without computation.
 
-That tells what a step will hold in memory before there is any memory to hold it in, on a machine without a GPU, too.
+They show how much memory a step needs before any is allocated, also on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.utils.flop_counter import flop_registry
 from tlt.models.recompute import is_product
 
 
-class Tally(TorchDispatchMode):
-    """Counts operations and what they leave behind.
+class MemoryTally(TorchDispatchMode):
+    """Counts operations and the memory of their results.
 
     Attributes:
-        held: Bytes that operations have returned and something still refers to; tensors that share memory count once.
+        held: Bytes of results that are still referenced; tensors that share memory count once.
         products, rest: Floating-point operations so far, by `is_product`.
 
     Args:
-        known: Tensors whose memory doesn't count.
+        known: Tensors whose memory is not counted.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -66,7 +66,7 @@ class Tally(TorchDispatchMode):
 
 
 class _AbsentGpu(TorchFunctionMode):
-    """Asked without a GPU, torch takes attention written out, as no fused one can run."""
+    """Counts fused attention for a GPU that is not there, where torch would choose the unfused one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,7 +79,7 @@ class _AbsentGpu(TorchFunctionMode):
 
 @contextmanager
 def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """`torch.autocast`, which would switch itself off for CUDA where there is no GPU."""
+    """Enter `torch.autocast`, also for CUDA on a machine without a GPU, where torch would disable it."""
     with ExitStack() as stack:
         if dtype is not None and (device_type != "cuda" or torch.cuda.is_available()):
             stack.enter_context(torch.autocast(device_type, dtype=dtype))
@@ -94,13 +94,13 @@ def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides how much a step keeps, besides model and batch.
+    """The properties of a step, besides model and batch, that determine its memory.
 
     Attributes:
         input_size: (channels, H, W).
         device_type: "cpu", or "cuda", whether there is a GPU or not.
-        amp_dtype: Of autocast; None for float32.
-        dense: The model is asked for both heads, as for token labels.
+        amp_dtype: Type of autocast; None for float32.
+        dense: Whether the step uses both heads, as with token labels.
     """
 
     input_size: tuple[int, int, int]
@@ -110,7 +110,7 @@ class StepShape:
 
 
 class Mark(NamedTuple):
-    """A moment of a forward pass: bytes held, and operations done so far."""
+    """A position in a forward pass: bytes held, and operations done so far."""
 
     held: int
     products: int
@@ -118,10 +118,10 @@ class Mark(NamedTuple):
 
 
 def forward_marks(model: nn.Module, shape: StepShape, batch: int, blocks: Iterable[nn.Module] = ()) -> list[Mark]:
-    """Do a forward pass and a loss of `batch` images on tensors without contents; the model is left as it is.
+    """Run a forward pass and a loss of `batch` images on tensors without contents; the model is unchanged.
 
     Returns:
-        What has come up at the beginning and at the end of each block, in the order in which they run, and at the end.
+        Marks at the beginning and the end of each block, in the order in which they run, and at the end.
     """
     absent = shape.device_type == "cuda" and not torch.cuda.is_available()
     if absent and torch.__version__ < "2.10":  # autograd asks the driver, and ends the process without one
@@ -130,7 +130,7 @@ def forward_marks(model: nn.Module, shape: StepShape, batch: int, blocks: Iterab
     with FakeTensorMode(), ExitStack() as stack:
         state = {name: _without_contents(value, shape.device_type) for name, value in _state(model)}
         images = torch.empty(batch, *shape.input_size, device=shape.device_type)
-        tally = Tally([*state.values(), images])
+        tally = MemoryTally([*state.values(), images])
 
         def mark(*_: Any) -> None:
             marks.append(Mark(tally.held, tally.products, tally.rest))
@@ -158,9 +158,9 @@ def _without_contents(value: Tensor, device_type: str) -> Tensor:
 
 
 class _Loss(nn.Module):
-    """A model and what its losses hold at the most: logits in float32, and gradients of their size.
+    """A model with the largest memory of a loss: logits in float32, and gradients of their size.
 
-    That is what the token-label loss holds, too, but for a part of its labels (docs/performance.md).
+    The token-label loss holds the same, plus a part of its labels (docs/performance.md).
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What of a device a run takes: weights, gradients, optimizer, EMA, and activations that have to fit beside them."""
+"""The memory that a run takes on a device: weights, gradients, optimizer, EMA, and activations beside them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.models.flops import flops_per_image
 from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World, from_all
@@ -22,7 +23,7 @@ from volo.train.loop import set_train_mode
 from volo.train.optim import create_optimizer
 
 GIB = 2.0**30
-# Of a GPU's memory, for the libraries' workspaces, batches on their way and gaps between allocations.
+# Share of a GPU's memory for workspaces of libraries, prefetched batches and gaps between allocations.
 MARGIN = 0.05
 
 
@@ -48,7 +49,7 @@ class FixedMemory:
 
 
 def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> FixedMemory:
-    """What the run keeps from step to step, once the optimizer has made its state."""
+    """Return the memory that a run keeps from step to step, including the state of the optimizer."""
     trained = _bytes(p for p in model.parameters() if p.requires_grad)
     weights = _bytes([*model.parameters(), *model.buffers()])
     ema = weights if args.model_ema and not args.model_ema_force_cpu else 0
@@ -57,7 +58,7 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> Fix
 
 
 def _optimizer_share(args: Namespace, device: torch.device) -> float:
-    """Bytes of optimizer state to a byte of weights, as seen on one small layer."""
+    """Return the bytes of optimizer state per byte of weights, measured on one small layer."""
     layer = nn.utils.skip_init(nn.Linear, 64, 64, bias=False, device=device)  # draws no random numbers
     nn.init.zeros_(layer.weight)
     optimizer = create_optimizer(Namespace(**{**vars(args), "layer_decay": None}), layer, device)
@@ -74,16 +75,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def step_shape(
     criterion: Criterion, input_size: tuple[int, int, int], device: torch.device, amp_dtype: torch.dtype | None
 ) -> StepShape:
-    """What the run's steps look like; `input_size` is (channels, H, W)."""
+    """Return the shape of the run's steps; `input_size` is (channels, H, W)."""
     dense = isinstance(criterion, TokenLabelCriterion) and criterion.dense
     return StepShape(input_size, device.type, amp_dtype, dense)
 
 
 def fit_activations(args: Namespace, model: nn.Module, shape: StepShape, world: World) -> str:
-    """Have as few blocks as possible compute anew what `--activation-memory` leaves no room for; say which.
+    """Let as few blocks as possible recompute their activations, so that `--activation-memory` is kept; return a line.
 
     Raises:
-        UserError: The batch doesn't fit however much is computed anew, or the model can't recompute single blocks.
+        UserError: The batch doesn't fit even with full recomputation, or the model can't recompute single blocks.
     """
     if not isinstance(model, TokenLabelModel):
         raise UserError(
@@ -93,7 +94,7 @@ def fit_activations(args: Namespace, model: nn.Module, shape: StepShape, world: 
     set_train_mode(model, args.freeze_bn)
     found = activations_of(model, shape)
     budget = _budget(args, model, world)
-    # Compilers leave out of a compiled block what is cheap to compute anew by themselves.
+    # In a compiled block the compiler itself recomputes what is cheap.
     levels = found.fit(args.batch_size, budget, (NOTHING, EVERYTHING) if args.torchcompile else LEVELS)
     peak = found.peak(args.batch_size, levels)
     if peak > budget:
@@ -121,7 +122,7 @@ def _remedy(found: Activations, budget: float) -> str:
 
 
 def _budget(args: Namespace, model: nn.Module, world: World) -> float:
-    """Bytes for activations, the same on each rank."""
+    """Return the bytes for activations, the same on each rank."""
     if args.activation_memory != "auto":
         return float(args.activation_memory) * GIB
     if world.device.type != "cuda":
@@ -129,21 +130,21 @@ def _budget(args: Namespace, model: nn.Module, world: World) -> float:
     free, total = torch.cuda.mem_get_info(world.device)
     unused = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     fixed = fixed_memory(args, model, world.device)
-    own = free + unused - (fixed.total - fixed.weights) - MARGIN * total  # weights are there already
+    own = free + unused - (fixed.total - fixed.weights) - MARGIN * total  # the weights are allocated already
     return min(from_all(own))
 
 
 @contextmanager
 def out_of_memory_explained(args: Namespace) -> Iterator[None]:
-    """Say what helps where a device has run out of memory.
+    """Turn an out-of-memory error in the block into one line with the remedy.
 
     Raises:
-        UserError: In place of torch's error.
+        UserError: Instead of torch's error.
     """
     try:
         yield
     except RuntimeError as error:
-        if "out of memory" not in str(error):  # torch.OutOfMemoryError says so, and what CUDA tells Triton and others
+        if "out of memory" not in str(error):  # in torch.OutOfMemoryError, and in errors of CUDA from Triton and others
             raise
         remedy = "--grad-checkpointing" if args.activation_memory is not None else "--activation-memory auto"
         remedy = "a smaller --img-size" if args.grad_checkpointing else remedy
@@ -151,3 +152,70 @@ def out_of_memory_explained(args: Namespace) -> Iterator[None]:
             f"out of memory with -b {args.batch_size} ({str(error).splitlines()[0].split('. ')[0]}): use a smaller -b "
             f"(--grad-accum-steps keeps the global batch), or {remedy}"
         ) from error
+
+
+# GiB that torch reports for a card that is sold with so many GB.
+_CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}
+_CONTEXT = 1.0  # GiB that CUDA itself allocates before the first tensor
+
+
+def memory_report(
+    args: Namespace, master: nn.Module, model: nn.Module, shape: StepShape, device: torch.device
+) -> list[str]:
+    """Return the lines of `--dry-run` about work and memory.
+
+    Args:
+        master: The model that is optimized.
+        model: The module that computes: the model or its bfloat16 copy. It is put in training mode.
+    """
+    set_train_mode(model, args.freeze_bn)
+    fixed = fixed_memory(args, master, device)
+    lines = [f"memory without activations: {fixed}"]
+    try:
+        gmacs = flops_per_image(master, shape.input_size) / 2e9
+        found = activations_of(model, shape)
+    except (NotImplementedError, RuntimeError, UserError) as error:  # the model depends on values of tensors
+        reason = str(error).strip().split("\n")[0]
+        return [*lines, f"operations and activations can't be told in advance: {reason}"]
+    lines = [f"operations: {gmacs:.2f} GMACs an image in a forward pass", *lines]
+    lines += _of_this_run(args, model, found, shape)
+    try:
+        on_gpu = found if shape.device_type == "cuda" else activations_of(model, replace(shape, device_type="cuda"))
+    except RuntimeError as error:  # an older version of torch
+        reason = str(error).strip().split("\n")[0]
+        return [*lines, f"activations on a GPU: torch {torch.__version__} can't tell without one ({reason})"]
+    if on_gpu is not found:
+        lines.append(f"activations on a GPU: {_per_image(on_gpu)}")
+    cards = {f"a card of {name} GB": (size - _CONTEXT) * GIB for name, size in _CARDS.items()}
+    if device.type == "cuda":
+        cards = {"this GPU": torch.cuda.get_device_properties(device).total_memory - _CONTEXT * GIB} | cards
+    return lines + [f"largest batch on {name}: {_batches(on_gpu, size, fixed)}" for name, size in cards.items()]
+
+
+def _of_this_run(args: Namespace, model: nn.Module, found: Activations, shape: StepShape) -> list[str]:
+    dtype = str(shape.amp_dtype or torch.float32).removeprefix("torch.")
+    where = {"cpu": "a CPU", "cuda": "a GPU"}[shape.device_type]
+    levels = list(model.recompute.values()) if isinstance(model, TokenLabelModel) else []
+    peak = found.peak(args.batch_size, levels) / GIB
+    return [
+        f"activations on {where} ({dtype}, eager): {_per_image(found)}",
+        f"activations of this run's batches of {args.batch_size}: {peak:.2f} GiB",
+    ]
+
+
+def _per_image(found: Activations) -> str:
+    if not found.blocks:
+        return f"{found.per_image([]) / 2**20:.1f} MiB an image"
+    kept, products, inputs = (f"{found.per_image(found.everywhere(level)) / 2**20:.1f}" for level in LEVELS)
+    return (
+        f"{kept} MiB an image; {products} with all but products recomputed, {inputs} with every block recomputed "
+        "(--grad-checkpointing)"
+    )
+
+
+def _batches(found: Activations, size: float, fixed: FixedMemory) -> str:
+    budget = size * (1 - MARGIN) - fixed.total
+    most = found.largest_batch(budget, found.everywhere(NOTHING))
+    if not found.blocks:
+        return str(most)
+    return f"{most}, with --grad-checkpointing {found.largest_batch(budget, found.everywhere(EVERYTHING))}"

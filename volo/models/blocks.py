@@ -13,7 +13,7 @@ from tlt.models.layers import Block, Mlp, ResidualBlock, channels_last
 from tlt.models.linear import linear
 from volo.kernels import outlook_attention
 
-# They look at devices and types, which a traced graph does not have.
+# They depend on devices and types, which a traced graph does not have.
 torch.fx.wrap("attention")
 torch.fx.wrap("outlook_attention")
 
@@ -37,7 +37,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, in_chans, H, W) -> (B, H / patch, W / patch, C)."""
-        # Channels last from the first convolution on: the rest of the model is, and no copy is needed on the way there.
+        # Channels last from the first convolution on, as in the rest of the model, so that no copy is needed later.
         x = channels_last(x)
         return self.proj(self.conv(x)).permute(0, 2, 3, 1)
 
@@ -119,7 +119,7 @@ class Outlooker(ResidualBlock):
 
 
 class ClassAttention(nn.Module):
-    """Attention of the class token alone over itself and all tokens (CaiT); queries scaled before the product."""
+    """Attention of the class token over itself and all tokens (CaiT); queries are scaled before the product."""
 
     def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ class Variant:
     mlp_ratio: float
     stem_dim: int
     stem_stride: int
-    patch_size: int  # pixels to a cell of the outlooker stage; a final token is twice as wide
-    img_size: int  # that it is built for unless told otherwise
+    patch_size: int  # pixels per cell of the outlooker stage; a final token is twice as wide
+    img_size: int  # default image size
     crop_pct: float
     params: float  # millions, with 1000 classes
 

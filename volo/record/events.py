@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a run, when and where; every start adds to it and nothing is ever taken out.
+"""`events.jsonl`: the events of a run with time and place; every start adds to it, and nothing is ever removed.
 
 One JSON object per line: `time` (UTC, ISO 8601), `kind`, `rank`, `node`, `pid`, `epoch` (epochs finished) and
 `update` (done in the whole run) where they are known, then what belongs to the kind. docs/training.md has the table.
@@ -36,7 +36,7 @@ Kind = Literal[
 
 
 def utc_now() -> str:
-    """The present moment, to the millisecond."""
+    """Return the present time in milliseconds, as ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -50,9 +50,9 @@ def duration(seconds: float) -> str:
 
 
 class EventLog:
-    """One process's way into a run's events.jsonl. What comes before `open` is kept and written then.
+    """Writes the events of one process to events.jsonl. Events before `open` are kept and written then.
 
-    Ranks on another machine reach the file where the run directory is shared; elsewhere theirs are lost.
+    Events of ranks on other machines are lost unless the run directory is shared.
     """
 
     def __init__(self, rank: int) -> None:
@@ -71,7 +71,7 @@ class EventLog:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """The code with which a program ends that `error` leaves (None: all is well), as in `volo.commands.console`."""
+    """Return the exit code of a program that ends with `error` (None: success), as in `volo.commands.console`."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -84,7 +84,7 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def reason(error: BaseException | None) -> str:
-    """Why a program ends, in one line."""
+    """Return in one line why a program ends."""
     if error is None:
         return "done"
     if isinstance(error, KeyboardInterrupt):

@@ -1,7 +1,7 @@
-"""What the records of a run directory say, put together: the starts, what each of them did, and how each ended.
+"""The history of a run from the records in its directory: each start, what it did, and how it ended.
 
-Reads whatever is there: of a run that is under way, of one that was killed, of one from before there was events.jsonl,
-and files with damaged lines.
+Reads records of a run that is still going on, of one that was killed, of an older version without events.jsonl, and
+files with damaged lines.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ ORDINARY = {"start", "resume", "checkpoint", "end"}
 
 
 @dataclass
-class Start:
-    """One start of the program, as rank 0 saw it. Updates are counted over the whole run; times are UTC."""
+class RunStart:
+    """One start of the program, as recorded by rank 0. Updates are counted over the whole run; times are UTC."""
 
     time: datetime | None
     node: str = "?"
     pid: int | None = None
     ranks: int | None = None
-    first: int = 0  # updates done when it went on
-    last: int = 0  # updates that it is known to have done
+    first: int = 0  # updates done when it started
+    last: int = 0  # updates done when it ended, as far as known
     seen: datetime | None = None  # last sign of life
     end: datetime | None = None
-    ended: str = ""  # exit code and reason; empty where nothing was noted
-    records: list[Record] = field(default_factory=list)  # its reports, those that were made again later included
+    ended: str = ""  # exit code and reason; empty if not recorded
+    records: list[Record] = field(default_factory=list)  # its reports, also those repeated later
 
     def saw(self, record: Record) -> None:
-        """Take notice of an event or a report."""
+        """Update times and position from an event or a report."""
         if (time := time_of(record)) is not None:
             self.seen = max(time, self.seen or time)
         self.last = max(self.last, int(number(record, "update", self.last)))
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs, as far as can be seen from this machine."""
+        """Whether it still runs, as far as this machine can tell."""
         if self.ended or self.pid is None or self.node != socket.gethostname():
             return False
         try:
@@ -63,25 +63,25 @@ class Start:
 
     @property
     def seconds(self) -> float:
-        """From its start to its last sign of life."""
+        """Seconds from its start to its last record."""
         return (self.seen - self.time).total_seconds() if self.seen and self.time else 0.0
 
 
 @dataclass
 class History:
-    """A run from its first start to now. `reports` and `epochs` are those that count; each list is in order of time."""
+    """A run from its first start to now, in order of time; `reports` and `epochs` exclude superseded records."""
 
     run: Path
-    starts: list[Start]
+    starts: list[RunStart]
     events: list[Record]
     reports: list[Record]
     epochs: list[Record]
-    superseded: list[Record]  # reports of updates that were done again
+    superseded: list[Record]  # reports of updates that were repeated
     damaged: dict[str, int]  # file -> lines that could not be read
 
     @property
-    def trained(self) -> list[Start]:
-        """The starts that got as far as training."""
+    def trained(self) -> list[RunStart]:
+        """The starts that have trained."""
         return [start for start in self.starts if start.records or start.last > start.first]
 
 
@@ -89,7 +89,7 @@ def read_history(run: Path) -> History:
     """Read the records of a run directory.
 
     Raises:
-        UserError: It is none, or can't be read.
+        UserError: The folder is no run directory, or can't be read.
     """
     if not any((run / name).is_file() for name in (EVENTS, METRICS, "run.json", "args.yaml")):
         raise UserError(f"{run} is no run directory: it holds none of {EVENTS}, {METRICS}, run.json and args.yaml")
@@ -115,23 +115,23 @@ def read_history(run: Path) -> History:
 
 
 def faults(history: History) -> Counter[str]:
-    """How often each kind of fault was noted."""
+    """Count the recorded faults by kind."""
     kinds = Counter(str(event.get("kind")) for event in history.events)
     passed_over = sum(len(e["skipped"]) for e in history.events if isinstance(e.get("skipped"), list))
     return Counter({k: n for k, n in kinds.items() if k not in ORDINARY}) + Counter(checkpoints_passed_over=passed_over)
 
 
 def skipped_files(history: History) -> dict[str, str]:
-    """Images and labels that could not be used, with the reason."""
+    """Return the reason by path of the images and labels that could not be used."""
     kinds = ("skipped-image", "bad-label")
     return {str(e.get("path")): str(e.get("reason")) for e in history.events if e.get("kind") in kinds}
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the time went, in seconds, and updates that were done twice. None: the records don't tell."""
+    """Lost time in seconds, and repeated updates. None: unknown from the records."""
 
-    total: float | None  # from the first start to the last sign of life
+    total: float | None  # from the first start to the last record
     down: float | None  # between the last record before a restart and the work after it
     again: int
     again_seconds: float
@@ -140,7 +140,7 @@ class Losses:
 
 
 def losses(history: History) -> Losses:
-    """What restarts and waiting for data have cost."""
+    """Return the time that restarts and waiting for data have cost."""
     begun = [start.time for start in history.starts if start.time]
     seen = [start.seen for start in history.starts if start.seen]
     total = (max(seen) - min(begun)).total_seconds() if begun and seen else None
@@ -154,8 +154,8 @@ def losses(history: History) -> Losses:
     return Losses(total, down if total is not None else None, again, again_seconds, trained, waited)
 
 
-def gap(before: Start, after: Start) -> float:
-    """Seconds from the last sign of life before a restart to the beginning of the first report's work after it."""
+def gap(before: RunStart, after: RunStart) -> float:
+    """Return the seconds from the last record before a restart to the first update after it."""
     if before.seen is None or after.time is None:
         return 0.0
     begun = (after.time - before.seen).total_seconds()
@@ -169,7 +169,7 @@ def gap(before: Start, after: Start) -> float:
 
 
 def number(record: Record, key: str, default: float = 0.0) -> float:
-    """A finite number of a record, `default` where there is none."""
+    """Return a finite number of a record, or `default`."""
     value = record.get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return value
@@ -177,7 +177,7 @@ def number(record: Record, key: str, default: float = 0.0) -> float:
 
 
 def time_of(record: Record) -> datetime | None:
-    """When a record was made, in UTC; None where it doesn't tell."""
+    """Return the time of a record in UTC, or None."""
     try:
         return datetime.fromisoformat(record["time"]).astimezone(timezone.utc)
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -192,8 +192,8 @@ def _seconds_per_update(records: list[Record]) -> float:
     return sum(number(r, "seconds") for r in records) / updates if updates else 0.0
 
 
-def _noted_starts(file: Path) -> list[Start]:
-    """Starts of run.json, which is older than events.jsonl."""
+def _noted_starts(file: Path) -> list[RunStart]:
+    """Return the starts in run.json, which older versions wrote without events.jsonl."""
     try:
         records = json.loads(file.read_bytes()) if file.is_file() else []
     except (ValueError, RecursionError):
@@ -203,13 +203,13 @@ def _noted_starts(file: Path) -> list[Start]:
         if isinstance(record, dict):
             time = time_of(record)
             ranks = int(number(record, "world_size")) or None
-            found.append(Start(time, str(record.get("host", "?")), ranks=ranks, seen=time))
+            found.append(RunStart(time, str(record.get("host", "?")), ranks=ranks, seen=time))
     return found
 
 
-def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
-    """Cut rank 0's events into starts. A process is known by its node and id: a stray one may outlive a restart."""
-    starts: list[Start] = []
+def _starts(events: list[Record], noted: list[RunStart]) -> list[RunStart]:
+    """Group the events of rank 0 by start. Node and process id identify a process: an old one may outlive a restart."""
+    starts: list[RunStart] = []
     for event in events:
         if event.get("rank") != 0:
             continue
@@ -217,7 +217,7 @@ def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
         if kind == "start":
             ranks = int(number(event, "world_size")) or None
             pid = who[1] if isinstance(who[1], int) else None
-            starts.append(Start(time_of(event), who[0], pid, ranks))
+            starts.append(RunStart(time_of(event), who[0], pid, ranks))
         start = next((s for s in reversed(starts) if (s.node, s.pid) == who), None)
         if start is None:
             continue
@@ -228,15 +228,15 @@ def _starts(events: list[Record], noted: list[Start]) -> list[Start]:
             start.end = time_of(event)
             start.ended = f"{event.get('exit_code')}: {event.get('reason')}"
     first = min((start.time for start in starts if start.time), default=None)
-    # run.json tells whole seconds, and a start is noted there a moment later than as an event.
+    # run.json has whole seconds, and a start is recorded there a moment later than as an event.
     earlier = [s for s in noted if first is None or (s.time is not None and s.time + timedelta(seconds=1) < first)]
     return earlier + starts
 
 
-def _assign(starts: list[Start], record: Record) -> None:
-    """Give a report to the start that made it: the last one that began before it and had not ended.
+def _assign(starts: list[RunStart], record: Record) -> None:
+    """Assign a report to the start that made it: the last one that had begun and not ended.
 
-    One may have ended meanwhile, because another had the run's lock.
+    A later start may have ended in between, because another one held the lock of the run.
     """
     time = time_of(record)
     begun = [s for s in starts if time is None or ((s.time or time) <= time and (s.end or time) >= time)]

@@ -13,7 +13,7 @@ _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
 
 
 def strict_json(record: dict[str, Any]) -> str:
-    """One line of JSON as the standard has it: NaN and infinity, which it doesn't know, become null."""
+    """Return a line of standard JSON: NaN and infinity become null."""
     return json.dumps(_finite(record), allow_nan=False)
 
 
@@ -28,7 +28,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records of a file (none if it is missing) and the number of lines that hold none, which are left out."""
+    """Return the records of a file (none if it is missing), and the number of damaged lines that are left out."""
     records, damaged = [], 0
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
@@ -43,14 +43,14 @@ def read_json_lines(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 class LineFile:
-    """Appends lines, each by one write, so that processes on one machine don't tear each other's lines apart.
+    """Appends lines, each by one write, so that processes on one machine do not interleave their lines.
 
-    A line that can't be written (no file yet, full disk) waits in memory and is tried again with the next one: records
-    must not end the run that they are of.
+    A line that can't be written (no file yet, full disk) is kept in memory and tried again with the next one: a failed
+    record must not end the run.
 
     Attributes:
-        path: None until the file's place is known.
-        error: Of the last attempt; None if all lines are written.
+        path: None until the place of the file is known.
+        error: The error of the last attempt; None if all lines are written.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -59,12 +59,12 @@ class LineFile:
         self._pending: deque[bytes] = deque(maxlen=_MOST_PENDING)
 
     def append(self, line: str) -> None:
-        """Write a line, after those that wait."""
+        """Write a line after the waiting ones."""
         self._pending.append(line.encode(errors="backslashreplace") + b"\n")
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait, if it can be done."""
+        """Write the waiting lines, if possible."""
         if self.path is None:
             return
         try:
@@ -81,7 +81,7 @@ class LineFile:
     def _write(self, descriptor: int) -> None:
         torn = _is_torn(descriptor)
         while self._pending:
-            # Taken out first: a signal's handler or another thread may append in the meantime.
+            # The line is removed first, because a signal handler or another thread may append in the meantime.
             line = self._pending.popleft()
             whole = b"\n" + line if torn else line
             torn = False
@@ -98,6 +98,6 @@ class LineFile:
 
 
 def _is_torn(descriptor: int) -> bool:
-    """Whether the file ends within a line: the machine or the disk gave out while it was written."""
+    """Whether the file ends within a line, because the machine or the disk failed during a write."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"

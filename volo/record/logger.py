@@ -1,4 +1,4 @@
-"""What people look at for days: a progress bar with ETA on a terminal, plain lines in a log."""
+"""Output of a training run: a progress bar on a terminal, lines in a log, records in the run directory."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from volo.record.run_directory import RunDirectory
 
 
 class Logger:
-    """Console and run directory of rank 0; of the other ranks only events and faults are kept.
+    """Writes to the console and the run directory on rank 0; other ranks write only events and warnings.
 
     Attributes:
-        directory: The run's records; None before `open`, and on other ranks.
+        directory: The records of the run; None before `open`, and on other ranks.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.directory: RunDirectory | None = None
         self.events = EventLog(world.rank)
-        self._at: dict[str, int] = {}  # where the run stands, once that is known: noted with every event
+        self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
         self._curve_failed = False
-        self._before: list[str] = []  # lines for log.txt from before there was one
+        self._before: list[str] = []  # lines for log.txt from before `open`
         self._seconds, self._updates = 0.0, 0
 
     def open(self, directory: RunDirectory, total_updates: int) -> None:
-        """Keep records in `directory` from now on; what was printed before goes to its log.txt, too.
+        """Write records to `directory` from now on; earlier lines go to its log.txt, too.
 
         Args:
-            total_updates: Of the whole run, for the ETA.
+            total_updates: Updates of the whole run, for the ETA.
         """
         self.directory, self._total_updates = directory, total_updates
         for text in self._before:
@@ -51,20 +51,20 @@ class Logger:
         self._before.clear()
 
     def open_events(self, directory: Path) -> None:
-        """Write events to `directory`, which exists, from now on; every rank calls it."""
+        """Write events to the existing `directory` from now on; every rank calls it."""
         self.events.open(directory)
 
     def event(self, kind: Kind, **fields: Any) -> None:
-        """Add to events.jsonl, on the rank that calls; `epoch` and `update` are added unless given."""
+        """Add an event to events.jsonl on any rank; `epoch` and `update` are added unless given."""
         self.events.add(kind, **self._at | fields)
 
     def at(self, epoch: int, update: int) -> None:
-        """Where the run stands: epochs and updates done."""
+        """Set the position of the run: epochs and updates done."""
         self._at = {"epoch": epoch, "update": update}
 
     @contextmanager
     def end_noted(self) -> Iterator[None]:
-        """Add an `end` event with exit code and reason when the block is left, on rank 0 and where it failed."""
+        """Add an `end` event with exit code and reason after the block, on rank 0 and on ranks that fail."""
         failure: BaseException | None = None
         try:
             yield
@@ -76,7 +76,7 @@ class Logger:
                 self.event("end", exit_code=exit_code(failure), reason=reason(failure))
 
     def line(self, text: str) -> None:
-        """Print one line and keep it in log.txt."""
+        """Print a line on rank 0, and add it to log.txt."""
         if not self.world.is_primary:
             return
         if self._bar is None:
@@ -90,7 +90,7 @@ class Logger:
             self._before.append(stamped)
 
     def skipped(self, kind: Literal["skipped-image", "bad-label"], skipped: Iterable[Skipped]) -> None:
-        """Print and note what this rank could not read; every rank speaks, because each reads other images."""
+        """Print and record what this rank could not read; every rank does so, because each reads other images."""
         for path, why in skipped:
             name = printable(path)
             self.event(kind, path=name, reason=why)
@@ -98,27 +98,27 @@ class Logger:
             self.warning(text)
 
     def warning(self, text: str) -> None:
-        """Print a warning of any rank's."""
+        """Print a warning on any rank."""
         if self.world.is_primary:
             self.line(f"warning: {text}")
         else:
             print(f"[rank {self.world.rank}] warning: {text}", file=sys.stderr, flush=True)
 
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
-        """Show a progress bar for the epoch if somebody watches."""
+        """Show a progress bar for the epoch if stderr is a terminal."""
         if self.directory is not None and sys.stderr.isatty():
             self._bar = tqdm(
                 total=updates, desc=f"epoch {epoch + 1}/{epochs}", unit="update", leave=False, dynamic_ncols=True
             )
 
     def update(self, epoch: int, update: int) -> None:
-        """One optimizer step is under way: the `update`-th of the run."""
+        """Count an optimizer step, the `update`-th of the run."""
         self.at(epoch, update)
         if self._bar is not None:
             self._bar.update()
 
     def interval(self, interval: Interval) -> None:
-        """Report a stretch of training."""
+        """Print and record an interval of training."""
         if self.directory is None:
             return
         self._seconds += interval.seconds
@@ -144,9 +144,9 @@ class Logger:
         best: float | None,
         more: Mapping[str, float] | None = None,
     ) -> None:
-        """Close the epoch: its row in summary.csv, with `more` columns, and its record.
+        """Write the row of an epoch to summary.csv, with `more` columns, and its record.
 
-        Call it before the epoch's checkpoint is saved: a run that is killed in between does the epoch again.
+        Call it before the checkpoint of the epoch is saved: a run that is killed in between repeats the epoch.
         """
         if self._bar is not None:
             self._bar.close()
@@ -178,17 +178,17 @@ class Logger:
         self.directory.metrics({"event": "epoch", **row, "time": utc_now()})
 
     def sync(self) -> None:
-        """Put the records on the disk; call it before a checkpoint is saved, which must not outlive them."""
+        """Write the records to the disk; call it before a checkpoint is saved, which must not outlive them."""
         if self.directory is not None:
             self.directory.sync()
 
     def curve(self) -> None:
-        """Draw the learning curve, where matplotlib is installed and works; say once if it does not."""
+        """Draw the learning curves if matplotlib is installed; warn once if that fails."""
         if self.directory is None or importlib.util.find_spec("matplotlib") is None:
             return
         try:
             self.directory.draw_curve()
-        except Exception as error:  # whatever it is: no run may end because of a picture
+        except Exception as error:  # whatever happens: no run may end because of a picture
             if not self._curve_failed:
                 self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")
             self._curve_failed = True

@@ -1,4 +1,4 @@
-"""What is measured of training and validation: sums that stay on the device until somebody asks, and what is told."""
+"""Measurements of training and validation: sums that stay on the device until they are read, and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sums:
         return from_all(self._values.tolist())
 
     def restore(self, by_rank: Sequence[Sequence[float]], world: World) -> None:
-        """Go on from the sums that `by_rank` returned; on another number of ranks rank 0 takes them all.
+        """Continue from the sums that `by_rank` returned; with another number of ranks, rank 0 takes their total.
 
         Raises:
             ValueError: Not one number per name.
@@ -65,7 +65,7 @@ def correct_in_top(logits: Tensor, classes: Tensor, ks: tuple[int, ...] = (1, 5)
 
 @dataclass(frozen=True)
 class Interval:
-    """What happened since the last report. Losses and images are over all ranks; times are this rank's."""
+    """A stretch of training since the last report. Losses and images are over all ranks; times are of this rank."""
 
     epoch: int
     update: int  # done in the whole run

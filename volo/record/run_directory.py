@@ -1,12 +1,12 @@
-"""The directory of one run: what was asked for, what it ran on, what came out. Only rank 0 writes.
+"""The directory of one run: its arguments, its machines and its results. Only rank 0 writes.
 
 args.yaml        resolved arguments; `-c args.yaml` repeats the run
 run.json         one record per start: command line, versions, host, world size
-log.txt          the console's lines
-events.jsonl     what happened, when and where (`volo.record.events`; every rank writes)
+log.txt          the lines of the console
+events.jsonl     events with time and place (`volo.record.events`; every rank writes)
 metrics.jsonl    one record per report and per epoch
 summary.csv      one row per epoch
-superseded-metrics.jsonl   records that a resumed run has made again, or will
+superseded-metrics.jsonl   records of updates that a resumed run does again
 curve.png        learning curves (where matplotlib is installed)
 first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
 *.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
@@ -40,7 +40,7 @@ from volo.record.json_lines import LineFile, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
-# What differs between two runs that do the same, in metrics.jsonl and summary.csv.
+# Values in metrics.jsonl and summary.csv that differ between two runs that compute the same.
 TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
 DEFAULT_ROOT = "output/train"
 _NOT_A_SETTING = {
@@ -56,18 +56,18 @@ _NOT_A_SETTING = {
 }
 
 
-# What makes a run the experiment that it is, unlike where its files lie and what it runs on.
+# The settings that define an experiment, without places of files and without the machines.
 _OF_EXPERIMENT = {
     flag.dest
     for group in (MODEL, TOKEN_LABELS, OPTIMIZER, SCHEDULE, AUGMENTATION, REGULARISATION, BATCH_NORM, EMA)
     for flag in group.flags
-} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # the steps change with the number of processes
+} - {"token_label_data", "grad_accum_steps"} | {"seed", "batch_size"}  # the steps follow from the number of processes
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Try to write where results shall be, before hours are spent on them: in `folder`, or where it would be made.
+    """Check that results can be written in `folder`, or in the existing parent where it would be created.
 
-    A folder is made there and removed at once; permissions alone say too little (root, read-only mounts).
+    A temporary folder is created and removed, because permissions alone say too little (root, read-only mounts).
 
     Raises:
         UserError: Nothing can be written there.
@@ -81,18 +81,18 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print) -> Path:
-    """Return where this run writes; creates nothing.
+    """Return the directory of this run, without creating it.
 
     `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`.
-    With `--resume FILE` it is the directory of the file, if that is a run's and neither flag names another place; with
-    `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed, labels,
-    optimizer, schedule, augmentation and regularisation.
+    With `--resume FILE` it is the directory of the file, if that is a run directory and neither flag names another one;
+    with `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed,
+    labels, optimizer, schedule, augmentation and regularisation.
 
     Args:
-        tell: Told of a newer run that is not continued, because it is another experiment.
+        tell: Receives a line about a newer run that is another experiment and is not continued.
 
     Raises:
-        UserError: The directory holds another run's checkpoints and nobody asked to resume it, or is not in ROOT.
+        UserError: The directory holds checkpoints of another run without `--resume`, or is not in ROOT.
     """
     root = Path(args.output or DEFAULT_ROOT)
     suffix = f"-{args.model.replace('/', '_')}-{max(image_size)}"
@@ -112,7 +112,7 @@ def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callabl
 
 
 def _newest_alike(root: Path, suffix: str, args: Namespace, tell: Callable[[str], None]) -> Path | None:
-    """The newest run with the settings of `args`; None if there is none."""
+    """Return the newest run with the settings of `args`, or None."""
     alike, passed_over = None, ""
     for file in sorted(root.glob(f"*{suffix}/args.yaml"), reverse=True):
         if not (changes := _other_experiment(file, args)):
@@ -128,7 +128,7 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, tell: Callable[[str]
 
 
 def _other_experiment(file: Path, args: Namespace) -> list[str]:
-    """What an args.yaml has otherwise; nothing if it is damaged: the run's checkpoints tell what it is."""
+    """Return how an args.yaml differs; nothing if it is damaged, since the checkpoints are compared as well."""
     try:
         recorded = yaml.safe_load(file.read_bytes())
     except (OSError, yaml.YAMLError):
@@ -137,7 +137,7 @@ def _other_experiment(file: Path, args: Namespace) -> list[str]:
 
 
 def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
-    """Compare recorded settings with the present ones: one line for each of `now` that differs."""
+    """Compare recorded settings with the present ones; return a line for each of `now` that differs."""
     if not isinstance(recorded, dict):
         return []
     differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != plain(now[k])]
@@ -145,14 +145,14 @@ def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
 
 
 def _is_named(directory: Path, args: Namespace) -> bool:
-    """Whether `--output` and `--experiment`, where given, mean `directory`."""
+    """Whether `--output` and `--experiment`, where given, name `directory`."""
     if args.experiment:
         return (Path(args.output or DEFAULT_ROOT) / args.experiment).resolve() == directory.resolve()
     return not args.output or Path(args.output).resolve() == directory.resolve().parent
 
 
 def _unused(root: Path, suffix: str) -> Path:
-    """A directory named after the present second, with a number where another run has started in it."""
+    """Return a new directory named after the present second, with a number if that name exists."""
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = itertools.chain([now], (f"{now}-{number}" for number in itertools.count(2)))
     return next(path for path in (root / (name + suffix) for name in names) if not path.exists())
@@ -164,8 +164,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._log, self._metrics = LineFile(path / "log.txt"), LineFile(path / METRICS)
-        self._rows: list[dict[str, Any]] = []  # of summary.csv that could not be written yet
-        self._started: dict[str, bytes] = {}  # files of this start
+        self._rows: list[dict[str, Any]] = []  # of summary.csv, not written yet because of an error
+        self._started: dict[str, bytes] = {}  # contents of the files that a start writes
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -197,12 +197,12 @@ class RunDirectory:
     def _starts(self) -> list[dict[str, Any]]:
         try:
             starts = json.loads((self.path / "run.json").read_bytes())
-        except (OSError, ValueError):  # not there, or damaged: events.jsonl knows the starts, too
+        except (OSError, ValueError):  # missing or damaged; events.jsonl has the starts, too
             return []
         return starts if isinstance(starts, list) else []
 
     def rewind(self, epoch: int, update: int) -> int:
-        """Take the records from after a position out of metrics.jsonl and summary.csv: they will be made again.
+        """Remove the records after a position from metrics.jsonl and summary.csv: the run will make them again.
 
         Args:
             epoch: Epochs finished.
@@ -234,9 +234,9 @@ class RunDirectory:
         return len(dropped)
 
     def sync(self) -> None:
-        """Return when the records are on the disk, as far as it can be: a checkpoint must not outlive them.
+        """Write the records to the disk, as far as possible: a checkpoint must not outlive them.
 
-        Those of the start are written again if they were removed.
+        The files of the start are written again if they were removed.
         """
         for name in [name for name in self._started if not (self.path / name).exists()]:
             with suppress(OSError):
@@ -254,9 +254,9 @@ class RunDirectory:
         self._metrics.append(strict_json(record))
 
     def summary(self, row: dict[str, Any]) -> None:
-        """Add an epoch's row to summary.csv; rows of the same or later epochs, from before a resume, are dropped.
+        """Add the row of an epoch to summary.csv; rows of the same or later epochs, from before a resume, are dropped.
 
-        While the disk is full rows wait for the next one.
+        While the disk is full, rows are kept for the next call.
         """
         self._rows.append({k: str(v) for k, v in row.items()})
         file, first = self.path / SUMMARY, int(self._rows[0]["epoch"])
@@ -273,17 +273,17 @@ class RunDirectory:
 
 
 def versions() -> dict[str, str]:
-    """What the run is made of."""
+    """Return the versions of the packages that a run depends on."""
     return {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy")}
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """The arguments that make the run what it is, as plain types: not those that only say how it was started."""
+    """Return the arguments that define the run, as plain types, without those that only say how it was started."""
     return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_A_SETTING})
 
 
 def read_summary(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a summary.csv that tell their epoch, none if there is no such file."""
+    """Return the rows of a summary.csv that have an epoch; none if the file is missing."""
     if not file.is_file():
         return []
     with file.open(newline="", encoding="utf-8", errors="replace") as lines:
@@ -300,7 +300,7 @@ def _as_csv(rows: list[dict[str, str]]) -> bytes:
 
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:
-    """Whether a record is of what was done at a position. The epoch decides first: epochs may change their length."""
+    """Whether a record is from before a position. The epoch is compared first, since epochs may change their length."""
     try:
         record = json.loads(line)
         if record["event"] == "epoch" or record["epoch"] != epoch:
@@ -311,7 +311,7 @@ def _is_before(line: bytes, epoch: int, update: int) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with everything that is not a plain type turned into one (tuples into lists, paths into text)."""
+    """Convert `value` to plain types (tuples to lists, paths to text)."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -73,10 +73,11 @@ class RunLock:
         self.release()
 
     def check(self) -> None:
-        """Make a directory that was removed anew, and take its lock again; does nothing where the lock isn't held.
+        """Create the directory again if it was removed, and take its lock again; does nothing without the lock.
 
         Raises:
-            UserError: Another job has taken the directory: this one was stopped for too long, or it was removed.
+            UserError: Another job has taken the directory, because this job was stopped for too long, or because the
+                directory was removed.
         """
         if self._lost:
             raise UserError(f"{self._lost} has taken {self.path.parent} over, because this job gave no sign of life")
@@ -85,10 +86,10 @@ class RunLock:
         try:
             self.path.parent.mkdir(exist_ok=True)
             file = self._open()
-        except OSError:  # the save that comes fails for the same reason, tells it and is tried again
+        except OSError:  # the next save fails for the same reason, reports it and is tried again
             return
         self._take(file)
-        self._file = file  # what it was stays open: the beating thread may be writing to it
+        self._file = file  # the old file stays open: the heartbeat may be writing to it
         self._tell(f"warning: {self.path.parent} was removed while this run goes on: made anew, without what it held")
 
     def _open(self) -> int:
@@ -96,7 +97,7 @@ class RunLock:
         return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def release(self) -> None:
-        """Let others in. The file stays, empty: another job may be waiting at it."""
+        """Release the lock. The file stays, empty, because another job may be waiting for it."""
         if self._file is None or self._stop.is_set():
             return
         self._stop.set()
@@ -123,14 +124,14 @@ class RunLock:
         self._write(file)
 
     def _is_dead_here(self, holder: dict[str, Any], locked: bool) -> bool:
-        """Whether the holder was a process of this kernel that is no more."""
+        """Whether the holder was a process of this kernel that has ended."""
         if holder.get("boot") != self._me["boot"]:
             return False
         same_numbers = holder.get("pid_namespace") == self._me["pid_namespace"]
         return locked or (same_numbers and _started(holder.get("pid")) != holder.get("process_started"))
 
     def _stands_still(self, file: int, holder: dict[str, Any]) -> bool:
-        """Watch the heartbeat; clocks of different machines are not compared."""
+        """Whether the heartbeat stands still; clocks of different machines are not compared."""
         self._tell(f"watching for {self._stale:g} s whether {_shown(holder)} still holds {self.path.parent}")
         until = time.monotonic() + self._stale
         while time.monotonic() < until:
@@ -152,7 +153,7 @@ class RunLock:
                 self._write(self._file)
 
     def _write(self, file: int) -> None:
-        """In one write of always the same length, so that nobody reads half of it."""
+        """Write the holder in one write of fixed length, so that no reader sees half of it."""
         try:
             os.pwrite(file, json.dumps(self._me).ljust(1023).encode() + b"\n", 0)
             os.fsync(file)
@@ -167,7 +168,7 @@ class RunLock:
 
 
 def _read(file: int) -> dict[str, Any] | None:
-    """Who holds the lock; None if nobody. What is damaged counts as somebody unknown."""
+    """Return the holder of the lock, or None. Damaged content counts as an unknown holder."""
     content = os.pread(file, 1 << 16, 0)
     if not content.strip(b"\0 \n"):
         return None
@@ -179,7 +180,7 @@ def _read(file: int) -> dict[str, Any] | None:
 
 
 def _names(path: Path, file: int) -> bool:
-    """Whether `path` is the open `file`."""
+    """Whether `path` names the open `file`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file))
     except OSError:
@@ -206,7 +207,7 @@ def _shown(holder: dict[str, Any]) -> str:
 
 
 def _started(pid: Any) -> str | None:
-    """When a process of this machine started, in the kernel's ticks; None if there is none or it is a corpse."""
+    """Return when a process on this machine started, in kernel ticks; None if it does not exist or is a zombie."""
     text = _first_line(f"/proc/{pid}/stat")
     fields = text.rpartition(")")[2].split() if text else []
     return None if len(fields) < 20 or fields[0] in "ZX" else fields[19]

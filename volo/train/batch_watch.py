@@ -1,4 +1,4 @@
-"""What is looked at in each batch before it is trained on."""
+"""Checks of each batch before it is trained on, and the picture of the first batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from volo.train.criterion import Criterion, TokenLabelCriterion
 def batch_watcher(
     loader: TrainLoader, criterion: Criterion, config: Mapping[str, Any], save_every: int, logger: Logger
 ) -> Callable[[int, Batch], None]:
-    """Look at every batch before it is used: tell unreadable images and labels, draw the first batch, write pictures
-    for `--save-images`.
+    """Return a function to call with each (update, batch).
+
+    It reports unreadable images and labels, draws the first batch, and writes the pictures of `--save-images`.
 
     Args:
-        config: The model's.
-        save_every: Updates from one picture of a batch to the next; 0: none are written.
+        config: The `model_config` of the run.
+        save_every: Updates from one picture of a batch to the next; 0: no pictures.
     """
     known: set[str] = set()
     draw = first_batch_drawer(loader.dataset, criterion, config, logger)
@@ -53,12 +54,12 @@ _IMAGES = 8
 def first_batch_drawer(
     dataset: TrainDataset, criterion: Criterion, config: Mapping[str, Any], logger: Logger
 ) -> Callable[[int, Batch], None]:
-    """What to call with every (update, batch): it draws the first one, on rank 0, and does nothing afterwards.
+    """Return a function to call with each (update, batch); it draws the first batch on rank 0, then does nothing.
 
-    A resumed run keeps the picture that is there. A picture that can't be drawn is a warning.
+    A resumed run keeps an existing picture. A picture that can't be drawn is a warning.
 
     Args:
-        config: The model's, for `mean`, `std` and `class_names`.
+        config: The `model_config` of the run, for `mean`, `std` and `class_names`.
     """
     waiting = True
 
@@ -79,7 +80,7 @@ def first_batch_drawer(
             if dataset.label_view is not None:
                 title += "\n(--compat: the window is where the labels are read, not where the image is cut)"
             save_figure(draw_page(examples, config["class_names"], title, "smoothed probability of the class"), file)
-        except Exception as error:  # whatever it is: no run may end because of a picture
+        except Exception as error:  # whatever happens: no run may end because of a picture
             logger.line(f"warning: {FILE} could not be drawn: {type(error).__name__}: {error}")
         else:
             logger.line(f"drew {FILE} in {1000 * (time.perf_counter() - began):.0f} ms")
@@ -88,7 +89,7 @@ def first_batch_drawer(
 
 
 def _first(batch: Batch, count: int) -> Batch:
-    """The first images of a batch."""
+    """Return the first images of a batch."""
     rows = slice(0, count)
     return replace(
         batch,

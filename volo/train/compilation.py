@@ -1,7 +1,7 @@
-"""`--torchcompile`: what is compiled, what its failures are called, and a note where it doesn't come to an end.
+"""`--torchcompile`: which parts of a model are compiled, and how failures are explained.
 
-Compiled block by block ("blocks"), the blocks of a kind share one graph and the rest of the model stays as it is: one
-layer of each kind is compiled instead of all. "model" is one graph of everything, which CUDA graphs want.
+With "blocks" each block is compiled; blocks of one kind share one graph, so that only one layer of each kind takes
+time, and the rest of the model is not compiled. With "model" everything is one graph, which CUDA graphs need.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from volo.config.flags_train import CUDA_GRAPH_MODES
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
-_LONGEST = 300  # characters of torch's message that are shown
+_LONGEST = 300  # characters of torch's message in ours
 _NEEDS_COMPILER = "install a C++ compiler (apt-get install g++) or name yours in CXX"
-# By the name of torch's exception.
+# By name of torch's exception
 _REMEDIES = {
     "InvalidCxxCompiler": _NEEDS_COMPILER,
     "CppCompileError": _NEEDS_COMPILER,
@@ -35,15 +35,15 @@ _REMEDIES = {
 
 
 def compile_model(model: Any, args: Namespace) -> Any:
-    """Compile a model as `--torchcompile` and its companions say, and return what is to be called.
+    """Compile a model as `--torchcompile...` says, and return the module to call.
 
-    Blocks are compiled in place and keep their names; copies that are made of the model later are not compiled.
+    Blocks are compiled in place and keep their names; later copies of the model are not compiled.
 
     Args:
         model: Bare, or in DistributedDataParallel or another module.
 
     Raises:
-        UserError: torch knows no such backend, or the model has no blocks to be compiled apart.
+        UserError: torch has no such backend, or the model names no blocks.
     """
     if not args.torchcompile:
         return model
@@ -57,10 +57,10 @@ def compile_model(model: Any, args: Namespace) -> Any:
 
 
 def feature_compiler(model: nn.Module, args: Namespace) -> Callable[[F], F]:
-    """Compile `model` for a function that calls parts of it, and return what is to be done to that function.
+    """Compile `model` for a function that calls parts of it, and return a decorator for that function.
 
     Raises:
-        UserError: torch knows no such backend.
+        UserError: torch has no such backend.
     """
     if args.torchcompile and _scope(args, model) == "model":
         return _compiler(args)
@@ -78,17 +78,17 @@ def check_scope(args: Namespace, model: nn.Module) -> None:
 
 
 def _scope(args: Namespace, model: nn.Module) -> str:
-    """What is to be compiled of a model: "blocks" or "model"."""
+    """Return which part of a model is compiled: "blocks" or "model"."""
     if not _blocks(model):
         return "model"
     return args.torchcompile_scope or ("model" if args.torchcompile_mode in CUDA_GRAPH_MODES else "blocks")
 
 
 def begin_step() -> None:
-    """Tell CUDA graphs that what they returned so far is done with. Where there are none, nothing happens.
+    """Tell CUDA graphs that their previous outputs are not needed any more; does nothing without CUDA graphs.
 
-    To be called before the first forward pass of each update, not between its micro-batches: the gradients that these
-    add up lie where the graphs put them.
+    Call it before the first forward pass of each update, but not between its micro-batches, whose accumulated gradients
+    are in the memory of the graphs.
     """
     if _CUDA_GRAPHS in sys.modules:
         torch.compiler.cudagraph_mark_step_begin()
@@ -96,10 +96,10 @@ def begin_step() -> None:
 
 @contextmanager
 def compile_errors_told(args: Namespace) -> Iterator[None]:
-    """Tell in one line where torch can't compile.
+    """Turn the errors of torch's compiler in the block into one line.
 
     Raises:
-        UserError: In place of torch's own exception.
+        UserError: Instead of torch's own exception.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def compile_errors_told(args: Namespace) -> Iterator[None]:
 
 
 def _compiler(args: Namespace) -> partial[Any]:
-    """torch.compile with the backend and mode of the flags."""
+    """Return torch.compile with the backend and mode of the flags."""
     if args.torchcompile not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise UserError(f"--torchcompile {args.torchcompile}: no such backend, there are {known}")
@@ -123,17 +123,17 @@ def _compiler(args: Namespace) -> partial[Any]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the VOLO or LV-ViT in a model."""
+    """Return the blocks of the VOLO or LV-ViT in a model."""
     return [block for m in model.modules() if isinstance(m, TokenLabelModel) for _, block in m.named_blocks()]
 
 
 def _is_compile_error(error: Exception) -> bool:
-    """Whether it comes from torch's compiler, or from Triton, where Inductor compiles a program not before it runs."""
+    """Whether the error comes from torch's compiler, or from Triton, which compiles when a program is first called."""
     return type(error).__module__.startswith(("torch._dynamo.exc", "torch._inductor.", "triton."))
 
 
 def _summary(error: Exception) -> str:
-    """What torch says, without its advice on how to debug torch."""
+    """Return torch's message without its advice on how to debug torch."""
     inner = getattr(error, "inner_exception", None) or error
     text = " ".join(f"{type(inner).__name__}: {inner}".split())
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."

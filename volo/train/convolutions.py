@@ -1,4 +1,4 @@
-"""Convolutions in bfloat16 on a CPU, held against float32 before they are trusted.
+"""Convolutions in bfloat16 on a CPU are compared with float32 before they are used.
 
 oneDNN has kernels that return garbage for some shapes on some processors, without an error: 3.13.3 with AMX for windows
 that do not overlap at some widths below 32 channels, others for strides above 2 (pytorch/pytorch#169688). No list of
@@ -18,12 +18,12 @@ from torch.nn.modules.conv import _ConvNd
 from tlt.models.flops import run_without_contents
 from volo.cluster.distributed import from_all
 
-# Largest difference from float32, as a share of the largest value. Rounding alone gives 0.4 %, sums in bfloat16 2 %.
+# The largest allowed difference, as a share of the largest value. Rounding gives 0.4 %, sums in bfloat16 give 2 %.
 _TOLERANCE = 0.05
 
 
 class Input(NamedTuple):
-    """What a convolution is given."""
+    """Describes the input of a convolution."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -33,23 +33,24 @@ class Input(NamedTuple):
 def check_convolutions(
     model: nn.Module, input_size: tuple[int, int, int], dtype: torch.dtype | None, device: torch.device
 ) -> list[str]:
-    """Try the convolutions of a model for bfloat16 on the CPU, and let float32 compute those that are wrong.
+    """Try the convolutions of a model in bfloat16 on the CPU, and let those that are wrong compute in float32.
 
-    Convolutions that differ in their weights alone are tried once; in a model in training, their gradients too. A wrong
-    one converts inputs and weights in each pass, whatever type the model gets later, and returns the type that it would
-    have returned. Weights and random generators stay as they are. All ranks call this, as processors may differ.
+    Convolutions that differ only in their weights are tried once; if the model is in training mode, their gradients are
+    tried, too. A convolution that computes in float32 converts inputs and weights in each pass, whatever type the model
+    gets later, and returns the same type as before. Weights and random generators stay unchanged. Every rank must call
+    this, because processors may differ.
 
     Args:
-        model: On its device, in the memory format that it is used in.
-        input_size: (channels, H, W) of its images.
-        dtype: That it runs in; nothing is done for others than bfloat16.
+        model: On its device, in its memory format.
+        input_size: (channels, H, W) of the images.
+        dtype: The type that the model computes in; only bfloat16 is tried.
 
     Returns:
-        A line to be shown for each kind of convolution that some rank found wrong.
+        A line for the log for each kind of convolution that is wrong on any rank.
     """
     if dtype is not torch.bfloat16 or device.type != "cpu":
         return []
-    told: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for names, given in _kinds(model, input_size):
         layers = [model.get_submodule(name) for name in names]
         error = _error(layers[0], given)
@@ -59,26 +60,26 @@ def check_convolutions(
         for layer in layers:
             compute_in_float32(layer)
         more = f" and {len(names) - 1} like it" if len(names) > 1 else ""
-        told[names[0]] = (
+        lines[names[0]] = (
             f"warning: {names[0]}{more}: {_library()} computes this convolution wrong in bfloat16 on this processor "
             f"({100 * error:.0f} % off); float32 computes it, which takes {right:.3g} ms an image in place of {low:.3g}"
         )
     merged: dict[str, str] = {}
-    for each in from_all(told):
+    for each in from_all(lines):
         merged = each | merged
     return list(merged.values())
 
 
 def compute_in_float32(layer: nn.Module) -> None:
-    """Let a convolution compute in float32 whatever its weights, its inputs and autocast say."""
+    """Let a convolution compute in float32, whatever the types of its weights, its inputs and autocast."""
     if not isinstance(layer, _Float32):
-        # As torch.nn.utils.parametrize does it: names, weights and hooks stay, and a copy of the layer does the same.
+        # As in torch.nn.utils.parametrize: names, weights and hooks stay, and copies of the layer do the same.
         kind = type(layer)
         layer.__class__ = type(f"Float32{kind.__name__}", (_Float32, kind), {})
 
 
 class _Float32:
-    """What a class of convolutions is mixed with."""
+    """Mixed into a class of convolutions to let it compute in float32."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
@@ -93,7 +94,7 @@ class _Float32:
 
 
 def _kinds(model: nn.Module, input_size: tuple[int, int, int]) -> list[tuple[list[str], Input]]:
-    """The names of alike convolutions, and what they are given in a pass of the model."""
+    """Return groups of equal convolutions: their names, and their input in a pass of the model."""
     kinds: dict[tuple[Any, ...], tuple[list[str], Input]] = {}
 
     def note(name: str, layer: nn.Module, x: Tensor) -> None:
@@ -118,14 +119,14 @@ def _kinds(model: nn.Module, input_size: tuple[int, int, int]) -> list[tuple[lis
 
 
 def _error(layer: nn.Module, given: Input) -> float:
-    """The largest difference between bfloat16 and float32, as a share of the largest value; NaN where there is one."""
+    """Return the largest difference of bfloat16 from float32, as a share of the largest value; NaN for NaN values."""
     pairs = zip(_values(layer, given, True), _values(layer, given, False), strict=True)
     errors = torch.stack([(low - right).abs().max() / right.abs().max() for low, right in pairs])
     return errors.max().item()
 
 
 def _values(layer: nn.Module, given: Input, low: bool) -> list[Tensor]:
-    """Output and gradients of a layer, for random numbers that bfloat16 can hold, always the same; in float32."""
+    """Return output and gradients of a layer, as float32, for fixed random numbers that bfloat16 represents exactly."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(size: torch.Size, stride: tuple[int, ...]) -> Tensor:
@@ -144,13 +145,13 @@ def _values(layer: nn.Module, given: Input, low: bool) -> list[Tensor]:
 
 
 def _milliseconds(layer: nn.Module, given: Input, low: bool) -> float:
-    """What an image takes."""
+    """Return the milliseconds per image."""
     began = time.perf_counter()
     _values(layer, given, low)
     return 1000 * (time.perf_counter() - began) / given.size[0]
 
 
 def _library() -> str:
-    """What computes convolutions."""
+    """Return the versions of torch and oneDNN."""
     found = re.search(r"(?:MKL-DNN|oneDNN) v([\d.]+)", torch.__config__.show())
     return f"torch {torch.__version__}" + (f" with oneDNN {found[1]}" if found else "")

@@ -1,7 +1,7 @@
-"""What a batch is compared with, and the loss: with token labels, or with plain class labels.
+"""Targets and loss: with token labels, or with plain class labels.
 
-A step asks a criterion three things (`volo.train.loop`): the targets of the batch, what is random in the step (images
-that Mixup or CutMix mixes, MixToken's box), and the loss of the model's outputs. `StepKey` is the key of everything
+A step (`volo.train.loop`) gets three things from a criterion: the targets of the batch, the random part of the step
+(images mixed by Mixup or CutMix, MixToken's box), and the loss of the model's outputs. `StepKey` seeds everything
 random, so that a resumed run draws the same numbers.
 """
 
@@ -30,13 +30,13 @@ from tlt.upstream import behaviour
 from volo.train.model import TimmModel
 from volo.train.teacher import Teacher
 
-# Keep the uses of one step apart, and from those of the data (tlt.data.augment.plan.Stream).
+# Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream).
 _TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
 
 
 @dataclass(frozen=True)
 class StepKey:
-    """Names one forward pass of the run: every random number drawn in it is a function of these four."""
+    """Identifies one forward pass of the run: every random number drawn in it is a function of these four numbers."""
 
     seed: int
     update: int
@@ -44,11 +44,11 @@ class StepKey:
     rank: int
 
     def seed_torch(self) -> None:
-        """Key dropout and stochastic depth: torch's generators restart at this step's own seed."""
+        """Seed dropout and stochastic depth: torch's generators restart with the seed of this step."""
         torch.manual_seed(int(self._key(_TORCH_STREAM)) >> 1)  # 63 bits
 
     def generator(self, stream: int) -> np.random.Generator:
-        """A generator for one use of this step."""
+        """Return the generator of one random stream of this step."""
         return np.random.Generator(np.random.Philox(key=int(self._key(stream))))
 
     def _key(self, stream: int) -> np.uint64:
@@ -57,12 +57,12 @@ class StepKey:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What is random in a step besides the data.
+    """The images and boxes of a step, after its random draws.
 
     Attributes:
-        images: (B, 3, H, W), mixed by Mixup or CutMix.
-        shares: How they mixed them; None: they did not.
-        box: MixToken's, an int tensor (4,) on the device; None: no tokens are mixed.
+        images: (B, 3, H, W), mixed if Mixup or CutMix is on.
+        shares: How Mixup or CutMix mixed the images; None without them.
+        box: MixToken's box, an int tensor (4,) on the device; None without MixToken.
     """
 
     images: Tensor
@@ -71,26 +71,26 @@ class Mixed:
 
 
 class Criterion(Protocol):
-    """From a batch to a loss. Every function of it is pure: the same arguments give the same numbers."""
+    """Turns a batch into a loss. Every method is pure: the same arguments give the same numbers."""
 
     def targets(self, batch: Batch) -> Any:
-        """What outputs are compared with; the images are not mixed yet."""
+        """Return the targets of the batch; the images are not mixed yet."""
 
     def draw(self, batch: Batch, step: StepKey) -> Mixed:
-        """Mix the images, and draw MixToken's box."""
+        """Mix the images and draw MixToken's box."""
 
     def arguments(self, mixed: Mixed) -> dict[str, Any]:
-        """What the model is given besides the images."""
+        """Return the keyword arguments of the model besides the images."""
 
     def __call__(self, outputs: Any, targets: Any, mixed: Mixed) -> LossTerms:
-        """The loss of what the model returned: means over the batch."""
+        """Return the loss of the model's outputs: means over the batch."""
 
 
 Grid = tuple[int, int]
 
 
 def box_of_step(step: StepKey, grid: Grid) -> Sequence[int]:
-    """MixToken's box of a step, from its own generator."""
+    """Draw MixToken's box of a step from its own random stream."""
     return mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), grid)
 
 
@@ -105,10 +105,10 @@ class TokenLabelCriterion:
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
-        uncovered: What counts where no label is known, see `tlt.targets.make_targets`.
-        window: What of an image the tokens cover (`tlt.models.token_places`).
-        make_targets, draw_box: How targets are made and boxes drawn; `--compat` has other ways.
-        teacher: Labels the batch, before anything is mixed; None: it comes with labels, or without.
+        uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
+        window: The part of an image that the tokens cover (`tlt.models.token_places`).
+        make_targets, draw_box: Functions that make targets and draw boxes; `--compat` has others.
+        teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
     """
 
     grid: Grid
@@ -130,7 +130,7 @@ class TokenLabelCriterion:
     teacher: Teacher | None = None
 
     def targets(self, batch: Batch) -> Targets:
-        # Before the forward pass: a teacher's activations don't add to the student's.
+        # Before the forward pass, so that the memory of the teacher's activations is free again.
         batch = batch if self.teacher is None else self.teacher.label(batch)
         return self.make_targets(
             batch.labels,
@@ -170,7 +170,7 @@ class TokenLabelCriterion:
             gt_weight_disagree=self.gt_weight_disagree,
         )
         if token_logits is not None and not self.dense_weight:
-            # A dense head that is on but not trained gets gradients of 0, as published: weight decay still shrinks it.
+            # A dense head that is on but not trained gets zero gradients, as published: weight decay still shrinks it.
             terms = terms._replace(total=terms.total + 0 * token_logits.sum())
         return terms
 
@@ -209,7 +209,7 @@ class ClassCriterion:
 
 def _on_device(box: Sequence[int], device: torch.device) -> Tensor:
     host = torch.tensor(box, dtype=torch.int32)
-    # From pinned memory the copy doesn't hold up the host.
+    # A copy from pinned memory does not block the host.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
@@ -256,7 +256,7 @@ def make_criterion(
 
 
 def _upstream_boxes(args: Namespace, grid: Grid, rank: int) -> Callable[[StepKey, Grid], Sequence[int]]:
-    """The published boxes: the number of this rank's forward passes so far says which."""
+    """Draw the published boxes, which follow from the number of this rank's forward passes so far."""
     boxes = behaviour.UpstreamBoxes(args.seed, rank, grid)
     return lambda step, grid: boxes(step.update * args.grad_accum_steps + step.micro_batch)
 

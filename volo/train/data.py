@@ -1,4 +1,4 @@
-"""From arguments to data: which images, which labels, which augmentation, which loader."""
+"""Builds the data that the flags describe: images, labels, augmentation and loaders."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tlt.labels.store import open_labels as open_label_store
 from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
 from volo.cluster.ranks import local_size_from_environment
-from volo.record.data_wait import Feed, cpus_of_rank
+from volo.record.slowdown import Feed, cpus_of_rank
 
-# Length of an epoch of --data-backend synthetic, and of its validation, in global batches.
+# Global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
 
 
@@ -44,7 +44,7 @@ class Folders:
 
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
-    """Find the images of both splits. Long searches call `found`.
+    """Find the images of both splits; a long search reports to `found`.
 
     Raises:
         UserError: A split is missing or empty, or the splits' classes differ.
@@ -67,7 +67,7 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
 def open_labels(
     args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the token labels of the training images. Returns (labels or None, warnings). Long searches call `found`.
+    """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
@@ -135,7 +135,7 @@ def train_loader(
         args.grad_accum_steps,
         args.drop_last,
     )
-    # Training alone decodes huge images scaled down: validation keeps to the filters of other backends.
+    # Only training decodes huge images scaled down; validation resizes with the same filters on all backends.
     backend = _backend(args, world, dct_scaling=not args.full_decode)
     return TrainLoader(
         TrainDataset(folder, config, args.seed, labels, backend, views(args.compat or ())),
@@ -150,24 +150,28 @@ def validation_loader(
     args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
     """The validation batches of this rank. Raises UserError: too many images are known to be unreadable."""
-    dataset = EvalDataset(
-        folder,
-        settings["input_size"][1:],
-        settings["crop_pct"],
-        settings["crop_mode"],
-        settings["interpolation"],
-        fill=[min(255, round(255 * value)) for value in settings["mean"]],
-        backend=_backend(args, world),
-    )
     return EvalLoader(
-        dataset,
+        eval_dataset(folder, settings, _backend(args, world)),
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
         persistent_workers=getattr(args, "use_multi_epochs_loader", False),
         world_size=world.size,
         rank=world.rank,
-        may_be_empty=world.size > 1,  # whether anything is left is known over all ranks: `evaluate` sees to it
+        may_be_empty=world.size > 1,  # `evaluate` checks the sum over all ranks
+    )
+
+
+def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], backend: Backend | None = None) -> EvalDataset:
+    """The images as validation shows them to the model."""
+    return EvalDataset(
+        folder,
+        settings["input_size"][1:],
+        settings["crop_pct"],
+        settings["crop_mode"],
+        settings["interpolation"],
+        fill=[min(255, round(255 * value)) for value in settings["mean"]],
+        backend=backend,
     )
 
 
@@ -178,10 +182,10 @@ def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backen
 
 
 def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, allowed_cpus: float) -> Feed:
-    """How this rank gets its images, for advice on a run that waits for them.
+    """Describe how this rank gets its images, for advice to a run that waits for them.
 
     Args:
-        allowed_cpus: That this process may use.
+        allowed_cpus: CPUs that this process may use.
     """
     ranks = local_size_from_environment(os.environ) or 1
     kinds = {ImageFolder: "folder", ShardedImages: "shards"}

@@ -1,12 +1,12 @@
-"""Label maps in the making: what is done already, what belongs together, what says that all are there.
+"""Writing label maps: finds those that exist, writes the missing ones, and marks the whole as complete.
 
-A tree: OUT/<class>/<name>.pt     written one by one, each whole or not there
-        OUT/labels.partial.json   how they are made, from the start; so that another annotator can't finish the tree
-        OUT/labels.json           the same, when all are there
+A tree: OUT/<class>/<name>.pt     written one by one, each in one step
+        OUT/labels.partial.json   how the maps are made, from the start, so that no other annotator continues the tree
+        OUT/labels.json           the same, once all maps exist
 An archive: see `tlt.labels.archive_format`.
 
-Every rank makes its own job, rank 0 first, and writes the rows it is given. Rank 0 alone begins anew (`overwrite`),
-looks for what is pending, and finishes.
+Every rank creates its own job, rank 0 first, and writes the rows it is given. Only rank 0 discards old maps
+(`overwrite`), looks for pending rows, and finishes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class LabelJob:
     """The label maps of one image folder.
 
     Args:
-        root: Where they go; made if need be.
+        root: The folder for the maps, created if missing.
         folder: The images.
         metadata: How the maps are made.
-        overwrite: Make maps anew that are there already, whoever made them.
+        overwrite: Replace existing maps, whatever made them.
 
     Attributes:
-        found: Whether there may be maps from before.
-        origin_unknown: There are some, but nothing that says who made them.
+        found: Whether there may be maps of an earlier run.
+        origin_unknown: There are such maps, but no record of how they were made.
 
     Raises:
-        UserError: What is there was made, or begun, in another way, or nothing can be written.
+        UserError: The existing maps were made in another way, or nothing can be written.
     """
 
     found = origin_unknown = False
@@ -62,7 +62,7 @@ class LabelJob:
             raise UserError(f"OUT: {path} can't be written ({error.strerror}); choose another folder") from error
 
     def pending(self, progress: Callable[[], None]) -> list[int]:
-        """Rows of the folder whose map is not there, is damaged or has another shape; calls `progress` once per row."""
+        """Return the rows whose map is missing, damaged or has another shape; calls `progress` once per row."""
         rows = []
         for row in range(len(self._labels)):
             if not self._is_made(row):
@@ -88,10 +88,10 @@ class LabelJob:
         self._write(row, label_map, log_sum_exp, size)
 
     def finish(self, skipped: Sequence[int]) -> list[str]:
-        """Say that all maps are there but for those of the images `skipped`, which can't be read.
+        """Mark the maps as complete, except for the images `skipped`, which can't be read.
 
         Returns:
-            Lines about what is there now.
+            Lines for the log.
 
         Raises:
             UserError: A map is missing or damaged, or the disk is full.
@@ -113,7 +113,7 @@ class LabelJob:
 
     def _compare(self, recorded: TreeMetadata) -> None:
         old, new = ({**asdict(each), **each.annotator} for each in (recorded, self.metadata))
-        for key in sorted(old | new, key="area".__eq__):  # in order, and last what follows from the others
+        for key in sorted(old | new, key="area".__eq__):  # in order; `area`, which follows from the others, last
             if key not in ("annotator", "skipped") and old.get(key) != new.get(key):
                 raise UserError(
                     f"{printable(str(self.root))} holds labels made with {key} {_shown(old.get(key))}, this command "
@@ -166,14 +166,14 @@ class TreeJob(LabelJob):
 
 
 class ArchiveJob(LabelJob):
-    """One archive: what `tlt pack --images` would make of the tree, and the log-sum-exp of every place beside it.
+    """One archive, as `tlt pack --images` would make it from the tree, with the log-sum-exp of every place.
 
     Args:
-        log_sum_exp: Write it.
+        log_sum_exp: Write the log-sum-exp.
         Others: as of `LabelJob`.
 
     Attributes:
-        complete: The archive was there already, with all its rows.
+        complete: The archive existed already, with all its rows.
     """
 
     complete = False

@@ -29,14 +29,14 @@ from volo.train.teacher import Teacher
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that a run trains with, built and ready for the first step.
+    """Everything that a run trains with, ready for the first step.
 
     Attributes:
         state: Model, optimizer, scaler, moving average and the position in the run.
-        model: What the loop calls: the state's model or its working copy, compiled or distributed as may be.
-        average: What validation calls for the moving average, likewise; None: there is none.
-        lr_formula: Where the peak learning rate comes from, for people.
-        seed: Of everything random in a step.
+        model: The module that the loop calls: the state's model or its working copy, possibly compiled or distributed.
+        average: The module that validation calls for the moving average; None without a moving average.
+        lr_formula: How the peak learning rate was computed, for the log.
+        seed: Seed of everything random in a step.
         freeze_bn: Keep BatchNorm in evaluation mode (running statistics).
     """
 
@@ -63,21 +63,21 @@ def train_epoch(
     saver: Saver,
     guard: StopGuard,
 ) -> EpochTotals:
-    """Train for the epoch `state.epoch`; `state.update` advances by one per optimizer step.
+    """Train the epoch `state.epoch`; `state.update` advances by one per optimizer step.
 
     Args:
-        criterion: Of this epoch.
-        watch: Looks at (update, batch) before the batch is used.
+        criterion: The criterion of this epoch.
+        watch: Called with (update, batch) before the batch is used.
 
     Raises:
         NonFiniteError: Too many steps in a row were skipped.
-        Stopped: A signal came, or data failed: the state is as it was between two updates.
+        Stopped: A signal arrived, or loading failed; the state is as it was between two updates.
     """
     state, model, loader, precision = training.state, training.model, training.loader, training.precision
     precision.begin()
     set_train_mode(model, training.freeze_bn)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
-    no_sync = getattr(model, "no_sync", nullcontext)  # of DistributedDataParallel, compiled or not
+    no_sync = getattr(model, "no_sync", nullcontext)  # a method of DistributedDataParallel
     micro_batch = 0
     meter.begin()
     batches = loader.epoch(state.epoch, state.update - state.epoch * len(loader))
@@ -92,9 +92,9 @@ def train_epoch(
                 targets = criterion.targets(batch)
                 mixed = criterion.draw(batch, step)
                 with precision.autocast():
-                    # Outputs get no name: they would outlive the step and take memory in the next one.
+                    # The outputs are not assigned to a name, which would keep their memory into the next step.
                     loss = criterion(model(mixed.images, **criterion.arguments(mixed)), targets, mixed)
-            # Micro-batches weigh by their images, so that accumulation equals one large batch, ragged tail included.
+            # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
             precision.backward(loss.total * (batch.size / update_size), reduced=is_last and world.size > 1)
         meter.add(loss, batch)
         micro_batch += 1
@@ -136,7 +136,7 @@ def evaluate(
 
     Args:
         on_outputs: Called with the logits (B, C) and the batch, for further metrics.
-        guard: The batches go through it (`volo.cluster.stopping`).
+        guard: Wraps the iteration over batches (`volo.cluster.stopping`).
 
     Raises:
         UserError: Not every image was seen exactly once, or none could be read.

@@ -1,4 +1,4 @@
-"""Losses and times of the epoch under way: added up without waiting for the device, reported interval by interval."""
+"""Losses and times of the current epoch, added up without waiting for the device and reported once per interval."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from volo.checkpoint.train_state import TrainState
 from volo.cluster.distributed import World
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Interval, Sums
-from volo.record.slowdown import CompileWatch, Pace
+from volo.record.slowdown import CompileWatch, SlowdownWatch
 from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.precision import Precision
 
 
 class Meter:
-    """Counts one epoch after the other, from `begin` to `end`.
+    """Counts epochs, each from `begin` to `end`.
 
     Args:
-        waited: Seconds that this rank has waited for data so far.
+        waited: Returns the seconds that this rank has waited for data so far.
         log_interval: Updates between two reports; each report synchronises host and device once.
-        recorder: Keeps what steps that were not finite can be done again with.
+        recorder: Records steps that were not finite, so that they can be replayed.
     """
 
     def __init__(
@@ -39,22 +39,22 @@ class Meter:
         waited: Callable[[], float],
         log_interval: int,
         recorder: NonFiniteRecorder,
-        pace: Pace,
+        slowdown_watch: SlowdownWatch,
         compile_watch: CompileWatch | None = None,
     ) -> None:
         self.state, self.world, self.precision, self.logger = state, world, precision, logger
         self.log_interval, self.recorder = log_interval, recorder
-        self.pace, self.compile_watch = pace, compile_watch
+        self.slowdown_watch, self.compile_watch = slowdown_watch, compile_watch
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world.device)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = 0
         self.lr = self.epoch_seconds = 0.0
-        self.own = 0.0  # seconds; with the wait for data, what a rank does before it waits for the others
+        self.own = 0.0  # seconds that this rank works without waiting for other ranks
         self._waited, self._waited_before = waited, waited()
         self._lap_start = time.perf_counter()
 
     def begin(self) -> None:
-        """An epoch begins, or goes on where a resumed run stopped in it.
+        """Start an epoch, or continue it where a resumed run has stopped in it.
 
         Raises:
             UserError: The checkpoint's sums of the epoch can't be read.
@@ -72,18 +72,18 @@ class Meter:
 
     @property
     def waited(self) -> float:
-        """Seconds of this interval in which this rank waited for data."""
+        """Seconds of this interval that this rank has waited for data."""
         return self._waited() - self._waited_before
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Count the time that a rank works without the others."""
+        """Measure a block in which this rank works without waiting for other ranks."""
         began = time.perf_counter()
         yield
         self.own += time.perf_counter() - began
 
     def progress(self) -> dict[str, Any]:
-        """What a run that stops here needs to report as if it had not; every rank must call it."""
+        """Return what a run that is resumed here needs for the same reports. Every rank must call it."""
         return {
             "done": self.done,
             "reported": self.reported,
@@ -95,7 +95,7 @@ class Meter:
         }
 
     def _restore(self, progress: dict[str, Any]) -> None:
-        """Go on from `progress`; of one that was made elsewhere in an epoch only the skipped steps are counted on.
+        """Continue from `progress`; if it belongs to another update of the epoch, restore only the skipped steps.
 
         Raises:
             UserError: It can't be read.
@@ -116,12 +116,12 @@ class Meter:
         self._lap_start, self._waited_before = time.perf_counter() - seconds, self._waited() - waited
 
     def add(self, terms: LossTerms, batch: Batch) -> None:
-        """Count a micro-batch, without synchronising."""
+        """Count a micro-batch without synchronising."""
         losses = (term.detach() * batch.size for term in (terms.total, terms.cls, terms.dense))
         self.sums.add(batch.size, len(batch.skipped), *losses)
 
     def update_done(self, lr: float, grad_norm: Tensor) -> None:
-        """Count an optimizer step and report if it ends an interval."""
+        """Count an optimizer step, and report if it is the last of an interval."""
         self.done += 1
         self.lr = lr
         self.logger.update(self.state.epoch, self.state.update)
@@ -159,13 +159,15 @@ class Meter:
         if self.compile_watch is not None:
             self.compile_watch.interval(interval.update - interval.updates, interval.update)
         self.logger.interval(interval)
-        starting = interval.update_in_epoch == interval.updates < interval.updates_per_epoch  # so are its data workers
+        starting = (
+            interval.update_in_epoch == interval.updates < interval.updates_per_epoch
+        )  # the data workers are starting, too
         if not starting:
             own = self.own + interval.wait_seconds
-            self.pace.interval(interval.epoch, own, interval.wait_seconds, interval.seconds)
+            self.slowdown_watch.interval(interval.epoch, own, interval.wait_seconds, interval.seconds)
 
     def end(self) -> EpochTotals:
-        """Return the sums over the whole epoch, and leave the position to be saved behind."""
+        """Return the sums over the whole epoch, and put the progress into the state, to be saved."""
         self.state.progress = self.progress()
         images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)

@@ -1,4 +1,4 @@
-"""From arguments to a model: built by timm, then switched as the flags say."""
+"""Builds the model that the flags describe: created by timm, then configured."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ from volo.train.compilation import compile_model
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
 TimmModel = Any
 
-# TensorFlow's BatchNorm: --bn-tf
-_SMALL = 10_000_000  # weights that may be built whatever a checkpoint says
+_SMALL = 10_000_000  # weights of a model that is built whatever its checkpoint says
 _MANY_CLASSES = 100_000
-_TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}
+_TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # --bn-tf
 _LABEL_SETTINGS = ("aug_order", "uncovered", "label_tail")
 
 
@@ -44,11 +43,11 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
     """Build `args.model` on the CPU.
 
     Args:
-        recorded: Keyword arguments of the model from a checkpoint; flags win over them.
-        weights: Of those arguments' checkpoint: a model that is far larger isn't built.
+        recorded: Keyword arguments of the model from a checkpoint; flags take precedence.
+        weights: Number of weights in that checkpoint: a model that is far larger is refused.
 
     Raises:
-        UserError: Unknown model name (the nearest ones are shown), arguments that the model doesn't know or that it
+        UserError: An unknown model name (the message has the nearest ones), arguments that the model doesn't know or
             can't run with, a model that is too large, published weights that don't exist or can't be fetched, or a flag
             for a part that the model doesn't have.
     """
@@ -65,7 +64,7 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
             _refuse_huge(name, kwargs, weights if recorded else None)
         model = timm.create_model(name, **kwargs)
         if getattr(args, "model_kwargs", None):
-            with torch.no_grad():  # what contradicts itself shows here, not at the first step
+            with torch.no_grad():  # contradictory arguments fail here, not in the first step
                 model.eval()(torch.zeros(1, *eval_settings(args, model)["input_size"]))
             model.train()
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
@@ -93,7 +92,7 @@ def _not_fetched(name: str, error: Exception) -> str:
 
 
 def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None:
-    """Refuse a model that this machine can't hold, or that is far larger than the `weights` of its checkpoint."""
+    """Refuse a model that does not fit into memory, or that is far larger than the `weights` of its checkpoint."""
     with torch.device("meta"):
         wanted = sum(p.numel() for p in timm.create_model(name, **kwargs | {"pretrained": False}).parameters())
     if weights is not None and wanted > 4 * weights + _SMALL:
@@ -109,7 +108,7 @@ def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None
 
 
 def _model_kwargs(args: Namespace) -> dict[str, Any]:
-    """The flags that concern the model's constructor; None means the model's own default."""
+    """Return the arguments of the model's constructor; flags that are None leave the model's default."""
     kwargs: dict[str, Any] = {
         "pretrained": getattr(args, "pretrained", False),
         "num_classes": args.num_classes,
@@ -132,7 +131,7 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
 
 
 def _takes_image_size(name: str) -> bool:
-    """Whether the model is built for one size: ours, and timm's vision transformers."""
+    """Whether the model is built for one image size, as ours and timm's vision transformers are."""
     if is_ours(name):
         return True
     config = timm.get_pretrained_cfg(name)
@@ -140,14 +139,14 @@ def _takes_image_size(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Whether the registered model `name` is one of this project's."""
+    """Whether the registered model `name` belongs to this project."""
     return timm.model_entrypoint(name).__module__.split(".")[0] in ("volo", "tlt")
 
 
 def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | None = None) -> dict[str, Any]:
     """Resolve input_size (C, H, W), interpolation, mean, std, crop_pct and crop_mode.
 
-    Flags win, then what a checkpoint recorded (so that training and validation agree), then the model's own.
+    Flags take precedence, then the values of the checkpoint (so that training and validation agree), then the model's.
     """
     known = {"crop_pct", "mean", "std", "interpolation", "crop_mode"}
     asked = {k: v for k, v in vars(args).items() if v not in (None, "")}
@@ -160,10 +159,10 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
 
 
 def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:
-    """Make a timm model fit for `--token-label`; VOLO and LV-ViT are, and without the flag nothing happens.
+    """Add a dense head to a timm model for `--token-label`; VOLO and LV-ViT have one already.
 
     Raises:
-        UserError: It has no spatial features, or MixToken is on and images can't be mixed behind its embedding.
+        UserError: The model has no spatial features, or MixToken is on and can't mix behind the model's embedding.
     """
     if not args.token_label:
         return model
@@ -171,7 +170,7 @@ def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int
     if isinstance(model, WithDenseHead):
         if not args.no_mix_token:
             model.check_mix_token()
-        if args.token_label_size == 1:  # nothing trains it then
+        if args.token_label_size == 1:  # nothing would train the head
             model.set_dense_head(False)
     return model
 
@@ -205,7 +204,7 @@ def set_drop_path_mode(model: nn.Module, mode: str) -> None:
     """Apply `--drop-path-mode`.
 
     Raises:
-        UserError: The model's residual branches are none of ours.
+        UserError: The model is no VOLO or LV-ViT, whose residual branches can skip images.
     """
     if mode == "mask":
         return
@@ -234,13 +233,13 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
 
 
 def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
-    """Return what the loop calls: `model`, in DistributedDataParallel and compiled as the flags say.
+    """Return the module that the loop calls: `model` in DistributedDataParallel, compiled as the flags say.
 
     Raises:
-        UserError: Gradients are to be compressed, and there is nobody to send them to.
+        UserError: `--grad-compression` with one process, which sends no gradients.
     """
     if world.size > 1:
-        # Without a class loss the class head and its attention take part in nothing.
+        # Without a class loss the class head and the class attention get no gradients.
         unused = args.token_label and args.cls_weight == 0
         model = distribute(model, world.device, DdpSettings(args.grad_compression), unused)
     elif args.grad_compression != "none":
@@ -249,7 +248,7 @@ def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
 
 
 def heads_of(model: TimmModel) -> list[nn.Module]:
-    """The class head or heads, and the dense head where the model has one."""
+    """Return the class heads, and the dense head where the model has one."""
     classifier = model.get_classifier()
     heads = list(classifier) if isinstance(classifier, tuple) else [classifier]
     return heads + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
@@ -269,7 +268,7 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
 
 
 def label_settings(args: Namespace) -> dict[str, Any] | None:
-    """How the token labels of a run were read, None for a run without."""
+    """Return how a run reads its token labels; None for a run without them."""
     if not args.token_label:
         return None
     return {"compat": args.compat or []} | {name: getattr(args, name) for name in _LABEL_SETTINGS}
@@ -282,10 +281,10 @@ def model_config(
     class_names: list[str],
     teacher: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint records so that others build and evaluate the model as it was trained.
+    """Return what a checkpoint records so that other programs build and evaluate the model as it was trained.
 
     Args:
-        teacher: Who made the labels, where a network did in the run itself.
+        teacher: The record of the network that labels in the run itself; None without one.
     """
     labels = label_settings(args)
     return {

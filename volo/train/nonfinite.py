@@ -1,4 +1,4 @@
-"""Records of steps whose gradients were not finite, with all that `volo.commands.replay` needs to do them again."""
+"""Records of steps whose gradients were not finite, with all that `volo.commands.replay` needs to repeat them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from volo.record.run_directory import plain
 from volo.train.precision import Precision
 
 FOLDER = "nonfinite"
-MOST_RECORDS = 10  # of one start
-_CALIBRATION = 16  # steps that find the loss scale, see `Precision`
+MOST_RECORDS = 10  # per start of a run
+_CALIBRATION = 16  # steps that may be skipped until the loss scale fits, see `Precision`
 
 
 class NonFiniteRecorder:
     """Writes `nonfinite/UPDATE-rankR.json` for each rank whose loss was not finite; for all if the losses were finite.
 
-    Every rank has one. No key of an image is kept while training: the order of the data is a function of the update.
+    Every rank has one. Nothing is kept while training: the order of the data is a function of the update.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class NonFiniteRecorder:
         self._weights: str | None = None
 
     def __call__(self, broken: Mapping[int, bool]) -> None:
-        """Record updates (the keys, equal on all ranks); the values tell whether this rank's loss was not finite."""
+        """Record updates: the keys are equal on all ranks, the values say whether this rank's loss was not finite."""
         for update, own in broken.items():
             anyone = max_over_ranks(int(own))
             if self.precision.scaler is not None and not anyone and self.calibration < _CALIBRATION:
                 self.calibration += 1
             elif self.written < MOST_RECORDS:
                 self.written += 1
-                # Skipped steps leave the weights as they are, so those of now are those of the first in a row.
+                # Skipped steps leave the weights unchanged, so the present ones are those of the first step in a row.
                 in_a_row = all(later in broken for later in range(update, self.state.update))
                 self._record(update, own, bool(anyone), in_a_row)
 
@@ -74,7 +74,7 @@ class NonFiniteRecorder:
     def _save_weights(self, name: str) -> None:
         payload = self.state.state_dict()
         kept = {key: payload[key] for key in payload if key not in ("optimizer", "best", "outdated")}
-        # The forward passes of skipped steps have spoilt BatchNorm's running statistics, which training doesn't read.
+        # Forward passes of skipped steps have put NaN into BatchNorm's running statistics, which training doesn't read.
         spoilt = [name for name in kept["state_dict"] if name.endswith(("running_mean", "running_var"))]
         kept["state_dict"] |= {name: torch.nan_to_num(kept["state_dict"][name]) for name in spoilt}
         save_checkpoint(self.folder / name, kept)

@@ -1,4 +1,4 @@
-"""The optimizer: timm's by name, with this model's weight-decay exclusions and layer decay."""
+"""The optimizer: created by timm, with the model's exclusions from weight decay, and layer decay."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.optim import Optimizer
 from tlt.errors import UserError
 from volo.config.flag_table import nearest
 
-# torch has one kernel per step for these. On a CPU it takes for granted that gradients and moments have the strides of
-# their parameters: autograd sees to the gradients, `volo.checkpoint.optimizer_state` to loaded moments.
+# torch has fused kernels for these. On a CPU they assume that gradients and moments have the strides of their
+# parameters: autograd ensures it for gradients, `volo.checkpoint.optimizer_state` for loaded moments.
 _FUSED = ("adam", "adamw", "sgd")
 
 
 def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
     """Build the optimizer of `args.opt` over the trainable parameters of the bare (unwrapped) model.
 
-    No weight decay on one-dimensional parameters, biases and what `model.no_weight_decay()` names. With layer decay,
-    groups hold `lr_scale`. Learning rates are placeholders until `set_lr`.
+    Weight decay leaves out one-dimensional parameters, biases and the names of `model.no_weight_decay()`. With layer
+    decay, groups hold `lr_scale`. `set_lr` sets the learning rates.
 
     Args:
         args: The flags of the group "Optimizer", and `lr` or `lr_base`.
         model: Already on its device.
-        device: Where the parameters are (the first parameter's device where None).
+        device: The device of the parameters; None: that of the first parameter.
 
     Raises:
-        UserError: Unknown optimizer, one that is not installed, or a flag that it has no use for.
+        UserError: The optimizer is unknown or not installed, or a flag has no effect on it.
     """
     device = device or next(model.parameters()).device
     name = _check_optimizer(args, device)

@@ -6,6 +6,7 @@ because float16 there is about 50 times slower. A step whose gradients are not f
 
 from __future__ import annotations
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,6 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
 from tlt.errors import NonFiniteError, UserError
-from volo.train.master_weights import WorkingCopy
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -35,8 +35,8 @@ def resolve_amp_dtype(amp: bool, requested: str | None, device: torch.device) ->
 
 
 def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
-    """The autocast dtype of `--model-dtype` or `--amp`, None for float32; raises as `resolve_amp_dtype`."""
-    if getattr(args, "model_dtype", "float32") == "bfloat16":  # runs of before know no such flag
+    """Return the autocast dtype of `--model-dtype` or `--amp`, None for float32. Raises as `resolve_amp_dtype`."""
+    if getattr(args, "model_dtype", "float32") == "bfloat16":  # missing in the records of older runs
         return torch.bfloat16
     return resolve_amp_dtype(args.amp, args.amp_dtype, device)
 
@@ -44,6 +44,64 @@ def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients, a scalar tensor; not finite if any element isn't."""
     return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+# Norms keep float32 parameters and running statistics, those of the master itself.
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+class WorkingCopy:
+    """A bfloat16 copy of `master` that computes, while the float32 model is optimized, averaged, validated and saved.
+
+    After a backward pass the gradients of the copy go to the master weights, which add up those of micro-batches; after
+    a step the weights come back. The copy runs under bfloat16 autocast, which computes norms and softmax in float32.
+    Autocast on a float32 model casts weights in every forward pass and gradients in every backward pass, and its
+    activations are float32 from the position embedding on; here all of that is bfloat16.
+
+    Attributes:
+        module: The module that computes, with the names of `master`. Its norms share parameters and buffers.
+    """
+
+    def __init__(self, master: nn.Module) -> None:
+        norms = [module for module in master.modules() if isinstance(module, _NORMS)]
+        shared = [tensor for norm in norms for tensor in (*norm.parameters(), *norm.buffers())]
+        self.module = copy.deepcopy(master, {id(tensor): tensor for tensor in shared})
+        kept = {id(tensor) for tensor in shared}
+        for parameter in self.module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.bfloat16()
+        pairs = zip(master.parameters(), self.module.parameters(), strict=True)
+        self._pairs = [(own, cast) for own, cast in pairs if own is not cast]
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Round the master's weights into the copy."""
+        torch._foreach_copy_([cast for _, cast in self._pairs], [own for own, _ in self._pairs])
+
+    @torch.no_grad()
+    def give_gradients(self) -> None:
+        """Add the copy's gradients to those of the master in float32, and clear them."""
+        new, old = [], []
+        for own, cast in self._pairs:
+            if cast.grad is not None and own.grad is not None:
+                old.append((own.grad, cast.grad))
+            elif cast.grad is not None:
+                own.grad = torch.empty_like(own)
+                new.append((own.grad, cast.grad))
+            cast.grad = None
+        if new:
+            torch._foreach_copy_([own for own, _ in new], [cast for _, cast in new])
+        if old:
+            torch._foreach_add_([own for own, _ in old], [cast for _, cast in old])
+
+    def take_gradients_back(self) -> None:
+        """Move the gradients given so far, rounded, back to the copy; the next backward pass adds its own to them.
+
+        DistributedDataParallel knows only the copy, and sends the gradients that it has after that pass.
+        """
+        for own, cast in self._pairs:
+            if own.grad is not None:
+                cast.grad, own.grad = own.grad.to(cast.dtype), None
 
 
 class Precision:
@@ -55,7 +113,7 @@ class Precision:
         clip_grad: Clipping threshold, None for none.
         clip_mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
         max_nonfinite: `check()` raises after more than this many skipped steps in a row.
-        working_copy: The bfloat16 copy of the model that computes, None where the model itself does.
+        working_copy: The bfloat16 copy that computes; None: the model itself computes.
         heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
     """
 
@@ -78,16 +136,16 @@ class Precision:
         self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
         self._consecutive = torch.zeros((), dtype=torch.int32, device=device)
         self._skipped = torch.zeros((), dtype=torch.int32, device=device)
-        self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the present step
+        self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the current step
         self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
 
     def begin(self) -> None:
-        """Before training goes on: what was loaded into the model is what computes."""
+        """Copy the weights of the model into the working copy; call it before training starts or goes on."""
         if self.working_copy is not None:
             self.working_copy.take_weights()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Context in which the forward pass and the loss run."""
+        """Return the context in which the forward pass and the loss run."""
         if self.amp_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.amp_dtype)
@@ -96,7 +154,7 @@ class Precision:
         """Accumulate the gradients of `loss`, scaled where float16 needs it.
 
         Args:
-            reduced: This backward pass averages what was accumulated over the ranks.
+            reduced: This backward pass averages the accumulated gradients over the ranks.
         """
         self._loss_broken = self._loss_broken | ~torch.isfinite(loss.detach())
         if self.working_copy is not None and reduced:
@@ -151,11 +209,11 @@ class Precision:
         return {number - len(told): own for number, (broken, own) in enumerate(told) if broken}
 
     def counts(self) -> list[int]:
-        """Steps skipped in a row just now, and in the whole run. Synchronises with the device."""
+        """Return the steps skipped in a row up to now, and in the whole run. Synchronises with the device."""
         return torch.stack([self._consecutive, self._skipped]).tolist()
 
     def restore_counts(self, consecutive: int, skipped: int) -> None:
-        """Go on counting from what `counts` returned."""
+        """Continue from the numbers that `counts` returned."""
         self._consecutive.fill_(consecutive)
         self._skipped.fill_(skipped)
 

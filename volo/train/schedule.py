@@ -29,7 +29,7 @@ def resolve_lr(args: Namespace, global_batch: int) -> tuple[float, str]:
 
 
 class LrSchedule:
-    """The learning rate before layer decay: `schedule(update)`, equal for equal arguments whatever was asked before.
+    """The learning rate before layer decay: `schedule(update)` is a pure function of the update.
 
     The curve is timm's. By default it changes from epoch to epoch, as published; with `sched_on_updates` at every
     update. Warm-up counts into the epochs unless `warmup_prefix`; `cooldown_epochs` at the smallest rate follow
@@ -47,7 +47,7 @@ class LrSchedule:
     def __init__(self, args: Namespace, lr: float, updates_per_epoch: int) -> None:
         self.updates_per_epoch = updates_per_epoch
         self._on_updates: bool = args.sched_on_updates
-        # timm's schedulers write into an optimizer; this one holds a single number.
+        # timm's schedulers need an optimizer to write the learning rate into.
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
         self._scheduler, self.total_epochs = create_scheduler_v2(
             self._optimizer,
@@ -79,7 +79,7 @@ class LrSchedule:
         return self.total_epochs * self.updates_per_epoch
 
     def __call__(self, update: int) -> float:
-        """Learning rate of update number `update`, counted from 0 over the whole run."""
+        """Return the learning rate of update number `update`, counted from 0 over the whole run."""
         if self._on_updates:
             self._scheduler.step_update(update)
         else:
@@ -88,7 +88,7 @@ class LrSchedule:
 
 
 def _curve(args: Namespace) -> dict[str, float | str]:
-    """timm's arguments that depend on the kind of schedule."""
+    """Return the arguments of timm that depend on the kind of schedule."""
     if args.sched == "constant":
         # A step schedule that never steps: older timm versions have no constant one with warm-up.
         return {"sched": "step", "decay_epochs": args.epochs, "decay_rate": 1.0}

@@ -1,8 +1,8 @@
-"""`--token-label-teacher`: the annotator labels the training batch itself, so that there are no label files.
+"""`--token-label-teacher`: an annotator network labels each training batch, so that no label files are needed.
 
-It is shown the images that the student is trained on, after augmentation and before they are mixed, and what it says of
-a place is the label of that place: no geometry, and an image cut or filled in looks to it as it does to the student. It
-is no part of the model: neither trained nor averaged nor saved.
+The teacher sees the images that the student is trained on, after augmentation and before they are mixed. Its prediction
+for a place is the label of that place, so that no geometry has to be undone. The teacher is not trained, averaged or
+saved.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.label_tail import relative_to_tail
 from tlt.models.flops import flops_per_image
 from volo.cluster.distributed import World
-from volo.train.annotator import load_annotator
 from volo.train.compilation import feature_compiler
 from volo.train.model import TimmModel, eval_settings, place_model
 from volo.train.precision import compute_dtype
+from volo.train.trained_model import load_annotator
 
 
 class Stopwatch:
-    """Time that a device spends in a block; nothing waits for the device until somebody asks."""
+    """Measures the time that a device spends in a block, without waiting for the device before `take`."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -43,7 +43,7 @@ class Stopwatch:
 
     @contextmanager
     def lap(self) -> Iterator[None]:
-        """Count the block."""
+        """Measure the block."""
         if not self.cuda:
             began = time.perf_counter()
             yield
@@ -56,7 +56,7 @@ class Stopwatch:
         self._laps.append(events)
 
     def take(self) -> float:
-        """Seconds since the last call. Waits for the device."""
+        """Return the seconds measured since the last call. Waits for the device."""
         if self._laps:
             self._laps[-1][1].synchronize()
         seconds = self._seconds + sum(start.elapsed_time(end) for start, end in self._laps) / 1000
@@ -65,16 +65,16 @@ class Stopwatch:
 
 
 class Teacher:
-    """Labels batches.
+    """Labels batches with an annotator network.
 
     Args:
-        annotator: On the training device.
-        student, own: (mean, deviation) of the pixels of the images that come in, and of those that it wants.
-        num_classes: Of student and annotator.
-        area: What of an image the annotator labels (`tlt.labels.annotate.labelled_area`).
-        device: Where batches are.
+        annotator: Is on the training device.
+        student, own: (mean, deviation) with which the pixels of the batch are normalised, and of the annotator's input.
+        num_classes: Number of classes of both student and annotator.
+        area: The part of an image that the annotator labels (`tlt.labels.annotate.labelled_area`).
+        device: The device of the batches.
         exact_tail: `--label-tail exact` (`tlt.labels.label_tail`).
-        record: What a checkpoint is to say about it.
+        record: What checkpoints record about the teacher.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Teacher:
         self._watch, self._images = Stopwatch(device), 0
 
     def label(self, batch: Batch) -> Batch:
-        """The batch with labels that lie where the annotator saw them."""
+        """Return the batch with labels at the places where the annotator saw them."""
         with self._watch.lap():
             found = self.annotator(torch.addcmul(self._shift, batch.images, self._scale))
             values = found.values
@@ -114,12 +114,12 @@ class Teacher:
         return replace(batch, labels=labels, affine=affine, visible=visible)
 
     def take_cost(self) -> tuple[float, int]:
-        """Seconds, and images labelled in them on this rank, since the last call. Waits for the device."""
+        """Return the seconds and the images that this rank has labelled since the last call. Waits for the device."""
         cost, self._images = (self._watch.take(), self._images), 0
         return cost
 
     def describe(self, student: nn.Module, input_size: tuple[int, int, int], dense: bool) -> str:
-        """What it is and takes, next to a step of the bare student, whose dense head is trained or not."""
+        """Return a line with size and operations of the teacher, and the operations of a step of the student."""
         model = self.annotator.model
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         step = _gflops(student, input_size, backward=True, **({"dense": True} if dense else {}))
@@ -132,15 +132,15 @@ class Teacher:
 def load_teacher(
     args: Namespace, student: TimmModel, settings: dict[str, Any], class_names: list[str], world: World
 ) -> Teacher | None:
-    """The teacher that the flags name, None without one.
+    """Load the teacher that the flags name; return None without one.
 
     Args:
-        settings: Of the student's training images: input_size, mean, std.
-        class_names: Class folders.
+        settings: input_size, mean and std of the student's training images.
+        class_names: Names of the class folders.
 
     Raises:
-        UserError: No such model or file, no exact dense logits, other classes than the student, or it does not take
-            images of this size.
+        UserError: The model or file does not exist, or the teacher has no exact dense logits, has other classes than
+            the student, or does not take images of this size.
     """
     if not args.token_label_teacher:
         return None
@@ -164,7 +164,7 @@ def load_teacher(
 
 
 def teacher_costs(teacher: Teacher | None, training_seconds: float, tell: Callable[[str], None]) -> dict[str, float]:
-    """Tell what the teacher took in an epoch, on this rank; the columns of its summary."""
+    """Print what the teacher cost in an epoch on this rank; return the columns for summary.csv."""
     if teacher is None:
         return {}
     seconds, images = teacher.take_cost()
@@ -180,7 +180,7 @@ def teacher_costs(teacher: Teacher | None, training_seconds: float, tell: Callab
 
 
 def _with_our_flags(text: str) -> str:
-    """The flags in a message about an annotator, as train.py calls them."""
+    """Replace the flags in a message about an annotator by those of train.py."""
     for flag, ours in (
         ("--initial-checkpoint (validate.py, generate_label.py: --checkpoint)", "--token-label-teacher-checkpoint"),
         ("--checkpoint", "--token-label-teacher-checkpoint"),
@@ -193,7 +193,7 @@ def _with_our_flags(text: str) -> str:
 def _compare_classes(
     args: Namespace, teacher: TimmModel, student: TimmModel, recorded: Sequence[str] | None, class_names: list[str]
 ) -> None:
-    """Compare the teacher's classes, and their names where its checkpoint has them, with those that are trained."""
+    """Raise UserError if the teacher has other classes than the student, or its checkpoint has other class names."""
     shown = f"--token-label-teacher {args.token_label_teacher}"
     if teacher.num_classes != student.num_classes:
         raise UserError(
@@ -207,7 +207,7 @@ def _compare_classes(
 def _check(model: nn.Module, name: str, size: tuple[int, int, int], device: torch.device) -> None:
     try:
         check_dense(model, torch.randn(2, *size, device=device), f"--model {name}")
-    except (AssertionError, RuntimeError, ValueError) as error:  # what timm's and torch's layers raise at sizes
+    except (AssertionError, RuntimeError, ValueError) as error:  # raised by layers for a wrong image size
         reason = str(error).split("\n")[0]
         raise UserError(
             f"--model {name} does not take images of {size[1]} x {size[2]} px ({reason}): use another annotator, or "
@@ -228,7 +228,7 @@ def _gflops(model: nn.Module, input_size: tuple[int, int, int], **options: Any) 
 
 
 def _weights_sha256(model: nn.Module) -> str:
-    """Of all weights, for those that are in no file that the user named."""
+    """Return the hash of all weights, for published ones, which the user named no file of."""
     digest = hashlib.sha256()
     for name, value in sorted(clean_state_dict(model).items()):
         digest.update(name.encode())

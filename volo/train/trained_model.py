@@ -1,4 +1,4 @@
-"""A model as it is used: built as its checkpoint says, with its weights, in evaluation."""
+"""A trained model, built as its checkpoint says: to be evaluated or exported, or as the annotator that makes labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from volo.train.model import TimmModel, build_model, eval_settings, image_size_o
 
 @dataclass
 class TrainedModel:
-    """What `load_trained` returns."""
+    """A model with its weights, and what is known about it."""
 
     model: TimmModel  # on the CPU, in evaluation
-    args: Namespace  # the flags, with what the checkpoint says filled in where they leave it open
+    args: Namespace  # the flags, completed from the checkpoint
     config: dict[str, Any]  # the checkpoint's `model_config`, empty where it has none
-    settings: dict[str, Any]  # how images are prepared, of `eval_settings`
-    notes: list[str]  # what a user should know
+    settings: dict[str, Any]  # how images are prepared, from `eval_settings`
+    notes: list[str]  # lines for the user
 
 
 def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) -> TrainedModel:
@@ -32,22 +32,15 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
 
     Args:
         path: The checkpoint; None for `args.pretrained`.
-        dense: Also the dense head that token labeling gave to a timm model, where the checkpoint has one.
+        dense: Also load the dense head that token labeling added to a timm model, where the checkpoint has one.
 
     Raises:
-        UserError: No such model or file, or weights that don't fit.
+        UserError: The model or file does not exist, or the weights don't fit.
     """
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
-    kwargs = config.get("kwargs") if args.model == config.get("name") else None
-    model = build_model(args, kwargs, count_weights(checkpoint))
-    if path is not None:
-        if dense and dense_head_of(checkpoint, args.use_ema, path):
-            model = with_dense_head(model, image_size_of(args))
-        load_weights(model, path, args.use_ema, checkpoint)
-    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
-        model.set_dense_head(False)
+    model = _build(args, config, checkpoint, path, args.use_ema, dense)
     notes = []
     if not args.use_ema and any(key in checkpoint for key in EMA_KEYS):
         # Where the average is validated, it is what a run's epochs are ranked by.
@@ -60,10 +53,10 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
 def with_recorded(
     args: Namespace, config: dict[str, Any], checkpoint: dict[str, Any], path: str | Path | None
 ) -> Namespace:
-    """Fill in what the flags leave open: model, class count and image size, from the checkpoint.
+    """Complete the flags from the checkpoint: model, class count and image size.
 
     Raises:
-        UserError: Nobody says which model it is.
+        UserError: Neither the flags nor the checkpoint name the model.
     """
     filled = Namespace(**vars(args))
     filled.model = args.model or config.get("name") or checkpoint.get("arch")
@@ -73,3 +66,48 @@ def with_recorded(
     if args.img_size is None and args.input_size is None and "img_size" in config:
         filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
     return filled
+
+
+def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any]]:
+    """Load an annotator; return it and the `model_config` of its checkpoint.
+
+    Args:
+        args: `model`, `checkpoint`, `pretrained`, `use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
+            `model_kwargs`. Missing values are filled in, in place, from the checkpoint.
+        num_classes: Used for a checkpoint that does not record its class count.
+
+    Raises:
+        UserError: The model or file does not exist, or the weights don't fit.
+    """
+    if not args.checkpoint:
+        return build_model(args), {}
+    checkpoint = read_checkpoint(args.checkpoint)
+    recorded = model_config_of(checkpoint, args.checkpoint) or {}
+    args.model = args.model or recorded.get("name")
+    if args.model is None:
+        raise UserError(f"--checkpoint {args.checkpoint} does not say what model it holds: add --model NAME")
+    args.num_classes = args.num_classes or recorded.get("num_classes") or num_classes
+    if args.img_size is None and args.input_size is None:
+        args.img_size = recorded.get("img_size")
+    dense = bool(recorded.get("dense_head"))
+    return _build(args, recorded, checkpoint, args.checkpoint, args.use_ema or None, dense), recorded
+
+
+def _build(
+    args: Namespace,
+    config: dict[str, Any],
+    checkpoint: dict[str, Any],
+    path: str | Path | None,
+    use_ema: bool | None,
+    dense: bool,
+) -> TimmModel:
+    """Build the model of `args` with the arguments that its checkpoint records, and load the weights of `path`."""
+    kwargs = config.get("kwargs") if args.model == config.get("name") else None
+    model = build_model(args, kwargs, count_weights(checkpoint))
+    if path is not None:
+        if dense and dense_head_of(checkpoint, use_ema, path):
+            model = with_dense_head(model, image_size_of(args))
+        load_weights(model, path, use_ema, checkpoint)
+    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
+        model.set_dense_head(False)
+    return model

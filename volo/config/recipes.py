@@ -1,4 +1,4 @@
-"""YAML recipes: strictly read values for known flags."""
+"""YAML recipes: values for known flags, strictly checked."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import yaml
 from tlt.errors import UserError
 from volo.config.flag_table import Flag, nearest
 
-# A recipe in a recipe would need an order of precedence; the second name of the data directory adds nothing.
+# A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
 _NOT_IN_RECIPES = ("config", "data_dir_option")
 _MOST_ITEMS, _MOST_BYTES = 100_000, 1_000_000
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data alone, no key twice, and no keys from elsewhere (`<<`), which a few lines can make billions of."""
+    """Reads plain data only; refuses duplicate keys, and merge keys (`<<`), which can expand to billions of values."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names: set[Any] = set()
@@ -81,7 +81,7 @@ def _mapping(path: str) -> dict[Any, Any]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"--config {path}{line}: {' '.join(str(error.problem).split())}") from error
-    except Exception as error:  # whatever foreign bytes lead to: a month 13, brackets nested too deeply
+    except Exception as error:  # any other effect of bad content: a month 13, brackets nested too deeply
         raise UserError(f"--config {path}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if _is_huge(content):
         raise UserError(f"--config {path}: its aliases make it endless, or far too large; write the values out")
@@ -92,7 +92,7 @@ def _mapping(path: str) -> dict[Any, Any]:
 
 
 def _is_huge(content: Any) -> bool:
-    """Whether lists and mappings, followed through their aliases, hold more than a recipe could need."""
+    """Whether lists and mappings, with aliases expanded, hold more values than a recipe could need."""
     items = [content]
     for _ in range(_MOST_ITEMS):
         if not items:
@@ -106,7 +106,7 @@ def _is_huge(content: Any) -> bool:
 
 
 def _convert(row: Flag, value: Any) -> Any:
-    """`value` as the flag `row` would have it from the command line; raises ValueError or ArgumentTypeError."""
+    """Convert `value` as the flag `row` does on the command line; raises ValueError or ArgumentTypeError."""
     if row.switch:
         if not isinstance(value, bool):
             raise ValueError(f"{shortened(value)} is neither true nor false")

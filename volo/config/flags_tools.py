@@ -1,0 +1,170 @@
+"""The flags of `volo export`, `volo attention` and `volo report`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from tlt.errors import UserError
+from volo.config.flag_rules import check_pixels, check_weights
+from volo.config.flag_table import SHARE, FlagParser, Group, Number, flag, switch
+from volo.config.flags_eval import DEBUG, MODEL, PREPROCESSING
+
+# The endings that files of a format have.
+ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
+OPSET = 18  # the lowest that torch's exporter writes, so the one that most runtimes know
+
+_EXPORT_GROUPS = (
+    Group(
+        "File",
+        (
+            flag("-o", "--output", default="", metavar="FILE", help="file to write; it must not exist"),
+            flag(
+                "--format",
+                default=None,
+                choices=tuple(ENDINGS),
+                help="ONNX, or torch.export's .pt2 (what the file's ending says)",
+            ),
+            flag("--opset", default=OPSET, type=Number(int, low=OPSET), metavar="N", help="of ONNX"),
+            switch("--dense", help="two outputs: class logits (B, K) and token logits (B, N, K)"),
+            flag(
+                "--model-dtype",
+                default="float32",
+                choices=("float32", "float16", "bfloat16"),
+                help="type of weights and arithmetic; images and logits are float32 in all",
+            ),
+            DEBUG,
+        ),
+    ),
+    Group("Model", MODEL),
+    Group("Images", PREPROCESSING, "The size is the file's; the rest is only recorded in it."),
+)
+
+
+def export_parser() -> FlagParser:
+    """The parser of `volo export`; use `parse_export`, which also checks."""
+    return FlagParser(
+        "export",
+        "-o FILE --checkpoint PATH [flags]",
+        "Write a trained model as a file that runs without this project: ONNX, or torch.export's .pt2.",
+        _EXPORT_GROUPS,
+    )
+
+
+def parse_export(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo export`. Returns one attribute per flag, and `notes`, lines to print.
+
+    Raises:
+        UserError: A wrong or unknown flag, no output, format or model, a contradiction, or a flag without effect.
+    """
+    parser = export_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    args.format = _format(args.output, args.format)
+    if args.opset != OPSET and args.format != "onnx":
+        raise UserError(f"--opset {args.opset} has no effect without --format onnx")
+    if args.model_dtype == "bfloat16" and args.format == "onnx":
+        raise UserError("--model-dtype bfloat16: no ONNX runtime has a bfloat16 convolution; use float16, or a .pt2")
+    check_pixels(args)
+    args.notes = check_weights(args, parser.flags)
+    return args
+
+
+def _format(output: str, asked: str | None) -> str:
+    if not output:
+        raise UserError("-o FILE is missing: where shall the model go?")
+    meant = next((name for name, ending in ENDINGS.items() if output.endswith(ending)), None)
+    if asked is None and meant is None:
+        raise UserError(f"-o {output}: which format? Let it end in {' or '.join(ENDINGS.values())}, or give --format")
+    if asked and meant and asked != meant:
+        raise UserError(f"--format {asked} contradicts -o {output}: its files end in {ENDINGS[asked]}")
+    return asked or meant or ""
+
+
+_ATTENTION_GROUPS = (
+    Group(
+        "Pictures",
+        (
+            flag("images", default=None, nargs="+", metavar="IMAGE", help="image files"),
+            flag("-o", "--output", default="", metavar="FILE", help="picture; of several images: FILE-1, FILE-2, ..."),
+            flag(
+                "--query", default=[0.5, 0.5], type=SHARE, nargs=2, metavar="R", help="place looked from: x, y shares"
+            ),
+            flag("--layers", default=[], nargs="+", metavar="NAME", help="blocks, or all (some of each kind)"),
+            switch("--heads", help="self- and class attention of every head, not only their mean"),
+        ),
+    ),
+    Group("Model", MODEL),
+    Group(
+        "Images and device",
+        (
+            *PREPROCESSING,
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            DEBUG,
+        ),
+    ),
+)
+
+
+def attention_parser() -> FlagParser:
+    """The parser of `volo attention`; use `parse_attention`, which also checks."""
+    return FlagParser(
+        "attention",
+        "IMAGE [IMAGE ...] -o FILE --checkpoint PATH [flags]",
+        "Draw what the attention layers of a VOLO or LV-ViT look at in an image.",
+        _ATTENTION_GROUPS,
+    )
+
+
+def parse_attention(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo attention`. Returns one attribute per flag, and `notes`, lines to print.
+
+    Raises:
+        UserError: An unknown flag, a wrong value, no output, no model, or a flag that would have no effect.
+    """
+    parser = attention_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    if not args.output:
+        raise UserError("-o FILE is missing: where shall the picture go?")
+    args.notes = check_weights(args, parser.flags)
+    return args
+
+
+_REPORT_GROUPS = (
+    Group(
+        "Report",
+        (
+            flag("run", default=None, metavar="RUN", help="directory of a run"),
+            switch("--quick", help="don't read the checkpoints through to verify them"),
+            flag("--picture", default=None, metavar="FILE", help="where to draw it (RUN/report.png)"),
+            switch("--no-picture", help="draw nothing"),
+            flag(
+                "--same-as",
+                default=None,
+                metavar="RUN",
+                help="only compare metrics.jsonl and summary.csv with another run's, line by line but for times",
+            ),
+            DEBUG,
+        ),
+    ),
+)
+
+
+def report_parser() -> FlagParser:
+    """The parser of volo report."""
+    return FlagParser(
+        "report", "RUN [flags]", "Tell what happened to a run: starts, losses, time, checkpoints.", _REPORT_GROUPS
+    )
+
+
+def parse_report(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo report`.
+
+    Raises:
+        UserError: An unknown flag, no RUN, or flags that exclude each other.
+    """
+    args: Namespace = report_parser().parse_args(argv)
+    if args.picture and args.no_picture:
+        raise UserError("--picture has no effect with --no-picture: leave one of them out")
+    if args.same_as and (args.picture or args.no_picture or args.quick):
+        raise UserError("--same-as compares and does nothing else: leave --picture, --no-picture and --quick out")
+    return args
