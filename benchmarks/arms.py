@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.flags_speed import SYNTHETIC
-from benchmarks.scaling.work import check_model
+from benchmarks.scaling.prediction import check_model
 from benchmarks.timm_volo import timm_name, timm_volo
 from tlt.errors import UserError
 from volo.cluster.distributed import World

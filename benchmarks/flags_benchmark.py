@@ -15,7 +15,6 @@ from volo.config.flag_table import (
     AMOUNT,
     COUNT,
     POSITIVE,
-    SHARE,
     FlagParser,
     Group,
     Need,
@@ -280,7 +279,6 @@ _SCALING_MEASURING = Group(
         flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
         flag("--threads", default=None, type=POSITIVE, help="of a rank on CPUs (an even share)"),
         flag("--rounds", default=10, type=POSITIVE, help="steps of each kind; the quickest counts"),
-        switch("--settings", help="also measure DistributedDataParallel with other settings"),
     ),
 )
 _MACHINE = Need("a --machine", lambda a: a.machine != "here")
@@ -314,16 +312,6 @@ _SCALING_PREDICTION = Group(
             help="of the machine's nominal bandwidths, what is got",
             needs=(_MACHINE,),
         ),
-        flag("--algorithm", default="hierarchical", choices=("hierarchical", "ring"), help="of the all-reduce"),
-        flag(
-            "--contention",
-            default=None,
-            type=Number(float, low=0, high=0.99),
-            metavar="R",
-            help="share of its speed that a transfer costs the computing meanwhile (here: as measured; else 0)",
-        ),
-        flag("--jitter", default=0.0, type=SHARE, metavar="R", help="standard deviation of a rank's computing time"),
-        flag("--input-rate", default=None, type=ABOVE_ZERO, metavar="R", help="images/s that storage gives all nodes"),
     ),
 )
 _PREDICTED = Need("a model to predict: leave out --published", lambda a: not a.published)
@@ -335,8 +323,7 @@ _SCALING = (
     Group(
         "Output",
         (
-            switch("--published", help="hold published throughputs against the model instead; nothing is measured"),
-            flag("--plot", default="", metavar="FILE", help="a picture of the efficiencies as well"),
+            switch("--published", help="compare the model with published throughputs instead; nothing is measured"),
             *_OUTPUT,
         ),
     ),
