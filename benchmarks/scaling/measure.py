@@ -50,7 +50,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRanks:
     """Seconds: `work` is the computing of a rank alone, `transfers` are all-reduces by bytes."""
 
     ranks: int
@@ -60,7 +60,7 @@ class Measured:
     step: float
 
 
-def measure(job: Job, ranks: int) -> Measured:
+def measure(job: Job, ranks: int) -> MeasuredRanks:
     """Start `ranks` processes and return their times. Raises UserError if a rank fails, as without enough memory."""
     with tempfile.TemporaryDirectory(prefix="scaling-benchmark-") as directory:
         try:
@@ -70,7 +70,7 @@ def measure(job: Job, ranks: int) -> Measured:
             raise UserError(f"a rank of {ranks} failed: {last}") from error
         found = json.loads((Path(directory) / "found.json").read_text())
     gradients = tuple(Gradient(*pair) for pair in found["gradients"])
-    return Measured(
+    return MeasuredRanks(
         ranks,
         found["device"],
         Work(job.batch_size, found["forward"], found["backward"], gradients),

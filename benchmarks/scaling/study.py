@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.scaling.machines import LINK_EFFICIENCY, MACHINES, PUBLISHED, PublishedRuns
-from benchmarks.scaling.measure import Job, Measured, measure
+from benchmarks.scaling.measure import Job, MeasuredRanks, measure
 from benchmarks.scaling.prediction import (
     MIB,
     Link,
@@ -61,7 +61,7 @@ def measured_and_predicted(args: Namespace) -> Report:
     check_model(args.model)
     measured = [measure(job, ranks) for job, ranks in jobs(args)]
     fit = fitted(measured, args)
-    found, lines = predicted(args, measured[-1].work, fit and Link(**fit["link"]))
+    found, lines = predicted(args, measured[-1].work, None if fit is None else Link(**fit["link"]))
     rows = [
         {
             "ranks": m.ranks,
@@ -91,7 +91,7 @@ def jobs(args: Namespace) -> list[tuple[Job, int]]:
     return [(job, count) for count in sorted(set(ranks))]
 
 
-def fitted(measured: Sequence[Measured], args: Namespace) -> dict[str, Any] | None:
+def fitted(measured: Sequence[MeasuredRanks], args: Namespace) -> dict[str, Any] | None:
     """Fit a link to the all-reduces and return it with the relative errors of what it predicts; None for one rank."""
     several = [m for m in measured if m.ranks > 1]
     if not several:
@@ -212,7 +212,7 @@ def compared(runs: PublishedRuns) -> list[dict[str, Any]]:
     return rows
 
 
-def _measured_lines(args: Namespace, measured: Sequence[Measured], fit: dict[str, Any] | None) -> list[str]:
+def _measured_lines(args: Namespace, measured: Sequence[MeasuredRanks], fit: dict[str, Any] | None) -> list[str]:
     base = measured[0].work
     lines = [
         f"{args.model}, {args.batch_size} images per rank, {base.gradient_bytes / 1e6:.1f} MB of gradients; "
