@@ -1,1 +1,1 @@
-"""What `benchmark.py` measures, a module per subcommand; each has `run(args) -> int`."""
+"""The subcommands of `benchmark.py`, a module each with `run(args) -> int`."""

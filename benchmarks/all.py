@@ -1,8 +1,8 @@
 """`benchmark.py --all`: every number with a target, measured on this machine, as Markdown and JSON.
 
 Each experiment is a subcommand in a process of its own, in which ours and its peers take turns, or a whole program. The
-table is written anew with every line that a process prints, so that nothing is lost that was measured; one that fails,
-is stopped or finds no time is told in its rows, and the rest goes on.
+table is rewritten with every line that a process prints, so that no result is lost. If an experiment fails, is stopped
+or has no time left, its rows say so, and the others go on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from threading import Timer
 from typing import IO, Any
 
 from benchmarks import tests
+from benchmarks.comparison import table
 from benchmarks.conditions import conditions, heading
 from benchmarks.speed import outlook
-from benchmarks.speed_report import table
-from benchmarks.targets import EXPERIMENTS, Experiment, Target, arm, rehearsed
+from benchmarks.targets import EXPERIMENTS, Experiment, Target, rehearsed, row_of
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
 
@@ -35,16 +35,16 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 # Under its own name, so that nothing heavy is imported before the flags are checked.
 _PROGRAM = "import sys; sys.argv[0] = 'volo'; from volo.cli import run; sys.exit(run('benchmark'))"
 _MINUTES, _PART_MINUTES = 20.0, 9.0  # a part, its start and its end fit into a command of ten minutes
-_KEPT = 12  # lines that a script printed
+_KEPT = 12  # last lines of a script
 _NOT_BEGUN = "it has not begun"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an experiment printed so far, and why it is no more; seconds that it took, its start among them."""
+    """The results of an experiment so far, the reason if they are incomplete, and its seconds with its start."""
 
     experiment: Experiment
-    command: str  # empty: it can't be had on this device
+    command: str  # empty: this device can't run it
     seconds: float = 0.0
     found: dict[str, Any] | None = None
     reason: str | None = None
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
 
 
 def _perform_all(args: Namespace, outcomes: list[Outcome], end: float) -> None:
-    """Run what has not begun, one after the other, and write all of it anew whenever there is more."""
+    """Run the experiments one after the other and rewrite the results whenever one prints a line."""
     with _log(args) as log:
         for number, planned in enumerate(outcomes):
             if not planned.command:
@@ -82,11 +82,7 @@ def _perform_all(args: Namespace, outcomes: list[Outcome], end: float) -> None:
 
 
 def plan(args: Namespace) -> list[Outcome]:
-    """All experiments, none of which has begun.
-
-    Raises:
-        UserError: `--only` names what isn't there.
-    """
+    """Return all experiments, none of them begun. Raises UserError if `--only` names an unknown one."""
     kind = args.device.partition(":")[0]
     experiments = [each for each in EXPERIMENTS["cuda" if args.part else kind] if args.part in (None, each.part)]
     if args.part and kind == "cpu":
@@ -97,7 +93,7 @@ def plan(args: Namespace) -> list[Outcome]:
 
 
 def elsewhere(kind: str) -> list[Outcome]:
-    """What only another kind of device can measure."""
+    """Return the experiments that need another kind of device."""
     reasons = {"cpu": "--device cpu measures it", "cuda": "no GPU here"}
     return [
         Outcome(experiment, "", reason=reasons[other])
@@ -108,7 +104,7 @@ def elsewhere(kind: str) -> list[Outcome]:
 
 
 def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experiment]:
-    """The experiments that `--only` names, all where it names none. Raises UserError: it names another."""
+    """Return the experiments that `--only` names, or all. Raises UserError for an unknown name."""
     names = [experiment.name for experiment in experiments]
     for name in only:
         if name not in names:
@@ -117,7 +113,7 @@ def chosen(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Exper
 
 
 def command_of(experiment: Experiment, device: str, strongest: str) -> str:
-    """What one would type; `strongest` is the `--peer` of `--all`."""
+    """Return the command line of an experiment; `strongest` is the `--peer` of `--all`."""
     words = experiment.line.split()
     if words[0].endswith(".py"):
         return shlex.join(["python", *words])
@@ -129,7 +125,7 @@ def command_of(experiment: Experiment, device: str, strongest: str) -> str:
 def perform(
     planned: Outcome, minutes: float, seconds: float, log: IO[bytes], tell: Callable[[Outcome], None]
 ) -> Outcome:
-    """Run one experiment in the time that is left, `seconds` of `minutes`; `tell` gets what it printed line by line."""
+    """Run one experiment in the `seconds` left of `minutes`; `tell` is called after each line that it prints."""
     if seconds <= 0:
         return replace(planned, reason=f"the {minutes:g} minutes of --minutes are over")
     limit, began, start = min(seconds, planned.experiment.seconds), time.monotonic(), log.seek(0, os.SEEK_END)
@@ -176,7 +172,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _read(line: str, outcome: Outcome, log: IO[bytes]) -> dict[str, Any] | None:
-    """What has been found when a process has printed a line: a subcommand's is JSON, of a script the last are kept."""
+    """Return the results after a printed line: the JSON of a subcommand, or the last lines of a script."""
     if line.startswith("{") and line.endswith("}\n"):
         told: dict[str, Any] = json.loads(line)
         return told
@@ -193,14 +189,14 @@ def _last_line(log: IO[bytes], start: int, code: int) -> str:
 
 
 def _log(args: Namespace) -> IO[bytes]:
-    """Where the experiments' messages go."""
+    """Open the file for the experiments' messages."""
     if not args.output:
         return tempfile.TemporaryFile(buffering=0)
     return _file(args, "log").open("w+b", buffering=0)
 
 
 def _file(args: Namespace, kind: str) -> Path:
-    """A file in `--output`, which is made. Raises UserError: it is no folder."""
+    """Return a file in the folder `--output`, which is created. Raises UserError if it is a file."""
     folder = Path(args.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {args.output} is a file: name a folder")
@@ -209,7 +205,7 @@ def _file(args: Namespace, kind: str) -> Path:
 
 
 def write(args: Namespace, outcomes: Sequence[Outcome]) -> None:
-    """The whole table as Markdown and JSON in `--output`. Each file is there whole or not at all."""
+    """Write the whole table as Markdown and JSON to `--output`. Each file is replaced atomically."""
     if not args.output:
         return
     texts = {"md": "\n".join(report(args, outcomes)), "json": json.dumps(as_json(args, outcomes), indent=1)}
@@ -220,19 +216,19 @@ def write(args: Namespace, outcomes: Sequence[Outcome]) -> None:
 
 
 def measured(target: Target, outcome: Outcome) -> tuple[float | None, str]:
-    """The number and reached or missed, or None and why there is none."""
+    """Return the number and its verdict, or None and the reason."""
     value = None if outcome.found is None else target.read(outcome.found)
     if value is not None:
         return value, target.verdict(value) + (f"; but {outcome.reason}" if outcome.reason else "")
-    for name in target.arms:
-        row = arm(outcome.found or {"arms": []}, name)
+    for name in target.candidates:
+        row = row_of(outcome.found or {"arms": []}, name)
         if row and row["not_measured"]:
             return None, f"not measured: {name}: {row['not_measured']}"
     return None, f"not measured: {outcome.reason or 'nothing of the kind was run'}"
 
 
 def as_json(args: Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Targets with what was measured, and everything that the experiments printed."""
+    """Return the targets with their numbers, and all results of the experiments."""
     rows = []
     for outcome in outcomes:
         for target in outcome.experiment.targets:
@@ -253,7 +249,7 @@ def as_json(args: Namespace, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def report(args: Namespace, outcomes: Sequence[Outcome]) -> list[str]:
-    """Lines of Markdown: the targets, then the table of each experiment."""
+    """Return lines of Markdown: the targets, then the table of each experiment."""
     lines = heading(args.command_line)
     if args.part and args.device == "cpu":
         lines += ["**A rehearsal with small models on a CPU: the numbers mean nothing.**", ""]
@@ -273,7 +269,7 @@ def report(args: Namespace, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def shown_of(found: dict[str, Any]) -> list[str]:
-    """Lines of Markdown of what an experiment printed."""
+    """Return the results of an experiment as lines of Markdown."""
     if "arms" in found:
         return table(found)
     if "cases" in found:

@@ -1,4 +1,4 @@
-"""What measured numbers depend on: command, hardware, versions."""
+"""The conditions of a measurement: command, hardware, versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = (
 
 
 def conditions(command: str) -> dict[str, Any]:
-    """Command line, hardware and versions."""
+    """Return command line, hardware and versions."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     hardware = {
         "CPU": _cpu_name(),
@@ -41,7 +41,7 @@ def conditions(command: str) -> dict[str, Any]:
 
 
 def heading(command: str) -> list[str]:
-    """The same as lines of Markdown."""
+    """Return the conditions as lines of Markdown."""
     found = conditions(command)
     hardware = ", ".join(f"{name} {value}" for name, value in found["hardware"].items())
     return [

@@ -8,14 +8,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.flags_speed import ACTIVATIONS, ALL, INFERENCE, TRAIN_STEP
+from benchmarks.flags_speed import ACTIVATIONS, ALL, DEBUG, DEVICE, INFERENCE, TRAIN_STEP
 from benchmarks.scaling.machines import LINK_EFFICIENCY, MACHINES
 from volo.config.flag_table import (
     ABOVE_ZERO,
     AMOUNT,
     COUNT,
     POSITIVE,
-    SHARE,
     FlagParser,
     Group,
     Need,
@@ -36,10 +35,14 @@ class Command:
     groups: tuple[Group, ...]
 
 
-_OUTPUT = (
-    switch("--json", help="one line of JSON instead of the table"),
-    switch("--debug", help="show the traceback of an error that is normally told in one line"),
+_OUTPUT = (switch("--json", help="one line of JSON instead of the table"), DEBUG)
+_MAP_SIZE = flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells")
+_LABEL_SIZES = (
+    flag("--num-classes", default=1000, type=POSITIVE, help="classes"),
+    flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
+    _MAP_SIZE,
 )
+_DTYPES = ("float32", "bfloat16", "float16")
 
 _LOSS = (
     Group(
@@ -47,19 +50,13 @@ _LOSS = (
         (
             flag("-b", "--batch-size", default=128, type=POSITIVE, help="images"),
             flag("--grid", default=[14, 14], type=POSITIVE, nargs=2, help="rows and columns of tokens"),
-            flag("--num-classes", default=1000, type=POSITIVE, help="classes"),
-            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
-            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells"),
-            flag("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the logits"),
+            *_LABEL_SIZES,
+            flag("--dtype", default="float32", choices=_DTYPES, help="of the logits"),
         ),
     ),
     Group(
         "Measuring",
-        (
-            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--repeats", default=5, type=POSITIVE, help="timed runs; the median counts"),
-            *_OUTPUT,
-        ),
+        (DEVICE, flag("--repeats", default=5, type=POSITIVE, help="timed runs; the median counts"), *_OUTPUT),
     ),
 )
 
@@ -79,7 +76,7 @@ _OUTLOOK = (
                 "--dtypes",
                 default=["float32", "bfloat16"],
                 nargs="+",
-                choices=("float32", "bfloat16", "float16"),
+                choices=_DTYPES,
                 help="but for float32 under autocast",
             ),
             switch("--layer", help="the whole layer with its projections, not only what lies between them"),
@@ -89,7 +86,7 @@ _OUTLOOK = (
         "Measuring",
         (
             switch("--no-compile", help="without the compiled arms"),
-            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            DEVICE,
             flag("--rounds", default=15, type=POSITIVE, help="rounds of all arms; the median counts"),
             flag("--calls", default=1, type=POSITIVE, help="of an arm in each round; more for a GPU"),
             *_OUTPUT,
@@ -108,15 +105,7 @@ _TESTS = (
 )
 
 _LABELS = (
-    Group(
-        "Sizes",
-        (
-            flag("--records", default=8192, type=POSITIVE, help="labels made and read"),
-            flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes per cell of the label maps"),
-            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells"),
-            flag("--num-classes", default=1000, type=POSITIVE, help="classes"),
-        ),
-    ),
+    Group("Sizes", (flag("--records", default=8192, type=POSITIVE, help="labels made and read"), *_LABEL_SIZES)),
     Group(
         "Measuring",
         (
@@ -167,7 +156,7 @@ _DATA_TIMED = (
     Group(
         "Measuring",
         (
-            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            DEVICE,
             flag("--rounds", default=5, type=POSITIVE, help="rounds of all loaders; the median counts"),
             flag("--workers", default=2, type=COUNT, help="data workers, measured after none; 0: none alone"),
         ),
@@ -196,7 +185,7 @@ _ALIGNMENT = (
             flag("--images", default=8, type=POSITIVE, help="images of each shape"),
             flag("--crops", default=1000, type=POSITIVE, help="crops whose windows are compared"),
             flag("--size", default=[224, 224], type=POSITIVE, nargs=2, help="height, width of the output"),
-            flag("--map-size", default=[18, 18], type=POSITIVE, nargs=2, help="rows and columns of cells"),
+            _MAP_SIZE,
             flag("--area", default="full", choices=("full", "center"), help="of the images, what the maps cover"),
             flag(
                 "--shapes",
@@ -220,13 +209,7 @@ _ALIGNMENT = (
             ),
         ),
     ),
-    Group(
-        "Output",
-        (
-            switch("--json", help="one line of JSON instead of the table"),
-            switch("--debug", help="show the traceback of an error that is normally told in one line"),
-        ),
-    ),
+    Group("Output", _OUTPUT),
 )
 
 _CHECKPOINT = (
@@ -240,12 +223,7 @@ _CHECKPOINT = (
     ),
     Group(
         "Measuring",
-        (
-            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
-            flag("--repeats", default=3, type=POSITIVE, help="saves of each kind; the median counts"),
-            switch("--json", help="one line of JSON instead of the table"),
-            switch("--debug", help="show the traceback of an error that is normally told in one line"),
-        ),
+        (DEVICE, flag("--repeats", default=3, type=POSITIVE, help="saves of each kind; the median counts"), *_OUTPUT),
     ),
 )
 
@@ -258,10 +236,7 @@ _STARTUP = (
             flag("--directory", default="", metavar="DIR", help="where they are made and removed (the system's own)"),
         ),
     ),
-    Group(
-        "Measuring",
-        (flag("--rounds", default=3, type=POSITIVE, help="of all arms; the median counts"), *_OUTPUT),
-    ),
+    Group("Measuring", (flag("--rounds", default=3, type=POSITIVE, help="of all arms; the median counts"), *_OUTPUT)),
 )
 
 _SCALING_STEP = Group(
@@ -280,7 +255,6 @@ _SCALING_MEASURING = Group(
         flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
         flag("--threads", default=None, type=POSITIVE, help="of a rank on CPUs (an even share)"),
         flag("--rounds", default=10, type=POSITIVE, help="steps of each kind; the quickest counts"),
-        switch("--settings", help="also measure DistributedDataParallel with other settings"),
     ),
 )
 _MACHINE = Need("a --machine", lambda a: a.machine != "here")
@@ -314,16 +288,6 @@ _SCALING_PREDICTION = Group(
             help="of the machine's nominal bandwidths, what is got",
             needs=(_MACHINE,),
         ),
-        flag("--algorithm", default="hierarchical", choices=("hierarchical", "ring"), help="of the all-reduce"),
-        flag(
-            "--contention",
-            default=None,
-            type=Number(float, low=0, high=0.99),
-            metavar="R",
-            help="share of its speed that a transfer costs the computing meanwhile (here: as measured; else 0)",
-        ),
-        flag("--jitter", default=0.0, type=SHARE, metavar="R", help="standard deviation of a rank's computing time"),
-        flag("--input-rate", default=None, type=ABOVE_ZERO, metavar="R", help="images/s that storage gives all nodes"),
     ),
 )
 _PREDICTED = Need("a model to predict: leave out --published", lambda a: not a.published)
@@ -335,8 +299,7 @@ _SCALING = (
     Group(
         "Output",
         (
-            switch("--published", help="hold published throughputs against the model instead; nothing is measured"),
-            flag("--plot", default="", metavar="FILE", help="a picture of the efficiencies as well"),
+            switch("--published", help="compare the model with published throughputs instead; nothing is measured"),
             *_OUTPUT,
         ),
     ),

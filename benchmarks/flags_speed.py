@@ -32,17 +32,16 @@ _PRECISION = (
     "torchcompile_mode",
     "outlook_kernel",
 )
-_OUTPUT = (
-    switch("--json", help="JSON instead of the table: a line after each arm, the last one has all"),
-    switch("--debug", help="show the traceback of an error that is normally told in one line"),
-)
+DEVICE = flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)")
+DEBUG = switch("--debug", help="show the traceback of an error that is normally told in one line")
+_OUTPUT = (switch("--json", help="JSON instead of the table: a line after each arm, the last one has all"), DEBUG)
 _MEASURING = (
-    flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+    DEVICE,
     flag("--rounds", default=5, type=POSITIVE, help="rounds of all arms in turns; the median counts"),
     flag("--steps", default=1, type=POSITIVE, help="batches of an arm in each round"),
     flag("--warm-up", default=2, type=POSITIVE, help="batches of each arm before the first round"),
+    switch("--profile", help="after the rounds, where the time of a batch of ours goes (torch.profiler)"),
 )
-_PROFILE = switch("--profile", help="after the rounds, where the time of a batch of ours goes (torch.profiler)")
 BATCH_SIZE = flag("-b", "--batch-size", default=8, type=POSITIVE, help="images per batch")
 
 
@@ -89,11 +88,11 @@ TRAIN_STEP = (
             ),
         ),
     ),
-    Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
+    Group("Measuring", (*_MEASURING, *_OUTPUT)),
 )
 ACTIVATIONS = (
     Group("Model", (*_rows("model", "img_size"), BATCH_SIZE, *_rows("amp", "amp_dtype", "outlook_kernel"))),
-    Group("Measuring", (_MEASURING[0], *_OUTPUT)),
+    Group("Measuring", (DEVICE, *_OUTPUT)),
 )
 INFERENCE = (
     Group("Model", (*_rows("model", "img_size"), BATCH_SIZE)),
@@ -104,7 +103,7 @@ INFERENCE = (
         "timm: its VOLO in eager mode. timm-compile: the same compiled. reference: ours in eager mode with the "
         "reference kernel, BatchNorm not folded. eager: ours without --torchcompile. unfolded: ours with BatchNorm.",
     ),
-    Group("Measuring", (*_MEASURING, _PROFILE, *_OUTPUT)),
+    Group("Measuring", (*_MEASURING, *_OUTPUT)),
 )
 ALL = (
     Group(
@@ -117,7 +116,7 @@ ALL = (
                 help="the strongest peer; timm: none is compiled, which is quicker",
             ),
             flag("--only", default=[], nargs="+", metavar="NAME", help="these experiments alone"),
-            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            DEVICE,
             flag(
                 "--part",
                 default=None,
@@ -139,7 +138,7 @@ ALL = (
             flag(
                 "--output", default="", metavar="DIR", help="benchmark.md, .json and .log (partN.*) are written there"
             ),
-            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+            DEBUG,
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Memory: the peak of a piece of work above what was in use when it began, and what processes share."""
+"""Memory: the peak of a function above the memory in use before it, and the memory that processes share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _STATUS, _RESET = (Path("/proc/self") / name for name in ("status", "clear_refs"
 
 
 def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
-    """Do `work` and return its result and the bytes by which memory in use rose at its highest.
+    """Do `work` and return its result and the largest increase of memory in bytes.
 
-    CUDA: what torch's allocator had given out. CPU: resident memory of this process, so nothing else should run in it.
+    CUDA: memory allocated by torch. CPU: resident memory of this process, so nothing else should run in it.
 
     Raises:
-        UserError: A CPU measurement where /proc is missing.
+        UserError: The device is a CPU and /proc is missing.
     """
     _give_back()
     if device.type == "cuda":
@@ -43,7 +43,7 @@ def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, i
 
 
 def give_back_at_once() -> None:
-    """From here on what is freed goes back to the system at once (glibc), so that resident memory is what tensors hold.
+    """Make glibc return freed memory to the system at once, so that resident memory is the memory of tensors.
 
     Without it blocks of up to 32 MiB come from a heap that has gaps; with it allocating takes several times as long.
     """
@@ -55,8 +55,8 @@ def give_back_at_once() -> None:
 
 
 def _give_back() -> None:
-    """What is garbage already must not be freed during the work, nor what is free already be used by it: either would
-    hide as much of the peak."""
+    """Return free memory to the system: garbage that is freed during the work, or free memory that it reuses, would
+    hide a part of the peak."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
     if trim is not None:
@@ -72,13 +72,13 @@ def _resident(field: str) -> int:
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a process in memory.
+    """Bytes of a process in memory (smaps_rollup).
 
     Attributes:
-        rss: All of them; pages that processes share count in each.
+        rss: All pages; a shared page counts fully in each process.
         pss: A page that n processes share counts 1/n.
-        private: Pages that no other process has.
-        anonymous: As `pss`, of memory that isn't a file's: only a process and those that it forked share that.
+        private: Pages of this process alone.
+        anonymous: As `pss`, of memory that belongs to no file; only a process and its forks share that.
     """
 
     rss: int
@@ -91,7 +91,7 @@ class Resident:
 
 
 def resident(pid: int | None = None) -> Resident | None:
-    """Memory of a process, of this one by default; None where the system doesn't tell (Linux does)."""
+    """Return the memory of a process, by default this one; None if the system does not tell (Linux does)."""
     rollup = Path("/proc") / ("self" if pid is None else str(pid)) / "smaps_rollup"
     if not rollup.exists():
         return None

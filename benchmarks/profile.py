@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.phases import Runner, synchronize
+from benchmarks.timing import Runner, synchronize
 
 _BATCHES = 3
 _SHOWN = 60
 _NAME = 110  # characters of a kernel's name
 _ROOT = f"{Path(__file__).resolve().parents[1]}/"
-# The first that a name has. cuDNN's attention is called fprop as its convolutions are; Inductor names what it fused.
+# The first match counts. cuDNN's attention is called fprop as its convolutions are; Inductor names what it fused.
 _CLASSES = (
     ("outlook attention", r"outlook"),
     ("compiled: fused passes and sums", r"^triton_"),
@@ -43,7 +43,7 @@ _WAITS = re.compile(r"cuda\w*Synchronize|cudaMemcpy$|Memcpy DtoH|_local_scalar_d
 
 
 def profile_of(runner: Runner, device: torch.device) -> dict[str, Any]:
-    """Profile batches of what has been warmed up."""
+    """Profile batches of a runner that has been warmed up."""
     facts = _by_clock(runner, device) | {"synchronising_lines": _synchronising_lines(runner, device)}
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities[: 1 + (device.type == "cuda")]) as profiler:
@@ -54,7 +54,7 @@ def profile_of(runner: Runner, device: torch.device) -> dict[str, Any]:
 
 
 def _by_clock(runner: Runner, device: torch.device) -> dict[str, float]:
-    """Milliseconds until the host has asked for everything of a batch, and until the device has done it."""
+    """Return the milliseconds until the host has launched a batch, and until the device has finished it."""
     host, both = [], []
     for _ in range(_BATCHES):
         synchronize(device)
@@ -67,7 +67,7 @@ def _by_clock(runner: Runner, device: torch.device) -> dict[str, float]:
 
 
 def _synchronising_lines(runner: Runner, device: torch.device) -> dict[str, int]:
-    """Lines of Python at which the host waited for the device, as torch warns of them, and how often in a batch."""
+    """Return the lines of Python at which torch warns that the host waits for the device, with counts per batch."""
     if device.type != "cuda":
         return {}
     with warnings.catch_warnings(record=True) as told:
@@ -81,7 +81,7 @@ def _synchronising_lines(runner: Runner, device: torch.device) -> dict[str, int]
 
 
 def _summed(events: Any, device: torch.device) -> dict[str, Any]:
-    """The profiler's events as classes, kernels and waits, for one batch."""
+    """Sum the profiler's events for one batch as classes, kernels and waits."""
     on_device = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     time_of = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     kernels, waits = [], {}
@@ -101,12 +101,12 @@ def _summed(events: Any, device: torch.device) -> dict[str, Any]:
 
 
 def class_of(kernel: str) -> str:
-    """What a kernel does, by its name."""
+    """Return the class of a kernel by its name."""
     return next((name for name, pattern in _CLASSES if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """MiB that torch's allocator has given out, and had at its peaks; how often it had to start again."""
+    """Return the MiB allocated and reserved by torch now and at the peaks, and the number of allocation retries."""
     if device.type != "cuda":
         return {}
     found = torch.cuda.memory_stats(device)
@@ -116,7 +116,7 @@ def _memory(device: torch.device) -> dict[str, float]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Lines of Markdown."""
+    """Return the profile as lines of Markdown."""
     busy = found["busy_ms"]
     waits = [f"{name} {row['calls']:g} ({row['ms']:.2f} ms)" for name, row in found["waits"].items()]
     places = [f"{place} ({count})" for place, count in found["synchronising_lines"].items()]

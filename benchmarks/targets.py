@@ -1,6 +1,6 @@
-"""What `benchmark.py --all` measures, on a CPU and on a GPU, and what the speeds are meant to be: rows.
+"""The experiments of `benchmark.py --all` on a CPU and on a GPU, and the targets of their numbers, as rows.
 
-What a GPU measures is in parts (`--part`) of less than ten minutes each, the most important first.
+The experiments for a GPU are in parts (`--part`) of less than ten minutes each, the most important first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.flags_speed import PARTS
-from benchmarks.speed.outlook_arms import BOTH, TIMM, TIMM_COMPILED
+from benchmarks.speed.outlook import BOTH, TIMM, TIMM_COMPILED
 
 Json = Mapping[str, Any]
 _COMPILED = "--torchcompile"
@@ -23,34 +23,34 @@ class Target:
     """A number to reach.
 
     Attributes:
-        what: In words.
-        goal: At least that much; at most where `most` says so.
-        unit: Behind the number.
-        read: Finds the number in what the subcommand printed as JSON.
-        arms: Without which it can't be read.
+        what: The quantity in words.
+        goal: The smallest good value; with `most`, the largest.
+        unit: Printed behind the number.
+        read: Finds the number in the JSON that the subcommand printed.
+        candidates: Names of the candidates that the number needs.
     """
 
     what: str
     goal: float
     unit: str
     read: Callable[[Json], float | None]
-    arms: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
     most: bool = False
 
     def verdict(self, value: float) -> str:
-        """Reached or missed."""
+        """Return "reached" or "missed"."""
         return "reached" if (value <= self.goal if self.most else value >= self.goal) else "missed"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One process.
+    """A command that `--all` runs as a process of its own.
 
     Attributes:
-        line: A subcommand's command line, without `--json`, `--device` and the peers; or a script's, where DIR stands
-            for an empty folder.
-        part: Of what a GPU measures.
-        seconds: What it may take, so that the next have their time.
+        line: The command line of a subcommand, without `--json`, `--device` and the peers; or that of a script, where
+            DIR stands for an empty folder.
+        part: The `--part` that it belongs to.
+        seconds: The time limit, so that time is left for the next experiments.
     """
 
     name: str
@@ -61,19 +61,19 @@ class Experiment:
     seconds: float = math.inf
 
 
-def arm(found: Json, name: str) -> Json:
-    """An arm of `train` or `infer`."""
+def row_of(found: Json, name: str) -> Json:
+    """Return the row of a candidate of `train` or `infer`, empty if there is none."""
     rows: list[Json] = found["arms"]
     return next((row for row in rows if row["arm"] == name), {})
 
 
 def speed(name: str) -> Callable[[Json], float | None]:
-    """Images/s of an arm."""
-    return lambda found: arm(found, name).get("images/s")
+    """Read images/s of a candidate."""
+    return lambda found: row_of(found, name).get("images/s")
 
 
 def faster(name: str, peer: str) -> Callable[[Json], float | None]:
-    """How many times the images/s of `peer` the arm `name` has."""
+    """Read images/s of the candidate `name` over those of `peer`."""
 
     def read(found: Json) -> float | None:
         one, other = (speed(each)(found) for each in (name, peer))
@@ -83,17 +83,17 @@ def faster(name: str, peer: str) -> Callable[[Json], float | None]:
 
 
 def memory(name: str) -> Callable[[Json], float | None]:
-    """MiB per image at the peak of an arm's forward pass with the loss."""
+    """Read the peak MiB per image of a candidate's forward pass with the loss."""
 
     def read(found: Json) -> float | None:
-        peak = arm(found, name).get("peak_bytes_per_image", {}).get("forward")
+        peak = row_of(found, name).get("peak_bytes_per_image", {}).get("forward")
         return None if peak is None else peak / 2**20
 
     return read
 
 
 def printed(pattern: str) -> Callable[[Json], float | None]:
-    """The last number in what a script printed that stands where `pattern` has its group."""
+    """Read the last number that a script printed at the group of `pattern`."""
 
     def read(found: Json) -> float | None:
         numbers = re.findall(pattern, "\n".join(found["printed"]))
@@ -103,7 +103,7 @@ def printed(pattern: str) -> Callable[[Json], float | None]:
 
 
 def _failing(found: Json) -> float | None:
-    """How many tests fail; None where none was run."""
+    """Read the number of failed tests; None if none was run."""
     return len(found["failed"]) if found["passed"] or found["failed"] else None
 
 
@@ -119,7 +119,7 @@ def _against_timm(name: str, eager: float, compiled: float, where: str) -> tuple
 
 
 def _outlook(channels: int, peer: str) -> Callable[[Json], float | None]:
-    """How many times as fast as an arm of timm the quickest of ours is, forward and backward, at so many channels."""
+    """Read the time of timm's `peer` over that of our fastest kernel, forward and backward, at `channels` channels."""
 
     def read(found: Json) -> float | None:
         case = next((case for case in found["cases"] if case["shape"][-1] == channels), {"arms": ()})
@@ -182,7 +182,7 @@ def _activations(where: str, most: float) -> Target:
 
 
 def _gpu_first() -> tuple[Experiment, ...]:
-    """Correctness, and what is new: D5 with subset, with its profile, D1, outlook attention."""
+    """Return the first part: correctness, D5 with subset and its profile, D1, outlook attention."""
     op = tuple(
         Target(f"GPU: outlook attention of {model}, against {words}", goal, "x", _outlook(channels, peer))
         for model, channels in (("D1", 192), ("D5", 384))
@@ -200,7 +200,7 @@ def _gpu_first() -> tuple[Experiment, ...]:
 
 
 def _gpu_ways() -> tuple[Experiment, ...]:
-    """D5 in other ways."""
+    """Return the second part: D5 with other settings."""
     where, large = "D5 step at 224", "D5 step at 512"
     mask = (
         _rate(where, 800, "mask"),
@@ -241,7 +241,7 @@ def _gpu_against_timm(model: str, side: int, batch: int, drop_path: float, *more
 
 
 def _gpu_others() -> tuple[Experiment, ...]:
-    """The other models against timm, and whole programs."""
+    """Return the last part: the other models against timm, and whole programs."""
     run = (
         f"train.py --data-backend synthetic --token-label --token-label-data synthetic --model volo_d5 -b 96 {_SUBSET}"
     )
@@ -283,7 +283,7 @@ def _gpu() -> tuple[Experiment, ...]:
 
 
 _SMALL_STEP = "--img-size 32 -b 2 --steps 1 --rounds 1 --warm-up 1"
-# What is written behind a command line to rehearse it on a CPU: the last of two equal flags counts.
+# Flags added to a command line to rehearse it on a CPU: the last of two equal flags counts.
 _SMALL = {
     "train": _SMALL_STEP,
     "infer": _SMALL_STEP,
@@ -295,7 +295,7 @@ _SMALL = {
 
 
 def rehearsed(experiment: Experiment) -> Experiment:
-    """The same with a small model (timm has no VOLO-D0) and few rounds, for a CPU. What it measures means nothing."""
+    """Return the experiment with a small model (timm has no VOLO-D0) and few rounds; its numbers mean nothing."""
     word = experiment.line.split()[0]
     line = f"{experiment.line} {_SMALL.get(word, '')}".strip()
     if word in ("train", "infer"):

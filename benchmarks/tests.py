@@ -1,4 +1,4 @@
-"""`benchmark.py tests`: every test that needs a GPU; what failed, and why."""
+"""`benchmark.py tests`: run every test that needs a GPU and list the failures."""
 
 from __future__ import annotations
 
@@ -29,35 +29,26 @@ def run(args: Namespace) -> int:
     files = [str(file) for file in sorted(_ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in file.read_text()]
     if not files:
         raise UserError(f"{_ROOT}/tests has no tests that need a GPU: run this in a checkout")
-    found = Outcomes(args)
+    found = TestCounts(args)
     with contextlib.redirect_stdout(sys.stderr):
         _pytest(files, found)
     print(found.show(), flush=True)
     return 0
 
 
-def _pytest(files: list[str], found: Outcomes) -> None:
+def _pytest(files: list[str], found: TestCounts) -> None:
     import pytest
 
     workers = min(_WORKERS, (os.cpu_count() or 1) // 2)
     parallel = ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []
-    flags = [
-        "-m",
-        "gpu",
-        "-q",
-        "--continue-on-collection-errors",
-        "-o",
-        "faulthandler_timeout=120",
-        "-p",
-        "no:cacheprovider",
-        *parallel,
-    ]
+    flags = ["-m", "gpu", "-q", "--continue-on-collection-errors", "-o", "faulthandler_timeout=120"]
+    flags += ["-p", "no:cacheprovider", *parallel]
     code = pytest.main([f"--rootdir={_ROOT}", "-c", str(_ROOT / "pyproject.toml"), *flags, *files], plugins=[found])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         found.failed.setdefault("pytest", f"it ended with {code!r}")
 
 
-class Outcomes:
+class TestCounts:
     """A plugin of pytest that counts, and with `--json` prints a line after each test."""
 
     def __init__(self, args: Namespace) -> None:
@@ -66,7 +57,7 @@ class Outcomes:
         self.failed: dict[str, str] = {}
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that can't be imported is told as a test that fails."""
+        """Count a file that can't be imported as a failed test."""
         if report.failed:
             self._fails(report)
 
@@ -85,19 +76,19 @@ class Outcomes:
         self.failed[report.nodeid] = " ".join(text.split())
 
     def facts(self) -> dict[str, Any]:
-        """What there is so far."""
+        """Return the counts so far."""
         seconds = round(time.monotonic() - self.began, 1)
         return {"passed": self.passed, "skipped": self.skipped, "failed": self.failed, "seconds": seconds}
 
     def show(self) -> str:
-        """One line of JSON, or the table."""
+        """Return one line of JSON, or the table."""
         if self.args.json:
             return json.dumps(conditions(self.args.command_line) | self.facts())
         return "\n".join([*heading(self.args.command_line), *table(self.facts())])
 
 
 def table(facts: dict[str, Any]) -> list[str]:
-    """Lines of Markdown."""
+    """Return the counts and failures as lines of Markdown."""
     count = (
         f"{facts['passed']} passed, {len(facts['failed'])} failed, {facts['skipped']} skipped in {facts['seconds']} s"
     )

@@ -1,4 +1,4 @@
-"""Time several ways to do the same work, in turns, so that whatever else the machine does slows all of them alike."""
+"""Time candidates for the same work in turns, so that other work on the machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,35 +23,35 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per unit of work: median, smallest and largest of the rounds."""
+    """Seconds per unit of work: median, smallest and largest over the rounds."""
 
     median: float
     low: float
     high: float
 
     def spread(self, scale: float) -> str:
-        """Smallest and largest, times `scale`."""
+        """Return the smallest and the largest, times `scale`."""
         return f"{self.low * scale:.1f}-{self.high * scale:.1f}"
 
 
 def interleaved(
-    arms: Mapping[str, Work], rounds: int, clock: Callable[[], float] = time.perf_counter
+    candidates: Mapping[str, Work], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Timing]:
-    """Time every arm once a round, after a round that doesn't count; each round begins with another arm."""
-    return by_clocks(arms, rounds, {"": clock})[""]
+    """Time every candidate once a round, after an unmeasured round; each round begins with another candidate."""
+    return by_clocks(candidates, rounds, {"": clock})[""]
 
 
 def by_clocks(
-    arms: Mapping[Name, Work], rounds: int, clocks: Mapping[str, Callable[[], float]]
+    candidates: Mapping[Name, Work], rounds: int, clocks: Mapping[str, Callable[[], float]]
 ) -> dict[str, dict[Name, Timing]]:
-    """As `interleaved`, by several clocks at once: clock -> arm -> timing."""
-    names = list(arms)
+    """Do the same with several clocks at once: clock -> candidate -> timing."""
+    names = list(candidates)
     seconds: dict[str, dict[Name, list[float]]] = {clock: {name: [] for name in names} for clock in clocks}
     for number in range(rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             start = {clock: read() for clock, read in clocks.items()}
-            units = arms[name](number)
+            units = candidates[name](number)
             for clock, read in clocks.items():
                 if number:
                     seconds[clock][name].append((read() - start[clock]) / units)
@@ -61,10 +62,10 @@ def by_clocks(
 
 
 def cpu_seconds() -> float:
-    """CPU time of all threads of this process and of its children that live.
+    """Return the CPU time of all threads of this process and of its living children.
 
     Raises:
-        UserError: There are some, and the system has no clock of other processes (Linux does).
+        UserError: There are children, and the system has no clock of other processes (Linux does).
     """
     return time.process_time() + sum(_cpu_seconds_of(child.pid) for child in multiprocessing.active_children())
 
@@ -78,9 +79,74 @@ def _cpu_seconds_of(pid: int | None) -> float:
 
 
 def machine() -> str:
-    """What the numbers depend on, in one line."""
+    """Return the machine and the versions in one line."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         f"{cpus} CPUs to run on, {torch.get_num_threads()} thread(s); torch {torch.__version__}, Python "
         f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     )
+
+
+class Phases:
+    """Seconds of the parts of a step, from marks at their ends. On CUDA the marks are events, which do not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[tuple[str | None, Any]] = []  # name, seconds or event
+
+    def start(self) -> None:
+        """Begin a step; the time before it is not counted."""
+        self._marks.append((None, self._now()))
+
+    def mark(self, name: str) -> None:
+        """End the part `name`, which began at the last mark."""
+        self._marks.append((name, self._now()))
+
+    def take(self) -> dict[str, float]:
+        """Return the total seconds by name since the last call. Waits for the device."""
+        synchronize(self.device)
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            if name is not None:
+                seconds[name] += _between(before, after)
+        self._marks.clear()
+        return dict(seconds)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Do `work` and return the seconds until the device has finished it."""
+    synchronize(device)
+    began = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _between(before: Any, after: Any) -> float:
+    seconds: float = before.elapsed_time(after) / 1e3 if isinstance(before, torch.cuda.Event) else after - before
+    return seconds
+
+
+class Runner(Protocol):
+    """The work of a candidate that is timed."""
+
+    phases: Phases
+
+    def run(self, steps: int) -> int:
+        """Do `steps` batches and return their number of images; `phases` has the times of their parts."""
+
+    def memory(self) -> dict[str, float]:
+        """Return peak bytes per image, by the part of the work."""

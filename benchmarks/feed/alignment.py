@@ -1,6 +1,6 @@
-"""`benchmark.py alignment`: how far what a token's label says is from what the token shows, operation by operation.
+"""`benchmark.py alignment`: the distance between the place that a token shows and that of its label, by operation.
 
-Images and maps that say where they are go as files through the training loader, the device stage and the target maker
+Images and maps that encode positions go as files through the training loader, the device stage and the target maker
 (`benchmarks.feed.position_code`), once as this project does it and once under `--compat upstream`.
 """
 
@@ -54,9 +54,9 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """Mean and largest distance in output pixels over the tokens that show image alone, and which share of them has no
-    label for at least half of what it shows."""
+class AlignmentRow:
+    """Mean and largest distance in output pixels over the tokens that show only image, and the share of these tokens
+    that has no label for half of its content or more."""
 
     mean: float
     largest: float
@@ -79,7 +79,7 @@ class Files:
         return cls(folders, root / "labels", size, cells)
 
     def compare(self, config: GeometryOnly, grid: Size, area: str, rows: Collection[str]) -> Comparison:
-        """What the augmented images show, against what their targets say."""
+        """Compare the places that the augmented images show with those of their targets."""
         classes = position_classes(*self.cells)
         labels = open_labels(self.tree, self.shots[0].paths, area, classes)
         images, batch = load_batch(self.shots, labels, config, rows=tuple(rows))
@@ -116,7 +116,7 @@ def run(args: Namespace) -> int:
 
 
 def sides(shape: str) -> Size:
-    """`500x375` -> (500, 375). Raises UserError."""
+    """Parse `500x375` as (500, 375). Raises UserError for any other text."""
     try:
         width, height = map(int, shape.split("x"))
     except ValueError:
@@ -126,11 +126,13 @@ def sides(shape: str) -> Size:
     return width, height
 
 
-def errors(root: Path, shape: Size, size: Size, cells: Size, area: str, count: int) -> dict[str, dict[str, Row]]:
-    """Operation -> way -> error, for `count` images of one shape. Raises UserError where no token can be compared."""
+def errors(
+    root: Path, shape: Size, size: Size, cells: Size, area: str, count: int
+) -> dict[str, dict[str, AlignmentRow]]:
+    """Return operation -> way -> error for `count` images of one shape. Raises UserError if no token is comparable."""
     files = Files.write(root, shape, cells, count, shots=4)
     grid = size[0] // PATCH, size[1] // PATCH
-    found: dict[str, dict[str, Row]] = {}
+    found: dict[str, dict[str, AlignmentRow]] = {}
     for name, settings in OPERATIONS.items():
         found[name] = {}
         for way, (order, rows) in WAYS.items():
@@ -139,17 +141,17 @@ def errors(root: Path, shape: Size, size: Size, cells: Size, area: str, count: i
     return found
 
 
-def _row(compared: Comparison) -> Row:
+def _row(compared: Comparison) -> AlignmentRow:
     lost = compared.told < 0.5
     distance = compared.output_pixels_by_cell()[compared.ramp & ~lost]
     if not len(distance):
         raise UserError("no token shows image alone inside the map: give more --images")
-    return Row(float(distance.mean()), float(distance.max()), float(lost[compared.ramp].double().mean()))
+    return AlignmentRow(float(distance.mean()), float(distance.max()), float(lost[compared.ramp].double().mean()))
 
 
 def window_overlap(root: Path, shape: Size, count: int, rows: Collection[str]) -> float:
-    """Mean over random resized crops of the intersection over union of the part of the image that is shown and the part
-    that the labels of the tokens speak of."""
+    """Return the mean, over random resized crops, of the intersection over union of the part of the image that is shown
+    and the part that the labels of the tokens describe."""
     files = Files.write(root, shape, (10, 10), count, shots=1)
     grid = (14, 14)
     compared = files.compare(GeometryOnly((56, 56), interpolation="bilinear"), grid, "full", rows)
@@ -161,19 +163,19 @@ def window_overlap(root: Path, shape: Size, count: int, rows: Collection[str]) -
 
 
 def _box(affine: Tensor) -> Tensor:
-    """(B, 4) x0, y0, x1, y1 of what the unit square is taken to by maps (B, 2, 3) that don't turn it."""
+    """Return the images (B, 4) x0, y0, x1, y1 of the unit square under maps (B, 2, 3) without rotation."""
     start, extent = affine[:, :, 2], affine[:, :, :2].diagonal(dim1=1, dim2=2)
     return torch.cat([start, start + extent], 1)
 
 
 def _overlap(first: Tensor, second: Tensor) -> Tensor:
-    """(B,) intersection over union of boxes (B, 4)."""
+    """Return the (B,) intersection over union of boxes (B, 4)."""
     low, high = torch.maximum(first, second)[:, :2], torch.minimum(first, second)[:, 2:]
     common = (high - low).clamp(min=0).prod(1)
     return common / (sum((box[:, 2:] - box[:, :2]).prod(1) for box in (first, second)) - common)
 
 
-def _json(found: dict[str, dict[str, dict[str, Row]]], overlaps: dict[str, dict[str, float]]) -> str:
+def _json(found: dict[str, dict[str, dict[str, AlignmentRow]]], overlaps: dict[str, dict[str, float]]) -> str:
     rows = {
         shape: {name: {way: asdict(row) for way, row in ways.items()} for name, ways in table.items()}
         for shape, table in found.items()
@@ -181,7 +183,9 @@ def _json(found: dict[str, dict[str, dict[str, Row]]], overlaps: dict[str, dict[
     return json.dumps({"pixels": rows, "overlap": overlaps})
 
 
-def _table(args: Namespace, found: dict[str, dict[str, dict[str, Row]]], overlaps: dict[str, dict[str, float]]) -> str:
+def _table(
+    args: Namespace, found: dict[str, dict[str, dict[str, AlignmentRow]]], overlaps: dict[str, dict[str, float]]
+) -> str:
     lines = [
         f"Distance between what a token shows and what its label says, pixels of the {args.size[0]} x {args.size[1]} "
         f"output; {args.images} images of each shape, {args.map_size[0]} x {args.map_size[1]} maps of the "

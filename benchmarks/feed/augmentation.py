@@ -1,6 +1,6 @@
-"""`benchmark.py augmentation`: from JPEG files to batches of uint8 crops and what token targets are made of.
+"""`benchmark.py augmentation`: from JPEG files to batches of uint8 crops and label crops.
 
-Same images, same crop sizes, same policy in every arm; dense targets, which the published code makes next, in none:
+All candidates have the same images, crop sizes and policy. None makes dense targets, the published code's next step:
 
     ours            what a training worker does: file, plan, crop, labels out of an archive, batch
     ours + stage    the same, then on the same core the part that training does on its device
@@ -8,7 +8,7 @@ Same images, same crop sizes, same policy in every arm; dense targets, which the
                     prefetching loader uses; crops come out augmented, neither normalised nor erased
     published       flip, RandAugment on the full image and the label map, crop; collated as timm's
 
-Labels are read out of an archive in every arm that has them, so that the arms differ in the augmentation alone.
+Every candidate with labels reads them from an archive, so that candidates differ in the augmentation alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ OURS, STAGED, TIMM, PUBLISHED = "ours", "ours + stage", "timm, no labels", "publ
 RATIOS = ((OURS, PUBLISHED), (STAGED, PUBLISHED), (OURS, TIMM))
 
 
-class Case(NamedTuple):
-    """What is measured: images, their labels, how they are augmented, how many make a batch."""
+class AugmentationCase(NamedTuple):
+    """Images, their labels, their augmentation and the batch size."""
 
     folder: ImageFolder
     labels: LabelStore
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     batch_size: int
 
     def batches(self, number: int) -> Iterator[BatchKey]:
-        """All images, in an order of its own each round; the epoch changes with it."""
+        """Yield all images in batches, in a new order and as a new epoch in each round."""
         order = np.random.default_rng(number).permutation(len(self.folder)).tolist()
         for start in range(0, len(order), self.batch_size):
             yield BatchKey(number, tuple(order[start : start + self.batch_size]))
@@ -72,9 +72,9 @@ def run(args: Namespace) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="benchmark-augmentation-") as root:
             folder = choose_images(args, Path(root))
-            case = Case(folder, make_labels(Path(root) / "labels", folder), config, args.batch_size)
-            alone = interleaved(arms(case), args.rounds)
-            together = interleaved(worker_arms(case, args.workers), args.rounds) if args.workers else {}
+            case = AugmentationCase(folder, make_labels(Path(root) / "labels", folder), config, args.batch_size)
+            alone = interleaved(candidates(case), args.rounds)
+            together = interleaved(worker_candidates(case, args.workers), args.rounds) if args.workers else {}
             show = _json if args.json else _table
             print(show(args, case, alone, together), flush=True)
     finally:
@@ -82,8 +82,8 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def arms(case: Case) -> dict[str, Work]:
-    """What is timed in one process, by name: every image once a round, in batches."""
+def candidates(case: AugmentationCase) -> dict[str, Work]:
+    """Return what is timed in one process, by name: every image once a round, in batches."""
     return {
         name: _Pass(case, make(case))
         for name, make in ((OURS, _ours), (STAGED, _staged), (TIMM, _timm), (PUBLISHED, _published))
@@ -91,9 +91,9 @@ def arms(case: Case) -> dict[str, Work]:
 
 
 class _Pass:
-    """All images once."""
+    """Loads all images once."""
 
-    def __init__(self, case: Case, load: Callable[[BatchKey], Any]) -> None:
+    def __init__(self, case: AugmentationCase, load: Callable[[BatchKey], Any]) -> None:
         self.case, self.load = case, load
 
     def __call__(self, number: int) -> int:
@@ -103,21 +103,21 @@ class _Pass:
 
 
 def images_of(batch: HostBatch | tuple[Tensor, Any] | Tensor) -> Tensor:
-    """(B, 3, H, W) of what an arm makes."""
+    """Return the images (B, 3, H, W) of a candidate's batch."""
     if isinstance(batch, HostBatch):
         return batch.images
     return batch if isinstance(batch, Tensor) else batch[0]
 
 
-def _train_dataset(case: Case) -> TrainDataset:
+def _train_dataset(case: AugmentationCase) -> TrainDataset:
     return TrainDataset(case.folder, case.config, 0, case.labels)
 
 
-def _ours(case: Case) -> Callable[[BatchKey], HostBatch]:
+def _ours(case: AugmentationCase) -> Callable[[BatchKey], HostBatch]:
     return _train_dataset(case).load
 
 
-def _staged(case: Case) -> Callable[[BatchKey], Tensor]:
+def _staged(case: AugmentationCase) -> Callable[[BatchKey], Tensor]:
     dataset, stage = _train_dataset(case), DeviceStage(case.config, MEAN, STD)
 
     def load(key: BatchKey) -> Tensor:
@@ -129,19 +129,19 @@ def _staged(case: Case) -> Callable[[BatchKey], Tensor]:
     return load
 
 
-def _timm(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
+def _timm(case: AugmentationCase) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
     dataset = _timm_images(case)
     return lambda key: fast_collate([dataset[index] for index in key.indices])
 
 
-def _timm_images(case: Case) -> TimmImages:
+def _timm_images(case: AugmentationCase) -> TimmImages:
     dataset = TimmImages(case.folder)
     dataset.transform = create_transform(case.config.size, use_prefetcher=True, **timm_options(case.config))
     dataset.keep_a_bit()
     return dataset
 
 
-def _published(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
+def _published(case: AugmentationCase) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
     order = PublishedOrder(case.config)
 
     def item(index: int) -> tuple[Tensor, Tensor]:
@@ -151,8 +151,8 @@ def _published(case: Case) -> Callable[[BatchKey], tuple[Tensor, Tensor]]:
     return lambda key: default_collate([item(index) for index in key.indices])
 
 
-def worker_arms(case: Case, workers: int) -> dict[str, Work]:
-    """The same with worker processes, up to the batch in the main process: every image once a round."""
+def worker_candidates(case: AugmentationCase, workers: int) -> dict[str, Work]:
+    """Return the same with worker processes, until the batch is in the main process."""
     stream = IndexStream(len(case.folder), case.batch_size, 0)
     ours = TrainLoader(_train_dataset(case), stream, lambda images, plan: images, workers=workers)
     other = DataLoader(
@@ -171,16 +171,16 @@ def worker_arms(case: Case, workers: int) -> dict[str, Work]:
 
 
 def _ratios(times: dict[str, Timing]) -> dict[str, float]:
-    """Images/s of one arm over those of another."""
+    """Return images/s of one candidate over those of another."""
     return {f"{one}/{other}": times[other].median / times[one].median for one, other in RATIOS if other in times}
 
 
-def _json(args: Namespace, case: Case, alone: dict[str, Timing], together: dict[str, Timing]) -> str:
+def _json(args: Namespace, case: AugmentationCase, alone: dict[str, Timing], together: dict[str, Timing]) -> str:
     parts = {"one process": (alone, 0), "workers": (together, args.workers)}
     results = {
         name: {
             "workers": workers,
-            "seconds": {arm: asdict(timing) for arm, timing in times.items()},
+            "seconds": {candidate: asdict(timing) for candidate, timing in times.items()},
             "images/s ratios": _ratios(times),
         }
         for name, (times, workers) in parts.items()
@@ -189,7 +189,7 @@ def _json(args: Namespace, case: Case, alone: dict[str, Timing], together: dict[
     return json.dumps({"images": described(case.folder), "size": case.config.size, "machine": machine(), **results})
 
 
-def _table(args: Namespace, case: Case, alone: dict[str, Timing], together: dict[str, Timing]) -> str:
+def _table(args: Namespace, case: AugmentationCase, alone: dict[str, Timing], together: dict[str, Timing]) -> str:
     (height, width), policy = case.config.size, case.config.auto_augment or "no RandAugment"
     lines = [
         f"augmentation: {described(case.folder)}, in the page cache; to {height} x {width}, {policy}, "

@@ -1,7 +1,7 @@
-"""`benchmark.py checkpoint`: how long a save keeps training waiting, and how long a checkpoint takes to be verified.
+"""`benchmark.py checkpoint`: how long training waits for a save, and how long the verification of a checkpoint takes.
 
-The state is that of a run (weights, two moments of AdamW, moving average), the saving that of `train.py`. Training is
-stood for by forward passes of one image: alone, and while a save is being written.
+The state is that of a run (weights, two moments of AdamW, moving average), and is saved as `train.py` saves it. Forward
+passes of one image stand for training: alone, and while a save is being written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import platform
 import statistics
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from benchmarks.timing import seconds_of
 from tlt.errors import UserError
 from tlt.io.weights import read_checkpoint
 from volo import models as models  # registers them with timm
@@ -32,12 +32,12 @@ from volo.cluster.distributed import choose_device
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds, medians of the repeats but for the first save; bytes of the file."""
+class SaveTimes:
+    """Seconds, as medians over the repeats without the first save; bytes of the file."""
 
     bytes: int
     synchronous_blocked: float
-    first_asynchronous_blocked: float  # at once after the first update, with its memory still to get
+    first_asynchronous_blocked: float  # after the first update, when memory is allocated
     asynchronous_blocked: float
     asynchronous_written: float
     forward_alone: float
@@ -46,7 +46,7 @@ class Measured:
 
 
 class _Silent:
-    """The logger of a run that nobody watches; it keeps what is told of saves."""
+    """A logger that only records saves."""
 
     def __init__(self) -> None:
         self.saves: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
 
 
 def state_of(model: nn.Module, ema: bool) -> TrainState:
-    """The state of a run after its first step."""
+    """Return the state of a run after its first step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -87,23 +87,23 @@ def state_of(model: nn.Module, ema: bool) -> TrainState:
     return TrainState(model, optimizer, ema=ModelEmaV3(model) if ema else None, updates_per_epoch=10**9)
 
 
-def measure(state: TrainState, directory: Path, repeats: int) -> Measured:
-    """Save `repeats` times in each way, to files in `directory`."""
+def measure(state: TrainState, directory: Path, repeats: int) -> SaveTimes:
+    """Save `repeats` times synchronously and asynchronously, to files in `directory`."""
     parameter = next(state.model.parameters())
     size = getattr(state.model, "pretrained_cfg", {}).get("input_size", (3, 224, 224))
     image = torch.zeros(1, *size, device=parameter.device)
     state.model.eval()
 
-    def forward() -> None:
+    def forward() -> float:
         with torch.inference_mode():
-            state.model(image).sum().item()  # waits for the device
+            return seconds_of(lambda: state.model(image), image.device)
 
-    alone = [_seconds(forward) for _ in range(repeats + 1)][1:]
+    alone = [forward() for _ in range(repeats + 1)][1:]
     during: list[float] = []
     told = {kind: _saves(state, directory, kind, repeats, forward, during) for kind in (True, False)}
     blocked = [save["blocked_seconds"] for save in told[False]]
-    verified = [_seconds(lambda: read_checkpoint(directory / LAST)) for _ in range(repeats)]
-    return Measured(
+    verified = [seconds_of(lambda: read_checkpoint(directory / LAST), image.device) for _ in range(repeats)]
+    return SaveTimes(
         bytes=(directory / LAST).stat().st_size,
         synchronous_blocked=statistics.median(save["blocked_seconds"] for save in told[True]),
         first_asynchronous_blocked=blocked[0],
@@ -120,29 +120,23 @@ def _saves(
     directory: Path,
     synchronous: bool,
     repeats: int,
-    forward: Callable[[], None],
+    forward: Callable[[], float],
     during: list[float],
 ) -> list[dict[str, Any]]:
-    """Save, one time more where the first gets its memory; time `forward` while the save is being written."""
+    """Save, once more if asynchronous, as the first save allocates memory; call `forward` while a save is written."""
     told = _Silent()
     saver = Saver(state, CheckpointDir(directory), told, SavePolicy(every_updates=1, synchronous=synchronous))
     for _ in range(repeats if synchronous else repeats + 1):
         state.update += 1
         saver.after_update()
         while not synchronous and not saver.idle:
-            during.append(_seconds(forward))
+            during.append(forward())
             saver.poll()
     saver.finish()
     return told.saves
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def _table(model: str, found: Measured) -> str:
+def _table(model: str, found: SaveTimes) -> str:
     gib = found.bytes / 2**30
     rows = [
         ("synchronous save: training waits", found.synchronous_blocked),

@@ -1,11 +1,11 @@
-"""`benchmark.py alignment --families`: whether the tokens of timm's models are where `token_places` says.
+"""`benchmark.py alignment --families`: test whether the tokens of timm's models are where `token_places` says.
 
-Where a token looks is measured: the centroid, over the pixels of a noise image, of the squared gradient of its features
-in a random direction; over tokens, directions and random weights. Edges cut off what a token sees, so the image is
-larger by a multiple of every pitch, which changes no remainder, and the tokens are those of its middle; attention to
-all of it pulls to the centre, in proportion to the distance from there, which is left out. Kernels are made equal to
-their mirror images, and activations left out, which see one place each: that moves no token, and takes the noise away.
-Gates that the whole image opens (squeeze and excite) are held constant: they look nowhere.
+The place that a token sees is measured as the centroid, over the pixels of a noise image, of the squared gradient of
+its features in a random direction; over tokens, directions and random weights. Edges cut off a token's field of view,
+so the image is larger by a multiple of every pitch, which changes no remainder, and tokens of its middle are taken.
+Attention to the whole image pulls the centroid to the centre, in proportion to the distance from it; this part is
+removed by a fit. Kernels are made equal to their mirror images and activations are removed; both move no token and
+reduce the noise. Gates that depend on the whole image (squeeze and excite) are held constant, as they have no place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_places import Size, TokenPlaces
 from tlt.models.wrap import find_tokens
 
-# Small ones of many families, which take images of any size.
+# Small models of many families that take images of any size.
 FAMILIES = """
 volo_d1 lvvit_t resnet18 resnet18d seresnext26d_32x4d res2net50_26w_4s skresnet18 regnetx_002 regnety_002 gernet_s
 resnetv2_18 nf_resnet26 convnext_atto convnextv2_atto inception_next_tiny mambaout_femto starnet_s1 efficientnet_b0
@@ -44,8 +44,8 @@ _BATCH, _ROUNDS, _ENOUGH = 2, 24, 0.15  # images, sets of weights at most, px of
 _LARGER, _MIDDLE = 256, 1  # px; tokens on each side of the centre
 
 
-class Row(NamedTuple):
-    """How far from its places the tokens of a model look at an image size, in pixels, and the standard error."""
+class FamilyRow(NamedTuple):
+    """The distance in pixels between the measured and the stated places of a model's tokens, and its standard error."""
 
     model: str
     size: int
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 def run(args: Namespace) -> None:
-    """Print a line for each model and size, when it is measured."""
+    """Print a line for each model and size as soon as it is measured."""
     print(f"{'model':28}{'px':>6}{'pitch':>8}{'first':>8}{'looks':>10}{'+-':>7}  px from there", flush=True)
     for name in args.families or FAMILIES.split():
         for size in SIZES:
@@ -64,11 +64,11 @@ def run(args: Namespace) -> None:
             print(f"{name:28}{size:6}{numbers}", flush=True)
 
 
-def measure(name: str, size: int, branches: bool = True) -> Row:
-    """Measure with one set of random weights after the other, until that is precise enough or takes too long.
+def measure(name: str, size: int, branches: bool = True) -> FamilyRow:
+    """Measure with one set of random weights after the other, until the error is small or `_ROUNDS` sets were used.
 
     Args:
-        branches: Give residual branches that begin as nearly nothing the weight that training may give them.
+        branches: Give residual branches that are nearly zero at the start a weight of 1, as training may.
 
     Raises:
         UserError: timm has no such model, or it does not take this size.
@@ -90,11 +90,11 @@ def measure(name: str, size: int, branches: bool = True) -> Row:
         off, error = _at_centre(positions, found)
         if seed and error < _ENOUGH:
             break
-    return Row(name, size, places, off, error)
+    return FamilyRow(name, size, places, off, error)
 
 
 def _at_centre(positions: Tensor, found: Tensor) -> tuple[float, float]:
-    """What is left of `found` without what is in proportion to the position, and its standard error."""
+    """Return `found` at the centre, by a linear fit over the position, and its standard error."""
     terms = torch.stack([torch.ones_like(positions), positions], 1).double()
     inverse = torch.linalg.pinv(terms.T @ terms)
     fitted = inverse @ terms.T @ found.double()
@@ -130,8 +130,8 @@ def _random_model(name: str, seed: int, branches: bool) -> Any:
 
 
 def looks(model: nn.Module, size: Size, grid: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens (B, 2) near the middle, row and column, and the centroids (B, 2) in pixels, down and across, of what they
-    see."""
+    """Return tokens (B, 2) near the middle as row and column, and the centroids (B, 2) of their fields of view in
+    pixels, down and across."""
     images = torch.randn(_BATCH, 3, *size, generator=generator).requires_grad_()
     features = _map(model, images)  # (B, h, w, C)
     middle = [torch.randint(-_MIDDLE, _MIDDLE + 1, (_BATCH,), generator=generator) + count // 2 for count in grid]
@@ -156,7 +156,7 @@ def _map(model: Any, images: Tensor) -> Tensor:
 
 @contextmanager
 def gates_held(model: nn.Module) -> Iterator[None]:
-    """Take the factor by which a gate multiplies its input as given."""
+    """Treat the factor by which a gate multiplies its input as a constant."""
 
     def hold(gate: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if output.shape != inputs[0].shape:  # factors that are applied elsewhere

@@ -1,4 +1,4 @@
-"""The images that loaders are measured on, their labels, and how timm reads them."""
+"""The images and labels that loaders are measured on, and timm's dataset of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from PIL import Image
 from timm.data.auto_augment import RandAugment
 from torch.utils.data import Dataset
 
-from benchmarks.feed.labels import Sizes, random_maps
+from benchmarks.feed.labels import Sizes, random_maps, write_archive
 from benchmarks.feed.published_order import keep_a_bit
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.sources.folder import ImageFolder, find_split, scan_folder
 from tlt.errors import UserError
-from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.store import LabelStore, open_labels
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -28,7 +27,7 @@ _CLASSES = 1000
 
 
 def choose_images(args: Namespace, root: Path) -> ImageFolder:
-    """`--images` of the images in `--data-dir`, evenly spread, or so many made for this purpose."""
+    """Return `--images` images, evenly spread over those in `--data-dir`, or made for this purpose."""
     if not args.data_dir:
         make_images(root / "images", args.images, tuple(args.image_size))
         return scan_folder(str(root / "images"))
@@ -40,7 +39,7 @@ def choose_images(args: Namespace, root: Path) -> ImageFolder:
 
 
 def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
-    """JPEG files of `size` (width, height) with gradients, soft shapes and noise, as large as photographs': 110 kB
+    """Write JPEG files of `size` (width, height) with gradients, soft shapes and noise, as large as photographs: 110 kB
     at 500 x 375."""
     generator = np.random.default_rng(0)
     for number in range(count):
@@ -55,19 +54,14 @@ def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
 
 
 def make_labels(root: Path, folder: ImageFolder) -> LabelStore:
-    """Random labels of the published kind (5 of 1000 classes, 18 x 18 cells) for the images, in an archive."""
+    """Write random labels of the published kind (5 of 1000 classes, 18 x 18 cells) for the images as an archive."""
     sizes = Sizes(len(folder), 5, (18, 18), _CLASSES)
-    files = [f"{name}.pt" for name in folder.paths]
-    header = make_header((sizes.top_k, *sizes.map_size), _CLASSES, folder.paths, files)
-    writer = ArchiveWriter(root, header, folder.paths, files)
-    for row, label_map in enumerate(random_maps(sizes)):
-        writer.write(row, label_map)
-    writer.finish()
+    write_archive(root, folder.paths, sizes, random_maps(sizes))
     return open_labels(root, folder.paths, num_classes=_CLASSES)
 
 
 class TimmImages(Dataset[tuple[Any, int]]):
-    """The images as timm's `ImageDataset` reads them; `transform` is what timm sets (`create_loader`) or makes."""
+    """The images as timm's `ImageDataset` reads them; `transform` is set by timm's `create_loader` or by the caller."""
 
     transform: Callable[[Image.Image], Any]
 
@@ -82,14 +76,14 @@ class TimmImages(Dataset[tuple[Any, int]]):
             return self.transform(image.convert("RGB")), int(self.folder.classes[index])
 
     def keep_a_bit(self) -> None:
-        """Spare timm's transform the crash of its Posterize with Pillow 13."""
+        """Prevent the crash of timm's Posterize with Pillow 13."""
         for step in getattr(self.transform, "transforms", []):
             if isinstance(step, RandAugment):
                 keep_a_bit(step)
 
 
 def timm_options(config: AugmentConfig) -> dict[str, Any]:
-    """The augmentation in the words of timm's `create_transform` and `create_loader`."""
+    """Return the augmentation as arguments of timm's `create_transform` and `create_loader`."""
     return {
         "is_training": True,
         "scale": config.scale,
@@ -105,7 +99,7 @@ def timm_options(config: AugmentConfig) -> dict[str, Any]:
 
 
 def described(folder: ImageFolder) -> str:
-    """How many images, and how large."""
+    """Return the number of images and their size in words."""
     sizes = [os.path.getsize(folder.path(index)) for index in range(len(folder))]
     with Image.open(folder.path(0)) as first:
         shape = f"{first.width} x {first.height}"

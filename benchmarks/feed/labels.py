@@ -1,8 +1,8 @@
-"""`benchmark.py labels`: what reading a token label costs, out of an archive and out of the published tree of files,
-and what memory the data workers of a machine share.
+"""`benchmark.py labels`: the cost of reading token labels from an archive and from the published tree of files, and the
+memory that the data workers of a machine share.
 
-The labels are made in a temporary folder, once as an archive and once as a tree, so that all is read from the page
-cache: this measures the cost of the formats, not of a disk.
+The labels are made in a temporary folder, as an archive and as a tree, and are read from the page cache: this measures
+the cost of the formats, not of a disk.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import multiprocessing
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import repeat
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.memory import Resident, resident
-from benchmarks.speed.loss import Case, random_labels
+from benchmarks.speed.loss import LossCase, random_labels
 from benchmarks.timing import Timing, Work, interleaved, machine
 from tlt.errors import UserError
 from tlt.io.processes import START_METHOD
@@ -35,14 +36,14 @@ from tlt.labels.store import LabelStore, open_labels
 from tlt.labels.tree import write_map
 
 PUBLISHED = "published: torch.load"
-_IMAGE = (500, 375)  # width and height of the images that the labels are said to be of
+_IMAGE = (500, 375)  # width and height of the labelled images
 _CLASS_FOLDERS = 10
 _BATCH = 128  # labels that are read in the order of their rows
 _PATIENCE = 600.0  # seconds that the workers wait for each other
 
 
 class Sizes(NamedTuple):
-    """What labels are made: how many, of which classes, on how many cells (rows, columns)."""
+    """Sizes of the labels; `map_size` is (rows, columns)."""
 
     records: int
     top_k: int
@@ -58,16 +59,16 @@ class Sample(NamedTuple):
     archive: LabelStore
     tree: LabelStore
     archive_bytes: int
-    tree_bytes: int  # as the files' lengths add up
+    tree_bytes: int  # sum of the files' lengths
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What reading every label added to the workers' memory, in bytes.
+    """Bytes that reading every label added to the workers' memory.
 
     Attributes:
         rss, pss: Sum over the workers.
-        private: Of the worker that has most.
+        private: Largest of the workers.
     """
 
     rss: int
@@ -83,7 +84,7 @@ def run(args: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="benchmark-labels-") as root:
         sample = make_sample(Path(root), sizes)
         compare(sample)
-        times = interleaved(arms(sample), args.rounds)
+        times = interleaved(candidates(sample), args.rounds)
         shared = sharing(sample.archive, args.workers) if resident() else {}
     show = _json if args.json else _table
     print(show(sizes, sample, times, shared, args.workers), flush=True)
@@ -93,46 +94,55 @@ def run(args: Namespace) -> int:
 def make_sample(root: Path, sizes: Sizes) -> Sample:
     """Write random labels as an archive and as a tree."""
     names = [f"class{row % _CLASS_FOLDERS}/image{row}.jpg" for row in range(sizes.records)]
-    labels = [f"{name[:-4]}.pt" for name in names]
-    writer = ArchiveWriter(
-        root / "archive",
-        make_header((sizes.top_k, *sizes.map_size), sizes.num_classes, names, labels),
-        names,
-        labels,
-    )
+    files = [str((root / "tree" / name).with_suffix(".pt")) for name in names]
+    archive_bytes = write_archive(root / "archive", names, sizes, random_maps(sizes), _IMAGE)
     for folder in range(_CLASS_FOLDERS):
         (root / "tree" / f"class{folder}").mkdir(parents=True)
-    for row, label_map in enumerate(random_maps(sizes)):
-        writer.write(row, label_map, _IMAGE)
-        write_map(root / "tree" / labels[row], label_map, sizes.num_classes)
-    manifest = writer.finish()
-    files = [str(root / "tree" / label) for label in labels]
+    for file, label_map in zip(files, random_maps(sizes), strict=True):
+        write_map(Path(file), label_map, sizes.num_classes)
     return Sample(
         names,
         files,
         open_labels(root / "archive", names, num_classes=sizes.num_classes),
         open_labels(root / "tree", names, num_classes=sizes.num_classes),
-        sum(length for length, _ in manifest.files.values()),
+        archive_bytes,
         sum(os.path.getsize(file) for file in files),
     )
 
 
+def write_archive(
+    root: Path, names: Sequence[str], sizes: Sizes, maps: Iterable[LabelMap], image: tuple[int, int] = (0, 0)
+) -> int:
+    """Write label maps of the images `names` as an archive and return its bytes. `image`: their size, if known."""
+    files = [f"{name}.pt" for name in names]
+    writer = ArchiveWriter(
+        root, make_header((sizes.top_k, *sizes.map_size), sizes.num_classes, names, files), names, files
+    )
+    for row, label_map in enumerate(maps):
+        writer.write(row, label_map, image)
+    return sum(length for length, _ in writer.finish().files.values())
+
+
+def one_cell_maps(count: int) -> tuple[Sizes, Iterable[LabelMap]]:
+    """Return `count` maps of a single cell, for measurements that read no label, and their sizes for 1000 classes."""
+    cell = LabelMap(np.ones((1, 1, 1), np.float16), np.zeros((1, 1, 1), np.int32))
+    return Sizes(count, 1, (1, 1), 1000), repeat(cell, count)
+
+
 def random_maps(sizes: Sizes) -> Iterator[LabelMap]:
-    """Label maps as a classifier would make them, one per record."""
+    """Yield label maps as a classifier would make them, one per record."""
     generator = torch.Generator().manual_seed(0)
     for start in range(0, sizes.records, _BATCH):
         count = min(_BATCH, sizes.records - start)
-        batch = random_labels(Case(count, (1, 1), sizes.num_classes, sizes.top_k, sizes.map_size, "float32"), generator)
+        batch = random_labels(
+            LossCase(count, (1, 1), sizes.num_classes, sizes.top_k, sizes.map_size, "float32"), generator
+        )
         for values, ids in zip(batch.values.numpy(), batch.ids.numpy(), strict=True):
             yield LabelMap(values, ids)
 
 
 def compare(sample: Sample) -> None:
-    """Make sure that all ways to read give the same labels.
-
-    Raises:
-        RuntimeError: They don't.
-    """
+    """Raise RuntimeError unless all ways to read give the same labels."""
     for index in range(len(sample.names)):
         values, ids = torch.load(sample.files[index], weights_only=True).numpy()
         for store in (sample.archive, sample.tree):
@@ -141,8 +151,8 @@ def compare(sample: Sample) -> None:
                 raise RuntimeError(f"label {index} out of {store.root} is not that of {sample.files[index]}")
 
 
-def arms(sample: Sample) -> dict[str, Work]:
-    """What is timed, by name. Every arm reads every label once a round; all but one in random order."""
+def candidates(sample: Sample) -> dict[str, Work]:
+    """Return what is timed, by name. Each candidate reads every label once a round, all but one in random order."""
     read, files = sample.archive.read, sample.files
     load = torch.load
     return {
@@ -150,13 +160,13 @@ def arms(sample: Sample) -> dict[str, Work]:
         "archive, sorted batches": _Reader(len(files), lambda index: read(index, *_IMAGE), batch=_BATCH),
         "tree, checked": _Reader(len(files), lambda index: sample.tree.read(index, *_IMAGE)),
         PUBLISHED: _Reader(len(files), lambda index: load(files[index])),
-        # What the call above meant when the published code was written: any pickle is run.
+        # The meaning of the call above when the published code was written: any pickle is run.
         f"{PUBLISHED}, unsafe": _Reader(len(files), lambda index: load(files[index], weights_only=False)),
     }
 
 
 class _Reader:
-    """Read every label once; with `batch`, that many at a time are read in the order of their rows."""
+    """Reads every label once; each `batch` labels are read in the order of their rows."""
 
     def __init__(self, count: int, read: Callable[[int], object], batch: int = 1) -> None:
         self.read = read
@@ -172,7 +182,7 @@ class _Reader:
 
 
 def sharing(archive: LabelStore, workers: int) -> dict[str, Sharing]:
-    """Memory of `workers` processes that each read all labels: out of the archive, and keeping copies of their own."""
+    """Measure `workers` processes that each read all labels, from the archive and into private copies."""
     return {name: _in_workers(keep, archive, workers) for name, keep in (("archive", False), ("private copies", True))}
 
 

@@ -1,14 +1,14 @@
-"""Images and label maps that say where they are, and where each token of an augmented batch is, read off both.
+"""Images and label maps that encode positions, and the place of each token of an augmented batch, read from both.
 
-Nothing here computes geometry. What a token shows is read off the pixels of the batch, what it is said to show off its
-target; the two come from one image file and one label file by different ways, so that any mistake in between shows.
+Nothing here computes geometry. The place that a token shows is read from the pixels of the batch, the place that its
+label describes from its target. The two come from one image file and one label file by different ways, so that any
+mistake in between becomes visible.
 
 Images: the grey levels of red, green and blue are linear in the position, (x + y) / 2, (x - y) / 2 + 1 / 2 and 1 - x.
-What changes all three alike cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp,
-and noise that is added so that roundings are independent of each other. Shots of one image differ in their noise;
-whatever is drawn for an image is a function of seed, epoch, index and size, so shots are augmented alike and can be
-averaged.
-Magenta, the fill, is no position.
+An equal change of all three cancels in x = (R + G - 2 B) / 3 + 1 / 2 and y = R - G + 1 / 2: the truncation of a warp,
+and noise that is added so that roundings are independent of each other. Shots of one image differ in their noise. All
+random choices for an image are a function of seed, epoch, index and size, so shots are augmented alike and can be
+averaged. Magenta, the fill, is no position.
 
 Maps: every cell lists the class COLUMN, whose logit counts columns, the class ROW, whose logit counts rows, and a class
 of its own. One class is listed nowhere: softened targets give logits back as log ratios to it.
@@ -29,15 +29,15 @@ from tlt.label_map import LabelMap
 COLUMN, ROW, FIRST_CELL = 0, 1, 2
 CELL_LOGIT = 8.0
 _NOISE, _LOW, _SPAN = 48.0, 54.0, 147.0  # grey levels; room for what bicubic filters make of the noise
-# Grey levels: what is further off the plane is left out of the fit, round by round, and counts as no image at last.
+# Grey levels: pixels further from the plane are left out of the fit, round by round, and in the end are no image.
 _FIT_LIMITS = (8.0, 4.0, 2.0, 1.5, 1.5)
 _CLEAN_LIMIT = 6.0
-_LEAST_FITTED = 0.9  # an image of which less was fitted isn't judged
+_LEAST_FITTED = 0.9  # images with a smaller fitted share are not judged
 Size = tuple[int, int]
 
 
 def ramp_image(width: int, height: int, shot: int = 0) -> np.ndarray:
-    """(height, width, 3) uint8; shots differ in their noise."""
+    """Return an image (height, width, 3) uint8; shots differ in their noise."""
     x, y = (np.arange(width) + 0.5) / width, ((np.arange(height) + 0.5) / height)[:, None]
     ramps = np.stack([(x + y) / 2, (x - y) / 2 + 0.5, np.broadcast_to(1 - x, (height, width))], axis=2)
     generator = np.random.default_rng(shot)
@@ -48,7 +48,7 @@ def ramp_image(width: int, height: int, shot: int = 0) -> np.ndarray:
 
 
 def position_map(rows: int, cols: int) -> LabelMap:
-    """A map of `rows x cols` cells with `position_classes(rows, cols)` classes; exact in float16 up to 256 a side."""
+    """Return a `rows x cols` map with `position_classes(rows, cols)` classes; exact in float16 up to 256 a side."""
     down, across = np.mgrid[:rows, :cols]
     scale = _logit_scale((rows, cols))
     values = np.stack([(across + 0.5) * scale, (down + 0.5) * scale, np.full((rows, cols), CELL_LOGIT)])
@@ -57,18 +57,18 @@ def position_map(rows: int, cols: int) -> LabelMap:
 
 
 def position_classes(rows: int, cols: int) -> int:
-    """How many classes there are with maps of `rows x cols` cells; the last one is listed nowhere."""
+    """Return the number of classes for maps of `rows x cols` cells; no map lists the last one."""
     return FIRST_CELL + rows * cols + 1
 
 
 def _logit_scale(cells: Size) -> float:
-    """Logit per cell: a power of two with which no logit exceeds 8."""
+    """Return the logit per cell: a power of two with which no logit exceeds 8."""
     return float(2.0 ** (3 - np.ceil(np.log2(max(cells)))))
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What the pixels of a batch show.
+    """The places that the pixels of a batch show.
 
     Attributes:
         affine: (B, 2, 3) float64, unit square of the output -> place; a least-squares fit through all clean pixels.
@@ -83,12 +83,12 @@ class Shown:
     size: Size
 
     def places(self, points: Tensor) -> Tensor:
-        """(P, 2) points (x, y) of the output's unit square -> places (B, P, 2)."""
+        """Map points (P, 2), (x, y) in the output's unit square, to places (B, P, 2)."""
         return points @ self.affine[:, :, :2].transpose(1, 2) + self.affine[:, None, :, 2]
 
 
 def read_images(images: Tensor) -> Shown:
-    """Images (S, B, 3, H, W) in [0, 1], mean 0 and standard deviation 1: S shots of the same images."""
+    """Read images (S, B, 3, H, W) in [0, 1], not normalised: S shots of the same images."""
     size = (images.shape[3], images.shape[4])
     red, green, blue = ((images.double() * 255 - _LOW) / _SPAN).mean(0).unbind(1)
     places = torch.stack([(red + green - 2 * blue) / 3 + 0.5, red - green + 0.5], -1).flatten(1, 2)  # (B, H * W, 2)
@@ -106,7 +106,7 @@ def read_images(images: Tensor) -> Shown:
 
 
 def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
-    """(rows * cols, 2) points (x, y) of the unit square, at `offset` = (x, y) share of every cell of a grid."""
+    """Return points (rows * cols, 2), (x, y) in the unit square, at the share `offset` = (x, y) of every grid cell."""
     y = (torch.arange(grid[0], dtype=torch.float64) + offset[1]) / grid[0]
     x = (torch.arange(grid[1], dtype=torch.float64) + offset[0]) / grid[1]
     return torch.stack([x.repeat(grid[0]), y.repeat_interleave(grid[1])], -1)
@@ -114,8 +114,8 @@ def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
 
 @dataclass(frozen=True)
 class Named:
-    """Where targets say that their tokens look, (B, N, 2) places by both codes of the map, and (B, N) which share of a
-    token they speak of at all."""
+    """The places (B, N, 2) of tokens by their targets, in both codes of the map, and `told` (B, N), the share of each
+    token that its target covers."""
 
     by_ramp: Tensor
     by_cell: Tensor
@@ -123,7 +123,7 @@ class Named:
 
 
 def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
-    """Soft labels without smoothing (B, N, C) of maps of `cells` = (rows, columns) over `area` (B, 4)."""
+    """Read soft labels without smoothing (B, N, C), made from maps of `cells` = (rows, columns) over `area` (B, 4)."""
     logits = tokens.double().log()
     logits = logits - logits[..., -1:]
     ramp = logits[..., [COLUMN, ROW]] / (_logit_scale(cells) * torch.tensor([cells[1], cells[0]]))
@@ -136,15 +136,14 @@ def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the tokens of a batch show and what their targets say. Only pixels decide which tokens are compared.
+    """The places that tokens show and those of their targets. Only pixels decide which tokens are compared.
 
     Attributes:
         ramp_error, cell_error: (B, N, 2) places, named minus shown.
-        whole: (B, N) bool, tokens that show image alone, all of it inside the area of the map.
-        ramp: (B, N) bool, those of them whose points lie between the centres of the outer cells: beyond, the outer cell
-            continues.
+        whole: (B, N) bool, tokens that show only image, all of it inside the area of the map.
+        ramp: (B, N) bool, those of them between the centres of the outer cells, beyond which the outer cell continues.
         cover: (B, N) share of the token's pixels that show image inside the area of the map.
-        told: (B, N) share of the token that its target speaks of.
+        told: (B, N) share of the token that its target covers.
         judged: (B,) bool, images whose pixels could be read.
         shown: What the pixels show.
         source: (B, 2) width and height of the images in pixels.
@@ -161,12 +160,12 @@ class Comparison:
     source: Tensor
 
     def output_pixels(self) -> Tensor:
-        """(B, N) `ramp_error` in pixels of the output."""
+        """Return `ramp_error` in pixels of the output, (B, N)."""
         return self._in_output_pixels(self.ramp_error)
 
     def output_pixels_by_cell(self) -> Tensor:
-        """(B, N) `cell_error` in pixels of the output: the same for `ramp` tokens, and right where a part of the token
-        has no label."""
+        """Return `cell_error` in pixels of the output, (B, N): the same for `ramp` tokens, and also right for a token
+        that is partly without label."""
         return self._in_output_pixels(self.cell_error)
 
     def _in_output_pixels(self, error: Tensor) -> Tensor:
@@ -174,11 +173,11 @@ class Comparison:
         return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
 
     def source_pixels(self) -> Tensor:
-        """(B, N) `ramp_error` in pixels of the source image."""
+        """Return `ramp_error` in pixels of the source image, (B, N)."""
         return (self.ramp_error * self.source[:, None]).norm(dim=-1)
 
     def shares(self) -> Tensor:
-        """(B, N) `cell_error` as a share of the source's sides."""
+        """Return `cell_error` as a share of the source's sides, (B, N)."""
         return self.cell_error.norm(dim=-1)
 
 
@@ -190,7 +189,7 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor,
         tokens: (B, N, C), see `read_targets`.
         grid: Rows and columns of tokens.
         cells: Rows and columns of the maps.
-        area: (B, 4) x0, y0, x1, y1, what the maps really cover.
+        area: (B, 4) x0, y0, x1, y1, the area that the maps really cover.
         source: (B, 2) width and height of the images.
     """
     named, area = read_targets(tokens, cells, area), area.double()
@@ -208,12 +207,12 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor,
 
 
 def _inside(places: Tensor, area: Tensor) -> Tensor:
-    """Places (B, P, 2) in areas (B, 4), with a margin for the error of the fit."""
+    """Tell whether places (B, P, 2) are in areas (B, 4), with a margin for the error of the fit."""
     margin = 1e-3
     return ((places >= area[:, None, :2] - margin) & (places <= area[:, None, 2:] + margin)).all(-1)
 
 
 def _per_token(pixels: Tensor, grid: Size) -> Tensor:
-    """(B, H, W) -> (B, N) share of each token's pixels that are set."""
+    """Return the share of each token's pixels (B, H, W) that are set, (B, N)."""
     height, width = (side // tokens for side, tokens in zip(pixels.shape[1:], grid, strict=True))
     return pixels.double().unflatten(1, (grid[0], height)).unflatten(3, (grid[1], width)).mean((2, 4)).flatten(1)

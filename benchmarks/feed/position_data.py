@@ -31,7 +31,7 @@ GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel", "Tr
 
 @dataclass(frozen=True)
 class GeometryOnly(AugmentConfig):
-    """Augmentation with chosen geometric operations, always applied, nothing that changes colours; fill is magenta."""
+    """Augmentation with the given geometric operations, always applied, and unchanged colours; the fill is magenta."""
 
     hflip: float = 0.0
     color_jitter: float | tuple[float, ...] | None = None
@@ -54,7 +54,7 @@ class GeometryOnly(AugmentConfig):
 
 
 def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int = SHOTS) -> list[ImageFolder]:
-    """`count` images of each (width, height), a class per size, in a folder per shot."""
+    """Write `count` images of each (width, height), a class per size, in a folder per shot."""
     for shot in range(shots):
         for number, (width, height) in enumerate(sizes):
             folder = root / str(shot) / f"{number}_{width}x{height}"
@@ -66,7 +66,7 @@ def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int = SHO
 
 
 def write_maps(root: Path, names: Sequence[str], label_map: LabelMap, num_classes: int) -> None:
-    """The same label file for every image, as a published tree."""
+    """Write the same label file for every image, as a published tree."""
     first = root / "map.pt"
     root.mkdir()
     write_map(first, label_map, num_classes)
@@ -86,9 +86,9 @@ def load_batch(
     device: str = "cpu",
     rows: Sequence[str] = (),
 ) -> tuple[Tensor, Batch]:
-    """All images as one augmented batch, and the images (S, B, 3, H, W) of all shots; grey levels as shares of 255.
+    """Return the images (S, B, 3, H, W) of all shots, grey levels in [0, 1], and the augmented batch of the first shot.
 
-    `rows`: of `tlt.upstream.rows.ROWS`.
+    `rows`: names of `tlt.upstream.rows.ROWS`.
     """
     batches = []
     for folder in shots:

@@ -1,6 +1,6 @@
 """The published augmentation as it was: flip, RandAugment on the full image with the label map moved along, then crop.
 
-Kept for comparison alone: the published steps on timm's and Pillow's operations, with their errors (half a cell, square
+Only for comparison: the published steps on timm's and Pillow's operations, with their errors (half a cell, square
 grids, the crop's window stored and not applied). The product's own form of this order is `--aug-order published`.
 """
 
@@ -25,7 +25,7 @@ from tlt.label_map import LabelMap
 
 Matrix = tuple[tuple[float, float, float], tuple[float, float, float]]  # output (row, column) -> input
 
-# What timm's operations do to cells, given their argument and the map's (rows, columns); in index coordinates.
+# The effect of timm's operations on cells, given their argument and the map's (rows, columns); in index coordinates.
 _MOVES: dict[str, Callable[[float, int, int], Matrix]] = {
     "ShearX": lambda factor, rows, columns: ((1, 0, 0), (factor, 1, 0)),
     "ShearY": lambda factor, rows, columns: ((1, factor, 0), (0, 1, 0)),
@@ -36,7 +36,7 @@ _MOVES: dict[str, Callable[[float, int, int], Matrix]] = {
 
 
 def _turned(angle: float, row: float, column: float) -> Matrix:
-    """Counter-clockwise around a point."""
+    """Return the counter-clockwise rotation around a point."""
     cosine, sine = math.cos(angle), math.sin(angle)
     return (
         (cosine, sine, row - cosine * row - sine * column),
@@ -45,7 +45,7 @@ def _turned(angle: float, row: float, column: float) -> Matrix:
 
 
 def keep_a_bit(policy: RandAugment) -> None:
-    """Let timm's Posterize keep one bit at least: Pillow 13 refuses 0 bits, where older ones gave black."""
+    """Let timm's Posterize keep one bit at least: Pillow 13 refuses 0 bits, for which older versions returned black."""
     for operation in policy.ops:
         if operation.name.startswith("Posterize"):
             operation.aug_fn = functools.partial(_posterize, operation.aug_fn)
@@ -78,8 +78,8 @@ class PublishedOrder:
         self._label: np.ndarray = np.empty(0)  # (2, k, h, w) values and class ids, of the image in hand
 
     def __call__(self, image: Image.Image, label_map: LabelMap) -> tuple[Tensor, Tensor]:
-        """The crop, (3, H, W) uint8, and (3, k, h, w) float16: moved values and ids, and the plane that holds the
-        crop's window as shares of the image."""
+        """Return the crop (3, H, W) uint8, and (3, k, h, w) float16: moved values and ids, and a plane with the crop's
+        window as shares of the image."""
         self._label = np.stack([label_map.values, label_map.ids.astype(np.float16)])
         if random.random() < self.config.hflip:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -105,8 +105,8 @@ class PublishedOrder:
 
 
 def moved(label: np.ndarray, matrix: Matrix) -> np.ndarray:
-    """Each cell of (2, k, h, w) from the one nearest to where the matrix says; outside, values are 0 and ids those of
-    the border."""
+    """Move a label (2, k, h, w): each cell is the one nearest to its place under the matrix; outside, values are 0 and
+    ids those of the border."""
     rows, columns = label.shape[2:]
     row, column = np.indices((rows, columns))
     row, column = (np.rint(a * row + b * column + c).astype(int) for a, b, c in matrix)

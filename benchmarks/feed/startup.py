@@ -1,9 +1,9 @@
-"""`benchmark.py startup`: what it costs to find the images and labels of a data set before the first step, beside
+"""`benchmark.py startup`: the cost of finding the images and labels of a data set before the first step, beside
 torchvision's and timm's listing of the same folders.
 
-The images are hard links to a few small JPEGs. Each measurement has a process of its own, which has imported what it
-needs before the clock starts; the arms take turns. Folders are in the kernel's cache: this is the processor's part, to
-which a file server adds its own.
+The images are hard links to a few small JPEGs. Each measurement has a process of its own, whose imports are not timed;
+the candidates take turns. Folders are in the kernel's cache: this is the processor's time, to which a file server adds
+its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,12 @@ from PIL import Image
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
+from benchmarks.feed.labels import one_cell_maps, write_archive
 from benchmarks.memory import peak_of
 from benchmarks.timing import machine
 from tlt.data.sources.folder import ImageFolder, compare_classes, scan_folder
 from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.size_index import SizeIndex, index_file, open_folder, write_index
-from tlt.label_map import LabelMap
-from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.store import open_labels
 from volo.checkpoint.resume import fingerprint
 
@@ -43,8 +43,8 @@ _MANY_CLASSES = 21_841  # those of ImageNet-21k
 
 
 @dataclass(frozen=True)
-class Row:
-    """What an arm took: CPU and wall seconds (median of the rounds), and MiB at its peak more than before."""
+class StartupRow:
+    """Medians of a candidate: CPU seconds, seconds, and the MiB by which memory rose at its peak."""
 
     images: int
     arm: str
@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
 
 
 def make_data(root: Path, images: int, classes: int) -> None:
-    """Make `root/train` with so many images, their index, and an archive of their labels."""
+    """Make `root/train` with `images` images, their index, and an archive of their labels."""
     train = root / "train"
     for number in range(images):
         folder = train / f"n{number % classes + 1_440_000:08d}"
@@ -85,39 +85,7 @@ def make_data(root: Path, images: int, classes: int) -> None:
         os.utime(folder, (0, 1))  # long ago
     listing = list_folder(train)
     write_index(index_file(str(train)), SizeIndex(np.tile(np.array([_SIZE], np.uint16), (images, 1)), {}, listing))
-    names = list(listing.names)
-    files = [f"{os.path.splitext(name)[0]}.pt" for name in names]
-    writer = ArchiveWriter(root / "labels", make_header((1, 1, 1), classes, names, files), names, files)
-    cell = LabelMap(np.ones((1, 1, 1), np.float16), np.zeros((1, 1, 1), np.int32))
-    for row in range(images):
-        writer.write(row, cell)
-    writer.finish()
-
-
-def _plain(root: str) -> Callable[[], object]:
-    return lambda: scan_folder(f"{root}/train")
-
-
-def _indexed(root: str) -> Callable[[], object]:
-    return lambda: open_folder(f"{root}/train")
-
-
-def _torchvision(root: str) -> Callable[[], object]:
-    return lambda: TorchvisionFolder(f"{root}/train")
-
-
-def _timm(root: str) -> Callable[[], object]:
-    return lambda: ReaderImageFolder(f"{root}/train")
-
-
-def _archive(root: str) -> Callable[[], object]:
-    names = open_folder(f"{root}/train").paths
-    return lambda: open_labels(f"{root}/labels", names)
-
-
-def _fingerprint(root: str) -> Callable[[], object]:
-    folder = open_folder(f"{root}/train")
-    return lambda: fingerprint(folder, None)
+    write_archive(root / "labels", list(listing.names), *one_cell_maps(images))
 
 
 def _classes(root: str) -> Callable[[], object]:
@@ -126,31 +94,35 @@ def _classes(root: str) -> Callable[[], object]:
     return lambda: compare_classes(folder, folder)
 
 
-ARMS: dict[str, Callable[[str], Callable[[], object]]] = {
-    "listing folders: ours": _plain,
-    "listing folders: ours, with an index (tlt index)": _indexed,
-    "listing folders: torchvision.datasets.ImageFolder": _torchvision,
-    "listing folders: timm's ReaderImageFolder": _timm,
-    "opening the archive of their token labels": _archive,
-    "fingerprint of names and classes for checkpoints": _fingerprint,
+CANDIDATES: dict[str, Callable[[str], Callable[[], object]]] = {
+    "listing folders: ours": lambda root: partial(scan_folder, f"{root}/train"),
+    "listing folders: ours, with an index (tlt index)": lambda root: partial(open_folder, f"{root}/train"),
+    "listing folders: torchvision.datasets.ImageFolder": lambda root: partial(TorchvisionFolder, f"{root}/train"),
+    "listing folders: timm's ReaderImageFolder": lambda root: partial(ReaderImageFolder, f"{root}/train"),
+    "opening the archive of their token labels": lambda root: partial(
+        open_labels, f"{root}/labels", open_folder(f"{root}/train").paths
+    ),
+    "fingerprint of names and classes for checkpoints": lambda root: partial(
+        fingerprint, open_folder(f"{root}/train"), None
+    ),
     f"comparing {_MANY_CLASSES} classes of two splits": _classes,
 }
 
 
-def measure(root: str, images: int, rounds: int) -> list[Row]:
-    """Measure every arm once a round."""
-    found: dict[str, list[tuple[float, float, float]]] = {arm: [] for arm in ARMS}
+def measure(root: str, images: int, rounds: int) -> list[StartupRow]:
+    """Measure every candidate once a round."""
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CANDIDATES}
     for _ in range(rounds):
-        for arm, results in found.items():
+        for name, results in found.items():
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                results.append(pool.submit(measure_here, arm, root).result())
-    medians: dict[str, Any] = {arm: map(statistics.median, zip(*found[arm], strict=True)) for arm in ARMS}
-    return [Row(images, arm, *medians[arm]) for arm in ARMS]
+                results.append(pool.submit(measure_here, name, root).result())
+    medians: dict[str, Any] = {name: map(statistics.median, zip(*found[name], strict=True)) for name in CANDIDATES}
+    return [StartupRow(images, name, *medians[name]) for name in CANDIDATES]
 
 
-def measure_here(arm: str, root: str) -> tuple[float, float, float]:
-    """CPU seconds, seconds and MiB of an arm in this process."""
-    work = ARMS[arm](root)
+def measure_here(name: str, root: str) -> tuple[float, float, float]:
+    """Return CPU seconds, seconds and MiB of a candidate in this process."""
+    work = CANDIDATES[name](root)
 
     def timed() -> tuple[float, float]:
         cpu, start = time.process_time(), time.perf_counter()

@@ -1,8 +1,8 @@
 """Step times of DistributedDataParallel, measured by ranks that this process starts on this machine.
 
-Every rank times, in turns: forward and backward pass alone (all ranks at once, nothing sent), all-reduces of several
-sizes alone, and the step with the all-reduce under the backward pass, once per setting. A time is that of the slowest
-rank in the quickest round: what else the machine does only adds to it.
+Every rank times, in turns: forward and backward pass alone (all ranks at once, nothing is sent), all-reduces of several
+sizes alone, and the step with the all-reduce under the backward pass. A time is that of the slowest rank in the
+quickest round, because other work on the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.utils.hooks import RemovableHandle
 
-from benchmarks.scaling.model import Gradient, Work
+from benchmarks.scaling.prediction import Gradient, Work
 from tlt.errors import UserError
 from volo import models as models  # registers them with timm
 from volo.cluster.ddp import DdpSettings, distribute
@@ -38,40 +38,30 @@ _NANO = 1_000_000_000
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do.
-
-    Attributes:
-        settings: Ways to sum the gradients.
-        sizes: Bytes of the all-reduces that are timed alone.
-        threads: Per rank, on CPUs.
-    """
+    """The work of the ranks. `threads` are per rank, on CPUs; `sizes` are bytes of the all-reduces timed alone."""
 
     model: str
     batch_size: int
     device: str | None
     rounds: int
     threads: int
-    settings: tuple[DdpSettings, ...]
+    settings: DdpSettings
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Seconds: `work` is a rank's computing alone, `transfers` by bytes, `steps` in the order of the settings."""
+class MeasuredRanks:
+    """Seconds: `work` is the computing of a rank alone, `transfers` are all-reduces by bytes."""
 
     ranks: int
     device: str
     work: Work
     transfers: dict[int, float]
-    steps: list[float]
+    step: float
 
 
-def measure(job: Job, ranks: int) -> Measured:
-    """Start `ranks` processes and return what they found.
-
-    Raises:
-        UserError: A rank fails, for want of memory for instance.
-    """
+def measure(job: Job, ranks: int) -> MeasuredRanks:
+    """Start `ranks` processes and return their times. Raises UserError if a rank fails, as without enough memory."""
     with tempfile.TemporaryDirectory(prefix="scaling-benchmark-") as directory:
         try:
             spawn(_rank, (job, ranks, directory), nprocs=ranks)
@@ -80,17 +70,17 @@ def measure(job: Job, ranks: int) -> Measured:
             raise UserError(f"a rank of {ranks} failed: {last}") from error
         found = json.loads((Path(directory) / "found.json").read_text())
     gradients = tuple(Gradient(*pair) for pair in found["gradients"])
-    return Measured(
+    return MeasuredRanks(
         ranks,
         found["device"],
         Work(job.batch_size, found["forward"], found["backward"], gradients),
         dict(zip(job.sizes, found["transfers"], strict=True)),
-        found["steps"],
+        found["step"],
     )
 
 
 def _rank(rank: int, job: Job, ranks: int, directory: str) -> None:
-    """One process: `directory` is where the ranks meet, and where rank 0 leaves what was found."""
+    """Run one process. The ranks meet in `directory`, where rank 0 writes the times."""
     device = choose_device(job.device, rank)
     if device.type == "cpu":
         torch.set_num_threads(job.threads)
@@ -106,7 +96,7 @@ def _rank(rank: int, job: Job, ranks: int, directory: str) -> None:
 
 
 class _Rank:
-    """A model with its inputs, and what is timed of it."""
+    """A model with its inputs, and the functions that time it."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self.job, self.device = job, device
@@ -122,26 +112,26 @@ class _Rank:
         self.model = model
 
     def run(self) -> dict[str, Any]:
-        wrapped: list[nn.Module] = [distribute(copy.deepcopy(self.model), self.device, s) for s in self.job.settings]
+        wrapped = distribute(copy.deepcopy(self.model), self.device, self.job.settings)
         tensors = [torch.ones(size // 4, device=self.device) for size in self.job.sizes]
         rounds = [self._round(wrapped, tensors) for _ in range(_WARM_UP + self.job.rounds)][_WARM_UP:]
-        forward, backward, *rest = (min(column) for column in zip(*rounds, strict=True))
+        forward, backward, step, *transfers = (min(column) for column in zip(*rounds, strict=True))
         return {
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             "forward": forward,
             "backward": backward,
-            "transfers": rest[: len(tensors)],
-            "steps": rest[len(tensors) :],
+            "transfers": transfers,
+            "step": step,
             "gradients": self._ready(),
         }
 
-    def _round(self, wrapped: list[nn.Module], tensors: list[Tensor]) -> list[float]:
-        seconds = [*self._alone()]
-        seconds += [self._slowest(lambda t=tensor: dist.all_reduce(t.fill_(1.0))) for tensor in tensors]  # type: ignore[misc]
-        return seconds + [self._slowest(lambda m=model: self._step(m)) for model in wrapped]  # type: ignore[misc]
+    def _round(self, wrapped: nn.Module, tensors: list[Tensor]) -> list[float]:
+        alone = self._alone()
+        transfers = [self._slowest(lambda t=tensor: dist.all_reduce(t.fill_(1.0))) for tensor in tensors]  # type: ignore[misc]
+        return [*alone, self._slowest(lambda: self._step(wrapped)), *transfers]
 
     def _alone(self) -> tuple[float, float]:
-        """Forward and backward pass of the bare model; together they take as long as the slowest rank."""
+        """Seconds of forward and backward pass of the bare model; their sum is that of the slowest rank."""
         marks: list[float] = []
 
         def work() -> None:
@@ -163,7 +153,7 @@ class _Rank:
         return F.cross_entropy(model(self.images).float(), self.classes)
 
     def _slowest(self, work: Callable[[], object]) -> float:
-        """Seconds of the slowest rank; all begin together."""
+        """Return the seconds of the slowest rank; all begin together."""
         max_over_ranks(0)
         began = self._now()
         work()
@@ -175,7 +165,7 @@ class _Rank:
         return time.perf_counter()
 
     def _ready(self) -> list[tuple[int, float]]:
-        """Bytes of every gradient, and after which share of the backward pass it is there."""
+        """Return the bytes of every gradient, and the share of the backward pass after which it is ready."""
         marks: list[tuple[int, float]] = []
         handles: list[RemovableHandle] = []
         for parameter in self.model.parameters():

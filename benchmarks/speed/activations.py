@@ -1,7 +1,7 @@
-"""`benchmark.py activations`: what a training step holds for its backward pass, predicted and measured.
+"""`benchmark.py activations`: memory of a training step for its backward pass, predicted and measured.
 
-One row for each level of recomputation, in all blocks alike. Measured is the peak of a forward and a backward pass
-above weights, gradients and images: of what torch's allocator gave out (CUDA), or of resident memory (CPU).
+There is one row for each level of recomputation in all blocks. Measured is the peak of a forward and a backward pass
+above weights, gradients and images: of memory allocated by torch (CUDA), or of resident memory (CPU).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
 
 
 def _step(model: nn.Module, images: torch.Tensor, precision: Precision) -> None:
-    """A forward and a backward pass with both losses and MixToken."""
+    """Do a forward and a backward pass with both losses and MixToken."""
     with precision.autocast():
         outputs = model(images, dense=True, mix_box=(0, 0, 1, 1))
         loss = torch.stack([each.float().logsumexp(-1).mean() for each in outputs]).sum()

@@ -1,7 +1,7 @@
 """`benchmark.py infer`: images/s of evaluation, ours with BatchNorm folded against timm's VOLO on the same weights.
 
-The work is `model(images)` in evaluation: both heads, the published sum of theirs. Before anything is timed the logits
-of all arms are compared.
+The work is `model(images)` in evaluation: the published sum of both heads. The logits of all candidates are compared
+before the timing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.arms import Arm, arms_of, build_bare, build_first, compiled, exact_convolutions, place
-from benchmarks.comparison import Found, NoPeerError, hold
+from benchmarks.candidates import Candidate, build_bare, build_first, candidates_of, compiled, exact_convolutions, place
+from benchmarks.comparison import NoPeerError, Results, run_candidates, show, tell
 from benchmarks.memory import peak_of
-from benchmarks.phases import Phases
-from benchmarks.speed_report import show, tell
+from benchmarks.timing import Phases
 from tlt.models.flops import flops_per_image
 from tlt.models.folding import fold_batchnorm
 from volo.cluster.distributed import choose_device
@@ -37,7 +36,7 @@ def run(args: Namespace) -> int:
 
 
 class Inference:
-    """Batches through one model, the same images each time."""
+    """Inference of one candidate on the same batch each time."""
 
     def __init__(self, called: Callable[..., Any], images: Tensor, precision: Precision) -> None:
         self.called, self.images, self.precision = called, images, precision
@@ -45,7 +44,7 @@ class Inference:
 
     @torch.inference_mode()
     def run(self, steps: int) -> int:
-        """Do so many batches and return how many images they had."""
+        """Do `steps` batches and return their number of images."""
         for _ in range(steps):
             self.phases.start()
             begin_step()
@@ -55,45 +54,47 @@ class Inference:
         return steps * len(self.images)
 
     def memory(self) -> dict[str, float]:
-        """Bytes per image above the weights, at the peak."""
+        """Return the peak bytes per image above the weights."""
         peak = peak_of(lambda: self.run(1), self.precision.device)[1]
         self.phases.take()
         return {"forward": peak / len(self.images)}
 
 
-def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
-    """Build, compare, warm up and time all arms. Raises UserError: as `benchmarks.comparison.hold`."""
+def measure(args: Namespace, tell: Callable[[Results], None]) -> Results:
+    """Build, compare, warm up and time all candidates. Raises UserError if none can run here."""
     device = choose_device(args.device, 0)
-    arms = arms_of(args)
-    first = build_first(arms[0]).eval()
-    size = eval_settings(arms[0].flags, first)["input_size"]
+    candidates = candidates_of(args)
+    first = build_first(candidates[0]).eval()
+    size = eval_settings(candidates[0].flags, first)["input_size"]
     images = torch.randn(args.batch_size, *size, generator=torch.Generator().manual_seed(0)).to(device)
     flops = flops_per_image(first, size)
     with torch.inference_mode(), exact_convolutions():
         expected = first.to(device)(images[:2]).double()
     first.to("cpu")
 
-    def make(arm: Arm) -> Inference:
-        model = evaluated(arm, first, device)
-        compare(arm, model, images[:2], expected)
-        precision = Precision(device, compute_dtype(arm.flags, device))
-        return Inference(compiled(arm, model), images, precision)
+    def make(candidate: Candidate) -> Inference:
+        model = evaluated(candidate, first, device)
+        compare(candidate, model, images[:2], expected)
+        precision = Precision(device, compute_dtype(candidate.flags, device))
+        return Inference(compiled(candidate, model), images, precision)
 
-    return hold(args, f"inference at {size[1]} x {size[2]} px", arms, device, make, lambda arm: flops, tell)
+    return run_candidates(
+        args, f"inference at {size[1]} x {size[2]} px", candidates, device, make, lambda _: flops, tell
+    )
 
 
-def evaluated(arm: Arm, first: nn.Module, device: torch.device) -> nn.Module:
-    """The arm's model on the device in evaluation, its stem folded unless the arm is to keep it."""
-    model: nn.Module = place(arm, build_bare(arm, first), device).eval()
-    if arm.name not in _UNFOLDED:
+def evaluated(candidate: Candidate, first: nn.Module, device: torch.device) -> nn.Module:
+    """Return the candidate's model in evaluation on the device, its stem folded unless the candidate keeps it."""
+    model: nn.Module = place(candidate, build_bare(candidate, first), device).eval()
+    if candidate.name not in _UNFOLDED:
         fold_batchnorm(model)
     return model
 
 
 @exact_convolutions()
 @torch.inference_mode()
-def compare(arm: Arm, model: nn.Module, images: Tensor, expected: Tensor) -> None:
-    """Raises NoPeerError: The arm's logits are others."""
+def compare(candidate: Candidate, model: nn.Module, images: Tensor, expected: Tensor) -> None:
+    """Raise NoPeerError if the candidate's logits differ."""
     off = float((model(images).double() - expected).abs().max() / expected.abs().max())
     if off > _LARGEST_DIFFERENCE:
-        raise NoPeerError(f"--peer {arm.name} is no peer: from the same weights its logits are off by {off:.1e}")
+        raise NoPeerError(f"--peer {candidate.name} is no peer: from the same weights its logits are off by {off:.1e}")

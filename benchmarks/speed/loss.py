@@ -1,8 +1,8 @@
-"""`benchmark.py loss`: label maps to token targets to the loss and its gradients, sparse, and with the published dense
-target tensors and loss.
+"""`benchmark.py loss`: from label maps to token targets, the loss and its gradients, in sparse form and with the
+published dense target tensors and loss.
 
-Each form runs in a process of its own, so that neither finds memory that the other left. Peak memory is told twice:
-`work` is what the form needs beyond the logits and their gradients, which any loss has; `all` includes both.
+Each form runs in a process of its own, so that neither reuses memory of the other. Peak memory is reported twice:
+`work` is the memory beyond the logits and their gradients, which any loss has; `all` includes both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Case:
+class LossCase:
     """Sizes of one measurement: `grid` tokens and `map_size` cells as (rows, columns)."""
 
     batch_size: int
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LossCost:
     """Median milliseconds of making targets and of the loss forward and backward; peak bytes; the loss."""
 
     targets_ms: float
@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: torch sees no GPU; use --device cpu")
-    case = Case(args.batch_size, tuple(args.grid), args.num_classes, args.top_k, tuple(args.map_size), args.dtype)
+    case = LossCase(args.batch_size, tuple(args.grid), args.num_classes, args.top_k, tuple(args.map_size), args.dtype)
     found = {}
     for form in FORMS:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -72,23 +72,23 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def measure(form: str, case: Case, device_name: str, repeats: int) -> Measured:
-    """Measure one form in this process. Memory is that of the first full run, after a small one loaded the kernels."""
+def measure(form: str, case: LossCase, device_name: str, repeats: int) -> LossCost:
+    """Measure one form in this process. Memory is that of the first full run, after a small run loads the kernels."""
     device = torch.device(device_name)
     step = _Step(form, case, device)
-    _Step(form, Case(1, case.grid, case.num_classes, case.top_k, case.map_size, case.dtype), device).run()
+    _Step(form, LossCase(1, case.grid, case.num_classes, case.top_k, case.map_size, case.dtype), device).run()
     peaks = step.peaks()
     gradients = sum(x.numel() * x.element_size() for x in (step.cls_logits, step.token_logits))
     work = max(peaks[0], peaks[1], peaks[2] - gradients)
     times = [step.run() for _ in range(repeats)]
     targets_ms, loss_ms = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-    return Measured(targets_ms, loss_ms, work, work + 2 * gradients, step.value)
+    return LossCost(targets_ms, loss_ms, work, work + 2 * gradients, step.value)
 
 
 class _Step:
     """The inputs of one step, and the step in three parts: targets, forward, backward."""
 
-    def __init__(self, form: str, case: Case, device: torch.device) -> None:
+    def __init__(self, form: str, case: LossCase, device: torch.device) -> None:
         self.form, self.case, self.device = form, case, device
         self.value = float("nan")
         g = self.generator = torch.Generator().manual_seed(_SEED)
@@ -107,7 +107,7 @@ class _Step:
         return torch.randn(shape, generator=self.generator).to(self.device, dtype).requires_grad_()
 
     def targets(self) -> Targets | Tensor:
-        """The targets, or the published tensor (B, C, 2 + N) of them."""
+        """Make the targets, as the published tensor (B, C, 2 + N) for the dense form."""
         grid, classes = self.case.grid, self.case.num_classes
         made = make_targets(self.labels, self.affine, self.visible, self.classes, grid, classes, 0.1)
         if self.form == "sparse" or made.tokens is None or made.weight is None:
@@ -122,7 +122,7 @@ class _Step:
         return loss
 
     def run(self) -> tuple[float, float]:
-        """Seconds of making the targets, and of the loss forward and backward."""
+        """Return the seconds of making the targets, and of the loss forward and backward."""
         self._clear()
         start = self._now()
         targets = self.targets()
@@ -134,7 +134,7 @@ class _Step:
         return middle - start, end - middle
 
     def peaks(self) -> tuple[int, int, int]:
-        """Peak bytes of the three parts above the inputs; what the earlier ones left counts."""
+        """Return the peak bytes of the three parts above the inputs, with the memory that earlier parts hold."""
         self._clear()
         targets, first = peak_of(self.targets, self.device)
         held = sum(x.untyped_storage().nbytes() for x in _tensors(targets))
@@ -158,8 +158,8 @@ def _tensors(targets: Targets | Tensor) -> list[Tensor]:
     return [targets.cls, targets.weight, targets.tokens.base, targets.tokens.ids, targets.tokens.excess]
 
 
-def random_labels(case: Case, generator: torch.Generator) -> LabelBatch:
-    """Maps whose cells draw their classes from 30 per image (fewer where there are fewer), as neighbours share them."""
+def random_labels(case: LossCase, generator: torch.Generator) -> LabelBatch:
+    """Return maps whose cells draw their classes from at most 30 per image, as neighbours share classes."""
     (h, w), likely = case.map_size, min(case.num_classes, max(30, case.top_k))
     shape = (case.batch_size, h, w, likely)
     places = torch.rand(shape, generator=generator).argsort(-1)[..., : case.top_k]
@@ -169,7 +169,7 @@ def random_labels(case: Case, generator: torch.Generator) -> LabelBatch:
     return LabelBatch(values, ids, torch.tensor([[0.0, 0.0, 1.0, 1.0]]).repeat(case.batch_size, 1))
 
 
-def _ratios(found: dict[str, Measured]) -> dict[str, float]:
+def _ratios(found: dict[str, LossCost]) -> dict[str, float]:
     dense, sparse = found["dense"], found["sparse"]
     return {
         "time": dense.total_ms / sparse.total_ms,
@@ -178,12 +178,12 @@ def _ratios(found: dict[str, Measured]) -> dict[str, float]:
     }
 
 
-def _json(case: Case, device: str, found: dict[str, Measured]) -> str:
+def _json(case: LossCase, device: str, found: dict[str, LossCost]) -> str:
     rows = {form: asdict(row) for form, row in found.items()}
     return json.dumps({"case": asdict(case), "device": device, **rows, "dense/sparse": _ratios(found)})
 
 
-def _table(case: Case, device: str, found: dict[str, Measured]) -> str:
+def _table(case: LossCase, device: str, found: dict[str, LossCost]) -> str:
     (rows, cols), (h, w) = case.grid, case.map_size
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} thread(s)"
     lines = [

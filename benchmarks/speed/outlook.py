@@ -1,32 +1,187 @@
 """`benchmark.py outlook`: outlook attention, each kernel that this project has against timm's unfold and fold.
 
-What is timed is what lies between the projections, values and logits in, mixed values out; with `--layer`, the whole
-layer. timm's arm is its own layer, of which only the projections are taken out. Before anything is timed, output and
-gradients of every arm are compared with the reference kernel's in float64. bfloat16 and float16 are autocast's.
+Timed is the part between the projections, from values and logits to mixed values; with `--layer`, the whole layer.
+timm's candidate is its own layer without the projections. Before the timing, output and gradients of every candidate
+are compared with those of the reference kernel in float64. bfloat16 and float16 are those of autocast.
 
-The floor is the time of a copy of as many bytes as have to move: values, logits and the output's gradient read, the
+The floor is the time of a copy of as many bytes as have to move: values, logits and the output's gradient are read, the
 output and both gradients written, values and logits read again in the backward pass.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from timm.models.volo import OutlookAttention as TimmOutlookAttention
+from torch import Tensor, nn
 
 from benchmarks.comparison import described, reason_of
 from benchmarks.conditions import conditions, heading
-from benchmarks.phases import synchronize
-from benchmarks.speed.outlook_arms import BOTH, FORWARD, PASSES, TIMM, Arm, Case, error_of, inputs, modules, truth
-from benchmarks.timing import Timing, Work, by_clocks, cpu_seconds
+from benchmarks.timing import Timing, Work, by_clocks, cpu_seconds, seconds_of, synchronize
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
+from volo.kernels import KERNELS, outlook_attention
+from volo.models.blocks import OutlookAttention
+
+KERNEL_SIZE, STRIDE, PADDING = 3, 2, 1  # of all VOLOs
+PASSES = FORWARD, BOTH = "forward", "forward + backward"
+OURS_COMPILED, TIMM, TIMM_COMPILED = "ours, compiled", "timm", "timm, compiled"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Images of `height` x `width` cells; `layer` is the whole layer, else the part between its projections."""
+
+    images: int
+    height: int
+    width: int
+    channels: int
+    heads: int
+    dtype: torch.dtype
+    layer: bool
+
+    @classmethod
+    def parse(cls, text: str, images: int, dtype: str, layer: bool) -> AttentionCase:
+        """Parse HxWxCHANNELSxHEADS. Raises UserError for any other text."""
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
+        if found is None or int(found[3]) % int(found[4]):
+            raise UserError(f"--shapes {text}: give HEIGHTxWIDTHxCHANNELSxHEADS, channels a multiple of the heads")
+        height, width, channels, heads = map(int, found.groups())
+        return cls(images, height, width, channels, heads, getattr(torch, dtype), layer)
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """Return rows and columns of windows."""
+        return (self.height + 1) // 2, (self.width + 1) // 2
+
+    def floor_bytes(self, name: str) -> int:
+        """Return the bytes of values and logits that have to move between memory and processor in a pass."""
+        values = self.height * self.width * self.channels
+        logits = self.windows[0] * self.windows[1] * self.heads * 81
+        count = 2 * values + logits if name == FORWARD else 5 * values + 3 * logits
+        return self.images * count * self.dtype.itemsize
+
+
+class _Given(nn.Module):
+    """Stands in for a projection and returns given logits."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.logits
+
+
+class _Ours(nn.Module):
+    """Our kernel alone, with the interface of a layer."""
+
+    def __init__(self, attn: _Given, scale: float, kernel: str) -> None:
+        super().__init__()
+        self.attn, self.scale, self.kernel = attn, scale, kernel
+
+    def forward(self, v: Tensor) -> Tensor:
+        return outlook_attention(v, self.attn(v), KERNEL_SIZE, STRIDE, PADDING, scale=self.scale, kernel=self.kernel)
+
+
+@dataclass
+class AttentionCall:
+    """A module with its input and the gradient of its output."""
+
+    module: nn.Module
+    x: Tensor
+    grad: Tensor
+    amp: torch.dtype
+
+    def forward(self) -> Tensor:
+        with torch.autocast(self.x.device.type, self.amp, enabled=self.amp != torch.float32):
+            out: Tensor = self.module(self.x)
+        return out
+
+    def both(self) -> Tensor:
+        self.x.grad = None
+        self.module.zero_grad()
+        out = self.forward()
+        out.backward(self.grad.to(out.dtype))
+        return out
+
+    def results(self) -> list[Tensor]:
+        """Return the output and all gradients in float64."""
+        out = self.both()
+        parameters = sorted(self.module.named_parameters())
+        found = [out.detach(), self.x.grad, *(value.grad for _, value in parameters)]
+        return [each.double() for each in found if each is not None]
+
+
+def modules(case: AttentionCase, device: torch.device, compiled: bool) -> dict[str, Callable[[], nn.Module]]:
+    """Return a builder of each candidate's module: each of our kernels, timm's, and with `compiled` both compiled."""
+    candidates: dict[str, Callable[[], nn.Module]] = {name: partial(_ours, case, device, name) for name in KERNELS}
+    candidates[TIMM] = partial(_timm, case, device)
+    if compiled:
+        candidates[OURS_COMPILED] = lambda: _compiled(_ours(case, device, "auto"))
+        candidates[TIMM_COMPILED] = lambda: _compiled(_timm(case, device))
+    return candidates
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    module.compile(fullgraph=True, dynamic=False)
+    return module
+
+
+def _ours(case: AttentionCase, device: torch.device, kernel: str) -> nn.Module:
+    full = _layer(case, device)
+    if not case.layer:
+        return _Ours(_Given(_logits(case, device)), full.scale, kernel)
+    full.kernel = kernel
+    return full
+
+
+def _timm(case: AttentionCase, device: torch.device) -> nn.Module:
+    peer = TimmOutlookAttention(case.channels, case.heads, KERNEL_SIZE, padding=PADDING, stride=STRIDE).to(device)
+    peer.load_state_dict(_layer(case, device).state_dict())
+    if not case.layer:
+        peer.v = peer.proj = peer.pool = nn.Identity()
+        peer.attn = _Given(_logits(case, device))
+    return peer
+
+
+def _layer(case: AttentionCase, device: torch.device) -> OutlookAttention:
+    torch.manual_seed(0)
+    return OutlookAttention(case.channels, case.heads, KERNEL_SIZE, STRIDE, PADDING).to(device)
+
+
+def _logits(case: AttentionCase, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(case.images, *case.windows, case.heads * 81, generator=generator)
+    return logits.to(device, case.dtype)
+
+
+def inputs(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the input, float32 for a whole layer, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(2)
+    x, grad = torch.randn(2, case.images, case.height, case.width, case.channels, generator=generator).to(device)
+    return x.to(torch.float32 if case.layer else case.dtype).requires_grad_(), grad.to(case.dtype)
+
+
+def truth(case: AttentionCase, device: torch.device) -> list[Tensor]:
+    """Return the expected results: those of unfold and fold in float64."""
+    module = _ours(case, device, "reference").double()
+    x, grad = inputs(case, device)
+    return AttentionCall(module, x.detach().double().requires_grad_(), grad.double(), torch.float32).results()
+
+
+def error_of(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest relative error, by norms."""
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of norms
 _WRONG = " is no peer: it is off by"
@@ -35,8 +190,8 @@ _MS = 1e3
 
 
 @dataclass(frozen=True)
-class Row:
-    """An arm in the table. Timings are seconds by pass; `error` is the largest of output and gradients, relative."""
+class AttentionRow:
+    """A row of the table. Timings are seconds by pass; `error` is the largest relative one of output and gradients."""
 
     name: str
     wall: Mapping[str, Timing] | None = None
@@ -48,7 +203,9 @@ class Row:
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     device = choose_device(args.device, 0)
-    cases = [Case.parse(shape, args.batch_size, dtype, args.layer) for shape in args.shapes for dtype in args.dtypes]
+    cases = [
+        AttentionCase.parse(shape, args.batch_size, dtype, args.layer) for shape in args.shapes for dtype in args.dtypes
+    ]
     bandwidth = copy_bandwidth(device)
     facts = {"device": described(device), "copy_bytes_per_s": bandwidth}
     found: list[dict[str, Any]] = []
@@ -61,46 +218,50 @@ def run(args: Namespace) -> int:
         found.append(told)
     if not args.json:
         print("\n".join([*heading(args.command_line), *table(facts | {"cases": found})]), flush=True)
-    wrong = [arm["not_measured"] for case in found for arm in case["arms"] if _WRONG in (arm["not_measured"] or "")]
+    wrong = [row["not_measured"] for case in found for row in case["arms"] if _WRONG in (row["not_measured"] or "")]
     if wrong:
         raise UserError(wrong[0])
     return 0
 
 
-def measure(args: Namespace, case: Case, device: torch.device) -> Iterator[tuple[int, list[Row]]]:
-    """Compare all arms of a case and time each by itself, then all in turns: rounds in turns and rows after each."""
+def measure(args: Namespace, case: AttentionCase, device: torch.device) -> Iterator[tuple[int, list[AttentionRow]]]:
+    """Compare all candidates, time each by itself, then all in turns; yield rounds in turns and rows each time."""
     torch.compiler.reset()  # else the shapes of earlier cases count among the compilations that are allowed
-    rows: list[Row] = []
-    arms: dict[str, Arm] = {}
+    rows: list[AttentionRow] = []
+    candidates: dict[str, AttentionCall] = {}
     expected = truth(case, device)
     for name, build in modules(case, device, compiled=not args.no_compile).items():
         try:
-            arm = Arm(build(), *inputs(case, device), case.dtype)
-            error = error_of(arm.results(), expected)
+            candidate = AttentionCall(build(), *inputs(case, device), case.dtype)
+            error = error_of(candidate.results(), expected)
             if error > _TOLERANCE[case.dtype]:
                 raise UserError(f"{name}{_WRONG} {error:.1e}")
-            rows.append(_timed(args, 1, [Row(name, error=error)], {name: arm}, device)[0])
-            arms[name] = arm
+            rows.append(_timed(args, 1, [AttentionRow(name, error=error)], {name: candidate}, device)[0])
+            candidates[name] = candidate
         except Exception as problem:  # a kernel that doesn't fit; compilers raise their own kinds
-            rows.append(Row(name, missing=reason_of(problem)))
+            rows.append(AttentionRow(name, missing=reason_of(problem)))
         yield 0, rows
-    yield args.rounds, _timed(args, args.rounds, rows, arms, device)
+    yield args.rounds, _timed(args, args.rounds, rows, candidates, device)
 
 
 def _timed(
-    args: Namespace, rounds: int, rows: Sequence[Row], arms: Mapping[str, Arm], device: torch.device
-) -> list[Row]:
+    args: Namespace,
+    rounds: int,
+    rows: Sequence[AttentionRow],
+    candidates: Mapping[str, AttentionCall],
+    device: torch.device,
+) -> list[AttentionRow]:
     works: dict[tuple[str, str], Work] = {}
-    for name, arm in arms.items():
-        works[name, FORWARD] = _repeated(torch.no_grad()(arm.forward), args.calls, device)
-        works[name, BOTH] = _repeated(arm.both, args.calls, device)
+    for name, candidate in candidates.items():
+        works[name, FORWARD] = _repeated(torch.no_grad()(candidate.forward), args.calls, device)
+        works[name, BOTH] = _repeated(candidate.both, args.calls, device)
     found = by_clocks(works, rounds, {"wall": time.perf_counter, "cpu": cpu_seconds})
 
-    def timed(row: Row) -> Row:
+    def timed(row: AttentionRow) -> AttentionRow:
         wall, cpu = ({part: found[clock][row.name, part] for part in PASSES} for clock in ("wall", "cpu"))
         return replace(row, wall=wall, cpu=cpu)
 
-    return [timed(row) if row.name in arms else row for row in rows]
+    return [timed(row) if row.name in candidates else row for row in rows]
 
 
 def _repeated(work: Callable[[], Tensor], calls: int, device: torch.device) -> Work:
@@ -114,22 +275,15 @@ def _repeated(work: Callable[[], Tensor], calls: int, device: torch.device) -> W
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of much reads and writes, the quickest of a few."""
+    """Return the bytes per second that the fastest of a few large copies reads and writes."""
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    quickest = float("inf")
-    for _ in range(5):
-        synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        quickest = min(quickest, time.perf_counter() - began)
-    return 2 * _COPIED_BYTES / quickest
+    return 2 * _COPIED_BYTES / min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
 
 
-def as_json(case: Case, rows: list[Row], bandwidth: float) -> dict[str, Any]:
-    """The case and its arms. `timm/arm` tells how many times as fast as timm's an arm is, by pass."""
-    peer = next((row for row in rows if row.name == TIMM), Row(TIMM))
+def as_json(case: AttentionCase, rows: list[AttentionRow], bandwidth: float) -> dict[str, Any]:
+    """Return the case and its rows. `timm/arm` is timm's time over the candidate's, by pass."""
+    peer = next((row for row in rows if row.name == TIMM), AttentionRow(TIMM))
     return {
         "shape": [case.images, case.height, case.width, case.channels],
         "heads": case.heads,
@@ -137,11 +291,11 @@ def as_json(case: Case, rows: list[Row], bandwidth: float) -> dict[str, Any]:
         "layer": case.layer,
         "floor_bytes": {name: case.floor_bytes(name) for name in PASSES},
         "floor_seconds": {name: case.floor_bytes(name) / bandwidth for name in PASSES},
-        "arms": [_arm_json(row, peer) for row in rows],
+        "arms": [_row_json(row, peer) for row in rows],
     }
 
 
-def _arm_json(row: Row, peer: Row) -> dict[str, Any]:
+def _row_json(row: AttentionRow, peer: AttentionRow) -> dict[str, Any]:
     if row.wall is None or row.cpu is None:
         return {"arm": row.name, "not_measured": row.missing}
     return {
@@ -155,7 +309,7 @@ def _arm_json(row: Row, peer: Row) -> dict[str, Any]:
 
 
 def table(facts: Mapping[str, Any]) -> list[str]:
-    """Lines of Markdown for what `--json` prints."""
+    """Return the JSON of `--json` as lines of Markdown."""
     lines = [
         f"{facts['device']}, {facts['copy_bytes_per_s'] / 1e9:.1f} GB/s in a large copy; x: times as fast as timm; "
         "error: the largest of output and gradients against float64, relative",
@@ -179,19 +333,19 @@ def _case_table(case: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield f"| arm | {' | '.join(f'{name}, ms | x' for name in PASSES)} | CPU ms | share of the floor | error |"
     yield "|---" * 8 + "|"
-    for arm in case["arms"]:
-        yield f"| {arm['arm']} | {_cells(case, arm)} |"
+    for candidate in case["arms"]:
+        yield f"| {candidate['arm']} | {_cells(case, candidate)} |"
 
 
-def _cells(case: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
-    if arm["not_measured"] is not None:
-        return f"not measured: {arm['not_measured']}" + " |" * 6
+def _cells(case: Mapping[str, Any], candidate: Mapping[str, Any]) -> str:
+    if candidate["not_measured"] is not None:
+        return f"not measured: {candidate['not_measured']}" + " |" * 6
     cells = []
     for name in PASSES:
-        wall = arm["wall_seconds"][name]
-        ratio = arm["timm/arm"] and f"{arm['timm/arm'][name]:.2f}x"
+        wall = candidate["wall_seconds"][name]
+        ratio = candidate["timm/arm"] and f"{candidate['timm/arm'][name]:.2f}x"
         cells += [f"{wall['median'] * _MS:.3g} ({wall['low'] * _MS:.3g}-{wall['high'] * _MS:.3g})", ratio or ""]
-    share = case["floor_seconds"][BOTH] / arm["wall_seconds"][BOTH]["median"]
+    share = case["floor_seconds"][BOTH] / candidate["wall_seconds"][BOTH]["median"]
     return " | ".join(
-        [*cells, f"{arm['cpu_seconds'][BOTH]['median'] * _MS:.3g}", f"{share:.1%}", f"{arm['error']:.1e}"]
+        [*cells, f"{candidate['cpu_seconds'][BOTH]['median'] * _MS:.3g}", f"{share:.1%}", f"{candidate['error']:.1e}"]
     )

@@ -1,7 +1,7 @@
 """`benchmark.py train`: images/s of a training step, ours against timm's VOLO and against ourselves, in one process.
 
 A step is what train.py does between two batches: token-label targets, forward pass, loss, backward pass, guarded AdamW.
-All arms start from the same weights and take turns; before anything is timed their logits and losses are compared.
+All candidates start from the same weights and take turns. Their logits and losses are compared before the timing.
 """
 
 from __future__ import annotations
@@ -9,34 +9,39 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.arms import (
+from benchmarks.candidates import (
     OURS,
-    Arm,
-    arms_of,
+    Candidate,
     build_bare,
     build_first,
+    candidates_of,
+    channels_last_is_faster,
     compiled,
     difference,
     exact_convolutions,
     place,
 )
-from benchmarks.comparison import Found, NoPeerError, hold
-from benchmarks.speed.train_step import TrainStep, load_batches, losses_of
-from benchmarks.speed_report import show, tell
-from benchmarks.timm_volo import channels_last_is_faster
-from tlt.data.loader import Batch
+from benchmarks.comparison import NoPeerError, Results, run_candidates, show, tell
+from benchmarks.memory import peak_of
+from benchmarks.timing import Phases
+from tlt.data.loader import Batch, TrainLoader
+from tlt.loss import LossTerms
 from tlt.models.flops import flops_per_image
 from tlt.models.layers import SelfAttention
 from tlt.models.token_labeling import TokenLabelModel
-from volo.cluster.distributed import choose_device
-from volo.train.criterion import make_criterion
-from volo.train.model import TimmModel, eval_settings
-from volo.train.precision import Precision, compute_dtype
+from volo.cluster.distributed import World, choose_device
+from volo.train.compilation import begin_step
+from volo.train.criterion import Criterion, StepKey, make_criterion
+from volo.train.data import open_folders, open_labels, train_loader
+from volo.train.model import TimmModel, eval_settings, heads_of
+from volo.train.optim import create_optimizer, set_lr
+from volo.train.precision import Precision, WorkingCopy, compute_dtype
 
 _LARGEST_DIFFERENCE = 1e-3  # of logits and losses, relative, in float32
 _PREPARED = 2  # batches, used in turns
@@ -48,19 +53,21 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def measure(args: Namespace, tell: Callable[[Found], None]) -> Found:
-    """Build, compare, warm up and time all arms. Raises UserError: as `benchmarks.comparison.hold`."""
+def measure(args: Namespace, tell: Callable[[Results], None]) -> Results:
+    """Build, compare, warm up and time all candidates. Raises UserError if none can run here."""
     device = choose_device(args.device, 0)
-    arms = arms_of(args)
-    case = _Case(arms[0], device, args.cudnn_attention)
+    candidates = candidates_of(args)
+    case = _Case(candidates[0], device, args.cudnn_attention)
     height, width = case.settings["input_size"][1:]
-    return hold(args, f"training step at {height} x {width} px", arms, device, case.step, case.flops, tell)
+    return run_candidates(
+        args, f"training step at {height} x {width} px", candidates, device, case.step, case.flops, tell
+    )
 
 
 class _Case:
-    """What all arms share: weights, batches, the criterion, and the work that an image takes."""
+    """What all candidates share: weights, batches, the criterion, and the operations of an image."""
 
-    def __init__(self, ours: Arm, device: torch.device, cudnn: bool = False) -> None:
+    def __init__(self, ours: Candidate, device: torch.device, cudnn: bool = False) -> None:
         self.ours, self.device, self.cudnn = ours, device, cudnn
         self.first: TimmModel = build_first(ours)
         self.settings: dict[str, Any] = eval_settings(ours.flags, self.first)
@@ -71,22 +78,22 @@ class _Case:
         self.prepared = list(islice(load_batches(ours.flags, self.settings, device), _PREPARED))
         self._flops: dict[str, float] = {}
 
-    def step(self, arm: Arm) -> TrainStep:
-        """The arm's step. Raises NoPeerError: it computes something else than ours."""
-        if arm.is_timm:
-            arm.flags.channels_last = self._timm_likes_channels_last(arm)
-        model = place(arm, build_bare(arm, self.first), self.device)
+    def step(self, candidate: Candidate) -> TrainStep:
+        """Return the candidate's step. Raises NoPeerError if it computes something else than ours."""
+        if candidate.is_timm:
+            candidate.flags.channels_last = self._timm_likes_channels_last(candidate)
+        model = place(candidate, build_bare(candidate, self.first), self.device)
         for module in model.modules() if self.cudnn else ():
             if isinstance(module, SelfAttention):
                 module.cudnn = True
-        if arm.name != OURS:
-            self._compare(arm, model)
+        if candidate.name != OURS:
+            self._compare(candidate, model)
         batches = self._batches()
-        return TrainStep(model, partial(compiled, arm), arm.flags, self.criterion, batches, self.device)
+        return TrainStep(model, partial(compiled, candidate), candidate.flags, self.criterion, batches, self.device)
 
-    def flops(self, arm: Arm) -> float:
-        """Of the step of ours that does the same arithmetic, per image."""
-        mode = arm.flags.drop_path_mode
+    def flops(self, candidate: Candidate) -> float:
+        """Return the operations per image of our step with the same arithmetic."""
+        mode = candidate.flags.drop_path_mode
         if mode not in self._flops:
             if isinstance(self.first, TokenLabelModel):
                 self.first.set_drop_path_mode(mode)
@@ -94,9 +101,9 @@ class _Case:
             self._flops[mode] = flops_per_image(self.first.train(), size, backward=True, images=images, dense=True)
         return self._flops[mode]
 
-    def _timm_likes_channels_last(self, arm: Arm) -> bool:
-        stem = build_bare(arm, self.first).net.patch_embed.to(self.device)
-        precision = Precision(self.device, compute_dtype(arm.flags, self.device))
+    def _timm_likes_channels_last(self, candidate: Candidate) -> bool:
+        stem = build_bare(candidate, self.first).net.patch_embed.to(self.device)
+        precision = Precision(self.device, compute_dtype(candidate.flags, self.device))
         return channels_last_is_faster(stem, self.prepared[0].images, precision)
 
     def _batches(self) -> Iterator[Batch]:
@@ -105,7 +112,7 @@ class _Case:
         return load_batches(self.ours.flags, self.settings, self.device)
 
     @exact_convolutions()
-    def _compare(self, arm: Arm, model: TimmModel) -> None:
+    def _compare(self, candidate: Candidate, model: TimmModel) -> None:
         batch = self.prepared[0]
         ours = self.first.to(self.device)
         box = torch.tensor([0, 0, 1, 1], dtype=torch.int32, device=self.device)
@@ -114,6 +121,109 @@ class _Case:
         self.first.to("cpu")
         if max(off, abs(own - other) / abs(own)) > _LARGEST_DIFFERENCE:
             raise NoPeerError(
-                f"--peer {arm.name} is no peer: from the same weights its logits are off by {off:.1e} and its loss is "
-                f"{other:.6f} instead of {own:.6f}; it was not timed"
+                f"--peer {candidate.name} is no peer: from the same weights its logits are off by {off:.1e} and its "
+                f"loss is {other:.6f} instead of {own:.6f}; it was not timed"
             )
+
+
+_SEED = 0
+_LR = 1e-5
+
+
+class TrainStep:
+    """A training step of one candidate, as `volo.train.loop.train_epoch` does it, with marks between its parts.
+
+    Args:
+        bare: The model whose parameters are trained, on its device.
+        compiled: Compiles a model.
+        flags: Flags of train.py.
+        batches: An endless iterator.
+    """
+
+    def __init__(
+        self,
+        bare: TimmModel,
+        compiled: Callable[[TimmModel], Callable[..., Any]],
+        flags: Namespace,
+        criterion: Criterion,
+        batches: Iterator[Batch],
+        device: torch.device,
+    ) -> None:
+        self.criterion, self.batches, self.device = criterion, batches, device
+        bare.train()
+        working_copy = WorkingCopy(bare) if flags.model_dtype == "bfloat16" else None
+        dtype = compute_dtype(flags, device)
+        self.precision = Precision(
+            device, dtype, flags.clip_grad, flags.clip_mode, working_copy=working_copy, heads=heads_of(bare)
+        )
+        self.called = compiled(bare if working_copy is None else working_copy.module)
+        self.optimizer = create_optimizer(flags, bare, device)
+        set_lr(self.optimizer, _LR)
+        self.parameters = [p for p in bare.parameters() if p.requires_grad]
+        self.phases = Phases(device)
+        self.loss = torch.zeros(())
+        self._updates = count()
+
+    def run(self, steps: int) -> int:
+        """Do `steps` steps and return their number of images; `phases` has the times of their parts."""
+        images = 0
+        for _ in range(steps):
+            self.phases.start()
+            batch = next(self.batches)
+            self.phases.mark("data")
+            self.update(batch)
+            images += batch.size
+        return images
+
+    def update(self, batch: Batch) -> None:
+        """Do one step."""
+        terms = self.forward(batch)
+        self.phases.mark("forward")
+        self.precision.backward(terms.total)
+        self.phases.mark("backward")
+        self.precision.step(self.optimizer, self.parameters)
+        self.phases.mark("optimizer")
+        self.loss = terms.total.detach()
+
+    def forward(self, batch: Batch) -> LossTerms:
+        """Make the targets, do the forward pass and compute the loss."""
+        step = StepKey(_SEED, next(self._updates), 0, 0)
+        step.seed_torch()
+        begin_step()
+        targets, mixed = self.criterion.targets(batch), self.criterion.draw(batch, step)
+        with self.precision.autocast():
+            outputs = self.called(mixed.images, **self.criterion.arguments(mixed))
+            return self.criterion(outputs, targets, mixed)
+
+    def memory(self) -> dict[str, float]:
+        """Return peak bytes per image above what the model and its optimizer hold: of the forward pass with the loss,
+        and of the whole step, which includes the gradients. Call it after a few steps."""
+        batch = next(self.batches)
+        forward = peak_of(lambda: self.forward(batch), self.device)[1]
+        step = peak_of(lambda: self.update(batch), self.device)[1]
+        self.phases.take()
+        return {"forward": forward / batch.size, "step": step / batch.size}
+
+
+def load_batches(flags: Namespace, settings: dict[str, Any], device: torch.device) -> Iterator[Batch]:
+    """Yield batches of train.py's loader without end, augmented and on the device."""
+    world = World(0, 0, 1, device)
+    folder = open_folders(flags, 1).train
+    labels, _ = open_labels(flags, folder, flags.num_classes or 1000)
+    loader: TrainLoader = train_loader(flags, folder, labels, settings, world)
+    for epoch in count():
+        for _, _, batch in loader.epoch(epoch):
+            yield batch
+
+
+def losses_of(criterion: Criterion, models: list[nn.Module], batch: Batch) -> list[float]:
+    """Return the loss of each model in evaluation, on one batch and in float32."""
+    found = []
+    targets, mixed = criterion.targets(batch), criterion.draw(batch, StepKey(_SEED, 0, 0, 0))
+    for model in models:
+        training = model.training
+        with torch.no_grad():
+            outputs = model.eval()(mixed.images, **criterion.arguments(mixed))
+            found.append(criterion(outputs, targets, mixed).total.item())
+        model.train(training)
+    return found

@@ -150,7 +150,7 @@ def test_startup_measures_every_way_to_find_the_same_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     startup.make_data(tmp_path, 60, 7)
-    ours, indexed, torchvisions, timms = (work(str(tmp_path))() for work in list(startup.ARMS.values())[:4])
+    ours, indexed, torchvisions, timms = (work(str(tmp_path))() for work in list(startup.CANDIDATES.values())[:4])
     names = [f"{tmp_path}/train/{name}" for name in ours.paths]  # type: ignore[attr-defined]
     assert len(names) == 60 and indexed.paths == ours.paths  # type: ignore[attr-defined]
     assert indexed.sizes is not None and indexed.warnings == []  # type: ignore[attr-defined]
@@ -166,6 +166,6 @@ def test_startup_measures_every_way_to_find_the_same_images(
         "benchmark", ["startup", "--images", "30", "--classes", "3", "--rounds", "1", "--directory", str(tmp_path)]
     )
     rows = capsys.readouterr().out.splitlines()[3:]
-    assert ended == 0 and [row.split("  ")[1].strip() for row in map(str.strip, rows)] == list(startup.ARMS)
+    assert ended == 0 and [row.split("  ")[1].strip() for row in map(str.strip, rows)] == list(startup.CANDIDATES)
     assert all(row.strip().startswith("30 ") for row in rows)
     assert {path.name for path in tmp_path.iterdir()} == {"0.jpg", "train", "train.index", "labels"}

@@ -55,7 +55,7 @@ def test_labels_are_the_same_out_of_every_reader(tmp_path: Path) -> None:
 
 def test_every_reader_reads_every_label_once(tmp_path: Path) -> None:
     sample = labels.make_sample(tmp_path, labels.Sizes(300, 1, (1, 1), 5))
-    arms = labels.arms(sample)
+    arms = labels.candidates(sample)
     for arm in arms.values():
         assert sorted(arm.order) == list(range(300)) and arm(0) == 300
     assert all(
@@ -86,10 +86,10 @@ def test_labels_table_and_json_agree_and_pages_are_shared(
     assert "memory of workers: not measured" in capsys.readouterr().out
 
 
-def _case(root: Path, config: AugmentConfig) -> augmentation.Case:
+def _case(root: Path, config: AugmentConfig) -> augmentation.AugmentationCase:
     args = Namespace(data_dir="", images=5, image_size=[50, 40])
     folder = images.choose_images(args, root)
-    return augmentation.Case(folder, images.make_labels(root / "labels", folder), config, 3)
+    return augmentation.AugmentationCase(folder, images.make_labels(root / "labels", folder), config, 3)
 
 
 def test_every_augmentation_makes_the_same_crops_of_the_same_images(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_every_augmentation_makes_the_same_crops_of_the_same_images(tmp_path: Pa
     config = AugmentConfig((32, 24), (1.0, 1.0), (1.25, 1.25), 0.0, 0.0, None, None, "bilinear", reprob=0.0)
     case = _case(tmp_path, config)
     made = {}
-    for name, arm in augmentation.arms(case).items():
+    for name, arm in augmentation.candidates(case).items():
         assert arm(1) == 5
         batches = [arm.load(key) for key in case.batches(1)]
         made[name] = torch.cat([augmentation.images_of(batch) for batch in batches])
@@ -108,7 +108,7 @@ def test_every_augmentation_makes_the_same_crops_of_the_same_images(tmp_path: Pa
         assert difference.abs().max() <= 2, name
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in (images.MEAN, images.STD))
     torch.testing.assert_close(made[augmentation.STAGED], (made[augmentation.OURS] / 255 - mean) / std)
-    ours, published = (augmentation.arms(case)[name].load for name in (augmentation.OURS, augmentation.PUBLISHED))
+    ours, published = (augmentation.candidates(case)[name].load for name in (augmentation.OURS, augmentation.PUBLISHED))
     key = next(case.batches(1))
     torch.testing.assert_close(ours(key).labels.values, published(key)[1][:, 0])
     torch.testing.assert_close(ours(key).labels.ids, published(key)[1][:, 1].int())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.feed import data, data_memory, images
-from benchmarks.feed.data_report import BATCHES, CROPS, TIMM, Arm
+from benchmarks.feed.data import BATCHES, CROPS, TIMM, LoaderPart
 from benchmarks.flags_benchmark import DATA_BACKENDS
 from benchmarks.timing import cpu_seconds
 from tests.conftest import LIMIT
@@ -29,11 +29,11 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason=
 LINE = "data --images 6 --image-size 60 48 --img-size 24 -b 3 --rounds 1"
 
 
-def _case(root: Path, config: AugmentConfig, workers: int = 0) -> data.Case:
+def _case(root: Path, config: AugmentConfig, workers: int = 0) -> data.LoaderCase:
     images.make_images(root / "images", 6, (50, 40))
     folder = scan_folder(str(root / "images"))
     labels = images.make_labels(root / "labels", folder)
-    return data.Case(folder, labels, config, 3, workers, torch.device("cpu"))
+    return data.LoaderCase(folder, labels, config, 3, workers, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("part", [CROPS, BATCHES])
@@ -59,11 +59,11 @@ def test_a_round_is_every_image_once_with_workers_too(tmp_path: Path) -> None:
     case = _case(tmp_path, AugmentConfig((16, 16)), workers=1)
     found = data.measure("", case, ["synthetic", "dali-none"], 1)
     assert set(found.wall) == {
-        Arm(TIMM, CROPS),
-        Arm(TIMM, BATCHES),
-        Arm(data.TIMM_WORKERS, BATCHES),
-        Arm("synthetic", CROPS),
-        Arm("synthetic", BATCHES),
+        LoaderPart(TIMM, CROPS),
+        LoaderPart(TIMM, BATCHES),
+        LoaderPart(data.TIMM_WORKERS, BATCHES),
+        LoaderPart("synthetic", CROPS),
+        LoaderPart("synthetic", BATCHES),
     }
     assert "--data-backend dali-none" in found.missing["dali-none"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.speed.outlook_arms import BOTH, FORWARD, Case
+from benchmarks.speed.outlook import BOTH, FORWARD, AttentionCase
 from volo import cli
 from volo.kernels import KERNELS, windows
 
@@ -68,11 +68,11 @@ def test_an_arm_that_cannot_run_is_told_in_its_row(
 
 
 def test_the_floor_counts_what_has_to_move_once() -> None:
-    case = Case.parse("28x28x192x6", 8, "bfloat16", False)
+    case = AttentionCase.parse("28x28x192x6", 8, "bfloat16", False)
     windows_and_heads = 8 * 14 * 14 * 6
     assert case.floor_bytes(BOTH) == 2 * windows_and_heads * 883  # 4 pixels of 32 values five times, 81 logits thrice
     assert case.floor_bytes(FORWARD) == 2 * windows_and_heads * (2 * 128 + 81)
-    odd = Case.parse("5x3x4x1", 1, "float32", False)
+    odd = AttentionCase.parse("5x3x4x1", 1, "float32", False)
     assert odd.floor_bytes(FORWARD) == 4 * (2 * 15 * 4 + 3 * 2 * 81)
 
 

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from benchmarks import all as whole
-from benchmarks import arms, phases, profile, speed_report, targets
-from benchmarks.comparison import Found, Row
+from benchmarks import candidates, comparison, profile, targets, timing
+from benchmarks.candidates import TimmVolo
+from benchmarks.comparison import CandidateRow, Results
 from benchmarks.flags_benchmark import parse_benchmark
 from benchmarks.speed import infer, train
 from benchmarks.targets import EXPERIMENTS, Experiment, Target
 from benchmarks.timing import Timing
-from benchmarks.timm_volo import TimmVolo
 from volo import cli
 from volo.config.args import parse_train, train_parser
 from volo.config.flag_rules import check_train
@@ -59,7 +59,7 @@ def called(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
 
 
 def arm(found: dict[str, Any], name: str) -> dict[str, Any]:
-    return dict(targets.arm(found, name))
+    return dict(targets.row_of(found, name))
 
 
 def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +89,11 @@ def test_train_times_ours_and_timm_from_one_start(capsys: pytest.CaptureFixture[
 
 
 def test_a_peer_with_other_weights_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    build = arms.build_bare
+    build = candidates.build_bare
 
-    def damaged(arm: arms.Arm, first: nn.Module) -> Any:
+    def damaged(arm: candidates.Candidate, first: nn.Module) -> Any:
         model = build(arm, first)
-        if arm.name != arms.OURS:
+        if arm.name != candidates.OURS:
             with torch.no_grad():
                 model.aux_head.bias[0] += 0.1
         return model
@@ -118,7 +118,7 @@ def test_a_peer_with_other_weights_is_none(monkeypatch: pytest.MonkeyPatch, caps
         ("reference", triton_error("PTXASError", "\nfatal: sm_1\n"), "PTXASError: fatal: sm_1"),
     ],
 )
-def test_an_arm_that_fails_is_told_and_the_others_are_timed(
+def test_a_candidate_that_fails_is_told_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str, error: Exception, reason: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -130,13 +130,13 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(
     found = called(capsys, line)
     other = {"ours": "reference", "reference": "ours"}[broken]
     assert arm(found, broken)["not_measured"].startswith(reason) and arm(found, other)["images/s"] > 0
-    assert f"| {broken} | not measured: {reason}" in "\n".join(speed_report.table(found))
+    assert f"| {broken} | not measured: {reason}" in "\n".join(comparison.table(found))
     monkeypatch.setattr(train, "compiled", lambda arm, model: fail)
     assert cli.run("benchmark", line.split()) == 2
     assert f"--model volo_test can't be measured here: {reason}" in capsys.readouterr().err
 
 
-def test_each_arm_is_told_as_soon_as_it_was_timed_and_all_after_their_turns(
+def test_each_candidate_is_told_as_soon_as_it_was_timed_and_all_after_their_turns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.run("benchmark", f"train {SMALL} --peer reference".split()) == 0
@@ -153,7 +153,7 @@ def test_a_profile_tells_where_the_time_of_a_step_goes(capsys: pytest.CaptureFix
     assert sum(row["ms"] for row in facts["classes"].values()) == pytest.approx(facts["busy_ms"])
     assert {"matrix products", "convolution", "normalisation"} < set(facts["classes"])
     assert 30 < len(facts["kernels"]) <= 60 and facts["batch_ms"] >= facts["host_ms"] > 0
-    assert "| matrix products | " in "\n".join(speed_report.table(found))
+    assert "| matrix products | " in "\n".join(comparison.table(found))
 
 
 @pytest.mark.parametrize(
@@ -188,28 +188,14 @@ def test_work_that_subset_skips_is_not_counted(capsys: pytest.CaptureFixture[str
 def test_a_bfloat16_copy_computes_and_the_peer_has_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     found = called(capsys, f"train {SMALL} --model-dtype bfloat16 --drop-path 0.1 --peer amp")
     assert [row["dtype"] for row in found["arms"]] == ["bfloat16", "bfloat16"]
-    args = parse_benchmark(
-        [
-            "train",
-            "--model",
-            "volo_d1",
-            "--img-size",
-            "32",
-            "-b",
-            "2",
-            "--model-dtype",
-            "bfloat16",
-            "--peer",
-            "timm",
-            "amp",
-        ]
-    )
-    assert [(each.flags.model_dtype, each.flags.amp) for each in arms.arms_of(args)] == [
+    line = "train --model volo_d1 --img-size 32 -b 2 --model-dtype bfloat16 --peer timm amp"
+    args = parse_benchmark(line.split())
+    assert [(each.flags.model_dtype, each.flags.amp) for each in candidates.candidates_of(args)] == [
         ("bfloat16", False),
         ("float32", True),
         ("float32", True),
     ]
-    step = train._Case(arms.arms_of(args)[0], CPU).step(arms.arms_of(args)[0])
+    step = train._Case(candidates.candidates_of(args)[0], CPU).step(candidates.candidates_of(args)[0])
     assert {p.dtype for p in step.called.parameters()} == {torch.float32, torch.bfloat16}
     assert {p.dtype for p in step.parameters} == {torch.float32}
 
@@ -220,8 +206,8 @@ def test_images_of_a_folder_are_loaded_in_the_step(
     line = f"train {SMALL} --peer reference --data {make_dataset()} --amp --amp-dtype bfloat16"
     found = called(capsys, line)
     assert arm(found, "ours")["seconds_per_image_of"]["data"] > 0 and arm(found, "ours")["dtype"] == "bfloat16"
-    ours = arms.arms_of(parse_benchmark(line.split()))[0]
-    made_up = arms.arms_of(parse_benchmark(f"train {SMALL} --peer reference".split()))[0]
+    ours = candidates.candidates_of(parse_benchmark(line.split()))[0]
+    made_up = candidates.candidates_of(parse_benchmark(f"train {SMALL} --peer reference".split()))[0]
     for each, again in ((ours, False), (made_up, True)):  # made-up batches come again, an epoch's are new
         batches = train._Case(each, CPU).step(each).batches
         first, _, third = (next(batches).images for _ in range(3))
@@ -231,8 +217,8 @@ def test_images_of_a_folder_are_loaded_in_the_step(
 def test_infer_folds_ours_and_leaves_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"infer --model volo_d1 --img-size 32 -b 2 --peer timm unfolded {QUICK}"
     args = parse_benchmark(line.split())
-    ours, _, unfolded = arms.arms_of(args)
-    first = arms.build_first(ours).eval()
+    ours, _, unfolded = candidates.candidates_of(args)
+    first = candidates.build_first(ours).eval()
     norms = [
         sum(isinstance(m, nn.BatchNorm2d) for m in infer.evaluated(each, first, CPU).modules())
         for each in (ours, unfolded)
@@ -244,19 +230,19 @@ def test_infer_folds_ours_and_leaves_the_reference(capsys: pytest.CaptureFixture
 
 
 def test_utilisation_and_ratio_by_hand() -> None:
-    ours = Row("ours", torch.float32, flops=3e9, wall=Timing(0.5, 0.4, 0.6))
-    peer = Row("timm", torch.bfloat16, flops=3e9, wall=Timing(1.5, 1.4, 1.6))
-    found = Found("cpu", "step", [ours, peer], {torch.float32: 60e9, torch.bfloat16: 20e9}, [])
+    ours = CandidateRow("ours", torch.float32, flops=3e9, wall=Timing(0.5, 0.4, 0.6))
+    peer = CandidateRow("timm", torch.bfloat16, flops=3e9, wall=Timing(1.5, 1.4, 1.6))
+    found = Results("cpu", "step", [ours, peer], {torch.float32: 60e9, torch.bfloat16: 20e9}, [])
     assert found.ratio("timm") == pytest.approx(3)
-    told = speed_report.as_json(Namespace(model="", batch_size=1, rounds=1, steps=1, warm_up=1), found)
+    told = comparison.as_json(Namespace(model="", batch_size=1, rounds=1, steps=1, warm_up=1), found)
     assert targets.faster("timm", "ours")(told) == pytest.approx(1 / 3) and targets.speed("timm")(told) == 1 / 1.5
     assert found.utilisation(ours) == pytest.approx(0.1) and found.utilisation(peer) == pytest.approx(0.1)
 
 
 def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter([10.0, 11.0, 14.0, 100.0, 100.5, 101.0])
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(clock))
-    parts = phases.Phases(CPU)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    parts = timing.Phases(CPU)
     for _ in range(2):
         parts.start()
         parts.mark("forward")
@@ -302,8 +288,8 @@ def test_every_experiment_is_a_command_line(experiment: Experiment) -> None:
     elif program == "benchmark.py":
         args = parse_benchmark(words)
         if args.command in ("train", "infer"):
-            there = {each.name for each in arms.arms_of(args)}
-            assert there == {"ours", *experiment.peers} and all(there >= set(t.arms) for t in experiment.targets)
+            there = {each.name for each in candidates.candidates_of(args)}
+            assert there == {"ours", *experiment.peers} and all(there >= set(t.candidates) for t in experiment.targets)
     else:
         assert (ROOT / program).is_file()
 
@@ -320,10 +306,12 @@ def test_what_has_to_be_measured_first_has_its_time() -> None:
 @pytest.fixture
 def experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose process prints what was found, and one that the program itself refuses."""
-    ours, peer = (Row(name, torch.float32, wall=Timing(*t), cpu=Timing(*t), start=1.0) for name, t in SECONDS.items())
-    found = Found("cpu", "step", [ours, replace(peer, missing="no compiler", wall=None)], {torch.float32: 1.0}, [])
+    ours, peer = (
+        CandidateRow(name, torch.float32, wall=Timing(*t), cpu=Timing(*t), start=1.0) for name, t in SECONDS.items()
+    )
+    found = Results("cpu", "step", [ours, replace(peer, missing="no compiler", wall=None)], {torch.float32: 1.0}, [])
     case = Namespace(model="volo_test", batch_size=2, rounds=1, steps=1, warm_up=1)
-    told = json.dumps(speed_report.as_json(case, found))
+    told = json.dumps(comparison.as_json(case, found))
     # "slow" tells how far it has come, and comes to no end.
     program = f"import sys, time\nif 'volo_test' in sys.argv: print({told!r}, flush=True)\n"
     program += "if '99' in sys.argv: print('{half a l', end='', flush=True), time.sleep(900)\n"

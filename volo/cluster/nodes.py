@@ -13,14 +13,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from torch.distributed import DistError, TCPStore
 
 from volo.cluster.heartbeat import Heartbeat, State
-from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope
+from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, serve, start_scope, wait_for_store
 
 LOST = 5
 # Bad input, divergence, a full disk: the same would happen again. 85 and 130: told to end.
@@ -195,18 +194,15 @@ class Nodes:
 
     def _open_store(self, deadline: float) -> TCPStore:
         where = f"{self.address}:{self.port}"
-        while self.rank > 0:
-            with suppress(OSError):
-                knock(self.address, self.port)
-                break
-            self._check()
-            if time.monotonic() > deadline:
+        if self.rank > 0:
+            try:
+                wait_for_store(self.address, self.port, deadline, self._check)
+            except OSError as error:
                 raise LaunchError(
                     LOST,
                     f"node 0 did not answer at {where} within {self.patience:g} s: is it started there, with the same "
                     "MASTER_ADDR and MASTER_PORT, and does a firewall keep the port shut?",
-                )
-            time.sleep(0.5)
+                ) from error
         try:
             if self.rank > 0:
                 return connect(self.address, self.port)
