@@ -1,4 +1,4 @@
-"""Errors that a user can mend, told in one line."""
+"""Errors that a user can mend, each with a message of one line."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def token_label_loss(
 
 
 def _class_loss(logits: Tensor, target: Tensor, share: float | Tensor) -> Tensor:
-    """`share` of each target is the partner's: MixToken's."""
+    """Mix each target with its partner's, which has weight `share` (MixToken)."""
     # Not torch.lerp: the share may be a number or a tensor on any device.
     return soft_cross_entropy(logits, target * (1 - share) + target.flip(0) * share).mean()
 

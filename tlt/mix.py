@@ -29,7 +29,7 @@ MODES = ("batch", "pair", "elem")
 
 @dataclass(frozen=True)
 class Shares:
-    """What stays of a mixed batch; the rest of sample i is the partner's.
+    """The share that each sample keeps in a mixed batch; the rest is its partner's.
 
     Attributes:
         samples: (R, 1) of each sample's label.
@@ -61,7 +61,7 @@ class Shares:
 
 
 class Mixup:
-    """Mixes images and gives their soft targets. Arguments as `timm.data.Mixup`.
+    """Mixes images and gives their soft targets. Arguments are those of `timm.data.Mixup`.
 
     Args:
         mixup_alpha: Beta(alpha, alpha) of Mixup's lam; 0: no Mixup.
@@ -124,7 +124,7 @@ class Mixup:
         return shares.blend_labels(one_hot(classes, self.num_classes, self.label_smoothing, dtype))
 
     def draw(self, images: Tensor, generator: np.random.Generator) -> Shares:
-        """Decide how a batch is mixed, (B, 3, H, W); the images are left as they are, and nobody waits for them."""
+        """Decide how a batch is mixed, (B, 3, H, W); images are not changed, and nothing waits for them."""
         size = (images.shape[-2], images.shape[-1])
         lam, boxes = self._draw(len(images), size, generator)
         return _shares(lam, boxes, size, images)
@@ -181,7 +181,7 @@ class Mixup:
 
 
 def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], images: Tensor) -> Shares:
-    """What stays, on the device of the images and in their dtype; a box's sample keeps the area around it."""
+    """The share that stays, on the device of the images and in their dtype; a box's sample keeps the area around it."""
     height, width = size
     cut = np.array([box is not None for box in boxes])
     edges = np.array([[0] * 4 if box is None else box for box in boxes], np.float64)

@@ -18,7 +18,7 @@ def load_pretrained_weights(
     strict: bool = True,
     num_classes: int = 1000,
 ) -> Fit:
-    """Load pretrained weights for fine-tuning, as published; what became of them is returned.
+    """Load pretrained weights for fine-tuning, as published; return which weights were loaded.
 
     Both heads are dropped where the file has another class count than the model, and only then. The position embedding
     is resized to the model's image size.

@@ -181,7 +181,7 @@ def test_what_reads_other_than_it_was_written_is_told(
 ) -> None:
     write = shard_writer._write
 
-    def damaging(split: shard_writer.Split, shard: int, path: str) -> bytes:
+    def damaging(split: shard_writer.ShardedSplit, shard: int, path: str) -> bytes:
         digest = write(split, shard, path)
         content = bytearray(Path(path).read_bytes())
         content[700] ^= 1  # in the first image

@@ -23,7 +23,7 @@ from tlt.errors import UserError
 from tlt.labels.label_files import find_labels, label_names
 from tlt.tools.cli import main
 from tlt.tools.shrink import shrink
-from tlt.tools.shrink_folder import Settings, jpeg_names, shrink_folder
+from tlt.tools.shrink_folder import ShrinkSettings, jpeg_names, shrink_folder
 
 pytest.importorskip("pyvips")
 
@@ -72,7 +72,7 @@ def test_the_same_folder_with_smaller_images(data: Path, tmp_path: Path, capsys:
 
 
 def test_tiles(data: Path, tmp_path: Path) -> None:
-    shrink_folder(str(data), str(tmp_path / "out"), Settings(tile=100, overlap=10), split="train", workers=1)
+    shrink_folder(str(data), str(tmp_path / "out"), ShrinkSettings(tile=100, overlap=10), split="train", workers=1)
     made = files(tmp_path / "out")
     starts = [f"_{y}_{x}.jpg" for y in (0, 50) for x in (0, 90, 100)]
     stems = ["ant/a1", "ant/a2", "bee/Bär.v2", "bee/b", "bee/b.webp"]
@@ -107,7 +107,7 @@ def test_label_files_are_found_for_the_new_names(tmp_path: Path) -> None:
 
 
 def test_without_splits(data: Path, tmp_path: Path) -> None:
-    shrink_folder(str(data / "train"), str(tmp_path / "out"), Settings(max_side=50), workers=1)
+    shrink_folder(str(data / "train"), str(tmp_path / "out"), ShrinkSettings(max_side=50), workers=1)
     assert "ant/a2.jpg" in files(tmp_path / "out")
 
 
@@ -115,7 +115,7 @@ def test_broken_images_are_left_out_and_listed(data: Path, tmp_path: Path) -> No
     bad = data / "train/ant/bad.png"
     bad.write_bytes((data / "train/ant/a2.png").read_bytes()[:-900])
     (data / "train/bee/empty.jpg").touch()
-    for name, settings in (("small", Settings(max_side=100)), ("tiles", Settings(tile=60))):
+    for name, settings in (("small", ShrinkSettings(max_side=100)), ("tiles", ShrinkSettings(tile=60))):
         lines = shrink_folder(str(data), str(tmp_path / name), settings, workers=1)
         assert any(line.startswith(f"left out {bad}: ") for line in lines)
         assert f"left out {data}/train/bee/empty.jpg: empty file" in lines
@@ -124,7 +124,7 @@ def test_broken_images_are_left_out_and_listed(data: Path, tmp_path: Path) -> No
         made = files(tmp_path / name)
         assert not any("bad" in path or "empty" in path for path in made)  # nor tiles of its upper part
     shutil.copy(data / "train/ant/a2.png", bad)
-    shrink_folder(str(data), str(tmp_path / "small"), Settings(max_side=100), workers=1)
+    shrink_folder(str(data), str(tmp_path / "small"), ShrinkSettings(max_side=100), workers=1)
     assert "train/ant/bad.jpg" in files(tmp_path / "small")
 
 
@@ -132,12 +132,12 @@ def test_nothing_can_be_read(data: Path, tmp_path: Path) -> None:
     for path in (data / "val").rglob("*.png"):
         path.write_bytes(b"no image")
     with pytest.raises(UserError, match=r"no image in .*val can be read: .*high.png: no image format"):
-        shrink_folder(str(data), str(tmp_path / "out"), Settings(max_side=100), workers=1)
+        shrink_folder(str(data), str(tmp_path / "out"), ShrinkSettings(max_side=100), workers=1)
 
 
-@pytest.mark.parametrize("settings", [Settings(max_side=100), Settings(tile=60, overlap=5)])
+@pytest.mark.parametrize("settings", [ShrinkSettings(max_side=100), ShrinkSettings(tile=60, overlap=5)])
 def test_a_stopped_command_goes_on(
-    data: Path, tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, settings: ShrinkSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shrink_folder(str(data), str(tmp_path / "whole"), settings, workers=1)
     replace, left = os.replace, [4]
@@ -179,7 +179,7 @@ def test_killed_workers_leave_nothing_half_done(tmp_path: Path) -> None:
     assert command.end(signal.SIGKILL) == -signal.SIGKILL, command.output
     wait_until(lambda: unlocked(out))  # workers share the command's lock
     assert len(list(out.glob("train/*/*.jpg"))) < 24
-    shrink_folder(str(data), str(out), Settings(max_side=1200), workers=1)
+    shrink_folder(str(data), str(out), ShrinkSettings(max_side=1200), workers=1)
     made = files(out)
     assert len(made) == 25 and not any(".tmp" in name for name in made)
     assert set(made.values()) == {shrink(first, 1200), made["shrink.json"]}
@@ -196,17 +196,17 @@ def unlocked(folder: Path) -> bool:
     return True
 
 
-def refused(data: Path, out: Path, settings: Settings | None = None) -> str:
+def refused(data: Path, out: Path, settings: ShrinkSettings | None = None) -> str:
     with pytest.raises(UserError) as caught:
-        shrink_folder(str(data), str(out), settings or Settings(max_side=100), workers=1)
+        shrink_folder(str(data), str(out), settings or ShrinkSettings(max_side=100), workers=1)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_other_settings_or_another_folder_are_refused(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shrink_folder(str(data), str(out), Settings(max_side=100), workers=1)
-    for settings in (Settings(max_side=90), Settings(tile=100), Settings(max_side=100, quality=91)):
+    shrink_folder(str(data), str(out), ShrinkSettings(max_side=100), workers=1)
+    for settings in (ShrinkSettings(max_side=90), ShrinkSettings(tile=100), ShrinkSettings(max_side=100, quality=91)):
         assert "was begun with --max-side 100 --quality 90: give the same" in refused(data, out, settings)
     (out / "shrink.json").write_text("{")
     assert "shrink.json can't be read" in refused(data, out)
@@ -226,12 +226,12 @@ def test_two_commands_at_a_time_are_refused(data: Path, tmp_path: Path) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert "is being written by another" in refused(data, tmp_path / "out")
     os.close(descriptor)
-    shrink_folder(str(data), str(tmp_path / "out"), Settings(max_side=100), workers=1)
+    shrink_folder(str(data), str(tmp_path / "out"), ShrinkSettings(max_side=100), workers=1)
 
 
 def test_names_that_would_meet_are_refused(data: Path, tmp_path: Path) -> None:
     image(data / "train/ant/a1_0_5.png")
-    assert "ant/a1_0_5.png has the name that another" in refused(data, tmp_path / "out", Settings(tile=100))
+    assert "ant/a1_0_5.png has the name that another" in refused(data, tmp_path / "out", ShrinkSettings(tile=100))
     image(data / "train/bee/b.webp.jpg")
     assert "bee/b.webp" in refused(data, tmp_path / "small")
 
@@ -257,7 +257,7 @@ def test_bad_arguments(arguments: list[str], data: Path, tmp_path: Path, capsys:
 
 
 def test_memory_is_limited(data: Path, tmp_path: Path) -> None:
-    lines = shrink_folder(str(data), str(tmp_path / "out"), Settings(max_side=100), workers=1, memory=100_000)
+    lines = shrink_folder(str(data), str(tmp_path / "out"), ShrinkSettings(max_side=100), workers=1, memory=100_000)
     assert [line for line in lines if "b.webp: WEBP of 200 x 150 pixels (RGB) can't be streamed" in line]
     assert "4 made smaller, 1 left out" in " ".join(lines)
 

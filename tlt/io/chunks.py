@@ -1,4 +1,4 @@
-"""Working a batch off in groups of images, so that scratch memory does not grow with the batch."""
+"""Process a batch in groups of images, so that scratch memory does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _CPU_NUMBERS, _DEVICE_NUMBERS = 2**18, 2**23
 
 
 def image_chunks(images: int, numbers_per_image: int, device: torch.device) -> list[slice]:
-    """Slices that together cover `images` images, each of about as many numbers of scratch as the device likes.
+    """Slices that together cover `images` images, each with about as many numbers of scratch as suits the device.
 
     Under `torch.compile` there is one slice: the compiler fuses what the groups are there to keep small.
     """

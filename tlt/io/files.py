@@ -1,4 +1,4 @@
-"""Files that are whole and on the disk, or not there."""
+"""Checksums of files, and flushing them to the disk."""
 
 from __future__ import annotations
 

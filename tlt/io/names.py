@@ -1,4 +1,4 @@
-"""A list of many names in little memory."""
+"""A list of many names that takes little memory."""
 
 from __future__ import annotations
 

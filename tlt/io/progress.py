@@ -1,4 +1,4 @@
-"""How far a long job is."""
+"""Shows how far a long job is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_SECONDS = 3.0  # until the first line of a search, most of which take les
 
 
 class SearchProgress:
-    """Counts what a search finds, where nobody knows how much there is: a line after 3 s, then one every 10 s.
+    """Counts what a search finds where the total is unknown: a line after 3 s, then one every 10 s.
 
     Args:
         tell: Prints a line; None: nothing is printed.
@@ -38,7 +38,7 @@ class SearchProgress:
 
 
 class Progress:
-    """A bar with ETA where somebody watches, lines with ETA in a log."""
+    """Shows a bar with ETA in a terminal, lines with ETA in a log."""
 
     def __init__(self, what: str, total: int, unit: str = "image") -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, 0
@@ -47,7 +47,7 @@ class Progress:
         self.bar = tqdm(desc=what, total=total, unit=unit, dynamic_ncols=True, leave=False) if watched else None
 
     def step(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count items that are done."""
         self.done += count
         if self.bar is not None:
             self.bar.update(count)
@@ -55,7 +55,7 @@ class Progress:
             self._line()
 
     def close(self) -> None:
-        """The last one is done."""
+        """End the bar."""
         if self.bar is not None:
             self.bar.close()
         if self.total:

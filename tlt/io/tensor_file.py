@@ -77,7 +77,7 @@ class MappedTensors:
             raise UserError(f"{shown} is damaged (crc32 is wrong): {remedy}")
 
     def _parse(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What is said, and the arrays. Raises ValueError and others: no such file, or cut."""
+        """The metadata and the arrays. Raises ValueError and others: no such file, or cut."""
         start = 8 + int.from_bytes(self._map[:8], "little")
         header: dict[str, Any] = json.loads(self._map[8:start])
         content = json.loads(header.pop("__metadata__")[_KEY])

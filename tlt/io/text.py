@@ -1,4 +1,4 @@
-"""Text for people: names, tables, and what a terminal must not take for a command. Imports no torch."""
+"""Text for people: names, tables, and escapes for what a terminal would take for a command. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\
 
 
 def safe_text(text: str) -> str:
-    """Escape what would command a terminal: names of files and folders may hold anything."""
+    """Escape what a terminal would take for a command: names of files and folders may hold anything."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

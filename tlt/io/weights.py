@@ -1,4 +1,4 @@
-"""Weights from files that nobody vouches for: the only reader of checkpoints.
+"""Weights from files that may not be trustworthy: the only reader of checkpoints.
 
 What `torch.save` writes is a zip archive (once: a bare pickle), and no part of it is trusted: nothing is unpickled but
 tensors and plain data, an `argparse.Namespace` becomes a dict, and damage that `torch.load` accepts is found by the CRC
@@ -121,7 +121,7 @@ def refused_name(error: Exception) -> str | None:
 
 
 def short_reason(error: Exception) -> str:
-    """What a reader of foreign bytes says, on one line."""
+    """The message of a parser's error, on one line."""
     text = str(error)
     if isinstance(error, UnpicklingError):
         # The rest of torch's text advises to load the file without this protection.
@@ -195,7 +195,7 @@ def _load(source: BinaryIO | str | Path, path: str | Path, mmap: bool | None = N
 
 
 def _entries(value: Any, known: dict[int, float]) -> float:
-    """How many values there are in `value`, those that are shared counted wherever they stand."""
+    """How many values there are in `value`, shared ones counted each time that they occur."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if not isinstance(value, (dict, list, tuple, set)):

@@ -37,7 +37,7 @@ class Agreement:
         self._classes: dict[int, int] = {}
 
     def add(self, truth: int, label_map: LabelMap) -> None:
-        """One more image, with the class of its folder."""
+        """Count an image, given the class of its folder."""
         values, ids = label_map.values, label_map.ids
         top = np.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]  # (h, w)
         found, shares = class_shares(label_map)
@@ -67,7 +67,7 @@ class Agreement:
         }
 
     def text(self) -> str:
-        """One line for people."""
+        """The result as one line of text."""
         if not self.images:
             return "agreement with the folders' classes: not measured"
         said = self.summary()

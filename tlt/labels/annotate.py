@@ -70,7 +70,7 @@ def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
 
 
 class Annotation(NamedTuple):
-    """What an annotator says about B images.
+    """The labels that an annotator gives B images.
 
     Attributes:
         values, ids: (B, k, h, w) float16 and int32, as of `top_classes`.
@@ -122,7 +122,7 @@ class Annotator:
 
 
 def _annotation(dense: Tensor, k: int) -> Annotation:
-    """Of dense logits (B, h, w, C), which are overwritten."""
+    """The annotation in dense logits (B, h, w, C), which are overwritten."""
     dense = dense.float()
     values, ids = top_classes(dense, k)
     named = dense.mean((1, 2)).argmax(-1)
@@ -206,7 +206,7 @@ def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
 
 
 def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
-    """(B, h, w, channels) -> (B, C): the model's own way from its features to its output."""
+    """(B, h, w, channels) -> (B, C): the model's own output, computed from its features."""
     head = cast(Callable[[Tensor], Tensor], model.forward_head)
     if tokens:
         # Class token and registers take no part in an average; where they do, `check_dense` sees it.
@@ -216,7 +216,7 @@ def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
 
 
 def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
-    """(B, h, w, channels) -> (B, h, w, C): the head on every place, see the module's description."""
+    """(B, h, w, channels) -> (B, h, w, C): the head applied to every place, see the module's description."""
     if isinstance(model, TokenLabelModel):
         return model.aux_head(features)
     if isinstance(model, WithDenseHead):

@@ -1,8 +1,8 @@
 """Reading a label archive: maps by image, from memory that all workers and ranks of a machine share.
 
 What can be known at the start is checked there: that the archive is complete, that every file has its length and
-header, that the names match the images, that no class id is too large. What can't (a flipped bit among 8 GB) is noticed
-by the crc32 of a row when it is read. `tlt check` compares the files with their sha256 too.
+header, that the names match the images, that no class id is too large. The crc32 of a row, compared when the row is
+read, finds what can't be checked at the start (a flipped bit among 8 GB). `tlt check` compares the files' sha256 too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tlt.labels.archive_format import (
     row_crc,
     shard_name,
 )
-from tlt.labels.label_files import find_labels, find_published, published_label_name
+from tlt.labels.label_files import find_labels, find_published, published_label_name, usual_label_name
 from tlt.labels.records import GRID_FIELDS, MapForm, Record
 
 
@@ -56,7 +56,7 @@ def read_manifest(root: str | Path) -> Manifest:
 class Rows:
     """The files of an archive, mapped: rows by number.
 
-    Travels to other processes as its path; a forked process uses the same mapping.
+    It is pickled as its path; a forked process uses the same mapping.
 
     Attributes:
         keys: (records,) crc32 of each row's label file, with which the row's crc32 begins: a row is bound to its name.
@@ -100,11 +100,11 @@ class Rows:
         return Names.packed(self._names.tensors[f"{kind}s"].data, self._names.tensors[f"{kind}_ends"])
 
     def column(self, name: str) -> np.ndarray:
-        """A tensor of all shards in one, copied."""
+        """A copy of one tensor of all shards, concatenated."""
         return np.concatenate([shard.tensors[name] for shard in self._shards])
 
     def valid(self, row: int) -> bool:
-        """Whether a row is what was written."""
+        """Whether the checksum of a row is right."""
         shard, place = self._place(row)
         shard.check_length()
         return int(shard.tensors["crc32"][place]) == row_crc(shard.rows, place, int(self.keys[row]))
@@ -165,7 +165,7 @@ class ArchiveReader:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"
 
     def usual_label(self, name: str) -> str:
-        return published_label_name(name) if self.published_names else os.path.splitext(name)[0] + ".pt"
+        return published_label_name(name) if self.published_names else usual_label_name(name)
 
     def identity(self) -> bytes:
         return Path(self.root, MANIFEST_NAME).read_bytes()
@@ -206,21 +206,20 @@ class ArchiveReader:
         found = find(_ArchiveListing(self.root, row_of_label), rest_names)
         for place, index in enumerate(rest):
             if place not in found.missing:
-                label = found.other_name.get(place) or os.path.splitext(rest_names[place])[0] + ".pt"
-                rows[index] = row_of_label[label]
+                rows[index] = row_of_label[found.label(place, rest_names[place])]
         rows[forms[rows] == Form.ABSENT] = -1
         return rows
 
 
 def _are_labels_of(labels: Names, names: Sequence[str]) -> bool:
-    """Whether each label file is called after the image in its place. Two never have one name, nor then two images
-    one stem."""
+    """Whether each label file is called after the image in its place. Label files have different names, so then no two
+    images share a stem."""
     pairs = zip(labels, names, strict=False)
-    return len(labels) == len(names) and all(os.path.splitext(name)[0] + ".pt" == label for label, name in pairs)
+    return len(labels) == len(names) and all(usual_label_name(name) == label for label, name in pairs)
 
 
 class _ArchiveListing:
-    """The label files of an archive, as `find_labels` looks at them."""
+    """The label files of an archive, for `find_labels`."""
 
     def __init__(self, root: str, labels: dict[str, int]) -> None:
         self.root, self._labels = root, labels

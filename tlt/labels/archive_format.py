@@ -45,7 +45,7 @@ Fields = dict[str, tuple[str, tuple[int, ...]]]  # name -> (safetensors dtype, s
 
 
 class Form:
-    """Bits of a row's `form`: what the label file looked like that it was packed from, so that it can be made again."""
+    """Bits of a row's `form`: how the packed label file was written, so that it can be restored."""
 
     DTYPE = 0b0011  # index into `FILE_DTYPES`
     FIVE_DIMENSIONS = 0b0100  # [1, 2, k, H, W]
@@ -59,7 +59,7 @@ FILE_DTYPES = ("float16", "float32", "bfloat16", "float64")
 
 @dataclass(frozen=True)
 class Header:
-    """What is known before the first row is written.
+    """The part of the manifest that is known before the first row is written.
 
     Attributes:
         k, grid: Every map is k x grid[0] x grid[1], as stored.

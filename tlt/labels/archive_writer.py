@@ -80,7 +80,7 @@ def make_header(
 
 
 class ArchiveWriter:
-    """An archive in the making.
+    """An archive that is being written.
 
     Args:
         root: Its folder; made if need be.
@@ -210,7 +210,7 @@ class ArchiveWriter:
         return manifest
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for descriptor in self._files:
             os.close(descriptor)
         self._files = []
@@ -252,7 +252,7 @@ class ArchiveWriter:
             raise UserError(f"OUT {shown} holds files of unknown origin: choose another folder, or --overwrite")
 
     def _begin(self, images: Sequence[str], labels: Sequence[str], overwrite: bool) -> None:
-        """Say what is begun, then make the files that aren't there or were cut while they were made."""
+        """Write the header first, then create the files that are missing or were cut while they were created."""
         partial, header = self.root / PARTIAL_NAME, self.header
         if overwrite:
             for path in [self.root / MANIFEST_NAME, partial, *self.root.glob("*.safetensors")]:

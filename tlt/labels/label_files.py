@@ -26,21 +26,35 @@ def label_names(names: Sequence[str]) -> list[str]:
     return [(name if stem in shared else stem) + ".pt" for name, stem in zip(names, stems, strict=True)]
 
 
+def usual_label_name(name: str) -> str:
+    """The label file of an image that shares its stem with no other: `a/x.jpg` -> `a/x.pt`."""
+    return os.path.splitext(name)[0] + ".pt"
+
+
 def published_label_name(name: str) -> str:
-    """Where the published reader looks: the last two parts of the path, cut at the first dot."""
+    """The label file that the published reader opens: the last two parts of the path, cut at the first dot."""
     return "/".join(name.split("/")[-2:]).split(".")[0] + ".pt"
 
 
 @dataclass
-class Found:
-    """Rows whose label is not called after the image's stem, with its path relative to the tree; rows without label."""
+class LabelMatches:
+    """Which label file belongs to each row of a list of images.
+
+    Attributes:
+        other_name: Rows whose label is not called `usual_label_name`, with its path relative to the tree.
+        missing: Rows without a label.
+    """
 
     other_name: dict[int, str] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
 
+    def label(self, row: int, name: str) -> str:
+        """The label file of the image `name` in `row`, relative to the tree; the usual one if it is missing."""
+        return self.other_name.get(row) or usual_label_name(name)
 
-class Listing(Protocol):
-    """The label files there are."""
+
+class LabelListing(Protocol):
+    """The label files that exist."""
 
     root: str
 
@@ -48,7 +62,7 @@ class Listing(Protocol):
         """Names of the label files in a folder, relative to the root."""
 
     def has(self, path: str) -> bool:
-        """Whether there is this label file, relative to the root."""
+        """Whether the label file `path` exists, relative to the root."""
 
 
 class TreeListing:
@@ -72,7 +86,7 @@ class TreeListing:
         self._found(f"looking for labels in {printable(self.root)}", self._count)
 
 
-def find_labels(listing: Listing, names: Sequence[str]) -> Found:
+def find_labels(listing: LabelListing, names: Sequence[str]) -> LabelMatches:
     """Match images with label files, at the cost of one listing per folder.
 
     Args:
@@ -86,7 +100,7 @@ def find_labels(listing: Listing, names: Sequence[str]) -> Found:
     by_folder: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         by_folder.setdefault(os.path.dirname(name), []).append(index)
-    found, open_cases = Found(), []
+    found, open_cases = LabelMatches(), []
     for folder, indices in by_folder.items():
         files = free[folder] = listing.files(folder)
         for index in indices:
@@ -95,7 +109,7 @@ def find_labels(listing: Listing, names: Sequence[str]) -> Found:
             if label in files:
                 found.other_name[index] = os.path.join(folder, label)
             else:
-                label = os.path.splitext(file)[0] + ".pt"
+                label = usual_label_name(file)
             if label in files:
                 files.remove(label)
             else:
@@ -104,9 +118,9 @@ def find_labels(listing: Listing, names: Sequence[str]) -> Found:
     return found
 
 
-def find_published(listing: Listing, names: Sequence[str]) -> Found:
+def find_published(listing: LabelListing, names: Sequence[str]) -> LabelMatches:
     """Match images with label files by the published rule alone, which may give one file to several images."""
-    found = Found()
+    found = LabelMatches()
     for index, name in enumerate(names):
         label = published_label_name(name)
         if listing.has(label):
@@ -117,12 +131,12 @@ def find_published(listing: Listing, names: Sequence[str]) -> Found:
 
 
 def _match_published(
-    listing: Listing, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: Found
+    listing: LabelListing, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: LabelMatches
 ) -> None:
     root = listing.root
     claims: dict[str, list[int]] = {}
     for index in open_cases:
-        own = os.path.splitext(names[index])[0] + ".pt"
+        own = usual_label_name(names[index])
         if listing.has(own):
             raise UserError(
                 f"label {printable(os.path.join(root, own))} fits {printable(names[index])} and another image; "
@@ -164,7 +178,7 @@ def label_files_below(tree: str) -> tuple[list[str], list[str]]:
         relative = os.path.relpath(folder, tree)
         for name in files:
             path = name if relative == "." else os.path.join(relative, name)
-            hidden = name.startswith(".")  # what a killed writer left
+            hidden = name.startswith(".")  # left behind by a killed writer
             (labels if name.endswith(".pt") and not hidden else other).append(path)
     labels.sort(key=lambda name: (natural_key(name), name))
     return labels, sorted(other)

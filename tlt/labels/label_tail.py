@@ -2,8 +2,8 @@
 
 Published targets take their logits to be 0. With the log-sum-exp of all the annotator's logits their true share is
 known: `--label-tail exact` gives each of them the same logit, t = log((exp(LSE) - sum of exp(listed)) / (C - k)), so
-that listed classes have the annotator's own probabilities. A softmax doesn't change if all logits are shifted: listed
-ones less t say the same with the others at 0, which is what everything behind expects.
+that listed classes have the annotator's own probabilities. A softmax doesn't change if all logits are shifted: with t
+subtracted from the listed ones, the others have 0, as the code that makes targets expects.
 
 Shapes: maps of `h x w` cells, k classes listed of C.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 def relative_to_tail(values: Tensor, log_sum_exp: Tensor, num_classes: int) -> Tensor:
     """Listed logits less the mean logit t of those that are not listed.
 
-    A tail share that float32 can't tell from nothing (rounding may even make it negative) counts as half the last digit
+    A tail share too small for float32 (rounding may even make it negative) counts as half the last digit
     of the log-sum-exp: probabilities are right to about 1e-7 times that, and logits stay finite.
 
     Args:

@@ -1,4 +1,4 @@
-"""`labels.json`: what the maps of a label tree are. Published trees have none."""
+"""`labels.json`: the description of a label tree's maps. Published trees have none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AREAS = ("full", "center")
 
 @dataclass(frozen=True)
 class TreeMetadata:
-    """What a label tree holds; written by the label-making program when the tree is complete.
+    """The description of a label tree; written by the label-making program when the tree is complete.
 
     Attributes:
         k, grid: Every map is k x grid[0] x grid[1].
@@ -45,12 +45,12 @@ class TreeMetadata:
         os.replace(temporary, path)
 
     def text(self) -> str:
-        """What `write` writes."""
+        """The text of the file that `write` makes."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: str | Path) -> TreeMetadata | None:
-        """Read what `write` wrote, or None where there is no such file.
+        """Read the file that `write` made; None if there is no such file.
 
         Raises:
             UserError: The file is something else.

@@ -1,4 +1,4 @@
-"""What a reader of label maps gives, wherever they lie: one record per image, and what all records have in common."""
+"""The interface of all readers of label maps: one record per image, and what all records have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRID_FIELDS = ("values", "ids", "log_sum_exp")
 
 
 class Record(NamedTuple):
-    """The label map of an image, as it is stored.
+    """The stored label map of an image.
 
     Attributes:
         values: (k, h, w) float16 logits.
@@ -39,8 +39,8 @@ class MapForm:
         shape: (k, h, w).
         max_id: The largest class id.
         area: "full", "center" or (x0, y0, x1, y1).
-        log_sum_exp: Whether records have it.
-        labels_json: How they were made, as text (`tlt.labels.metadata`); None: not known.
+        log_sum_exp: Whether records have a log-sum-exp.
+        labels_json: How the maps were made, as text (`tlt.labels.metadata`); None: not known.
     """
 
     shape: tuple[int, int, int]
@@ -51,11 +51,11 @@ class MapForm:
 
 
 class Reader(Protocol):
-    """Label maps of a list of images, where they lie: a tree of files, an archive, or tar shards.
+    """Reads the label maps of a list of images from a tree of files, an archive, or tar shards.
 
     Attributes:
         missing: Images without a map.
-        form: None where nothing is recorded of all maps: a published tree.
+        form: None for a published tree, which records nothing about its maps.
     """
 
     root: str
@@ -65,7 +65,7 @@ class Reader(Protocol):
     def form(self) -> MapForm | None: ...
 
     def record(self, index: int) -> Record:
-        """The map of image `index`, which is not missing. Raises UserError: it is damaged."""
+        """The map of image `index`, which is not missing. Raises UserError if it is damaged."""
 
     def source(self, index: int) -> str:
         """Where the map of image `index` is, for messages."""
@@ -74,11 +74,11 @@ class Reader(Protocol):
         """The label file that is looked for first for an image."""
 
     def identity(self) -> bytes:
-        """What a checkpoint knows these labels by, besides shape and area: the text that describes them. An archive's
-        holds checksums of its files; of a tree, some files count too."""
+        """What a checkpoint compares to recognise these labels, besides shape and area: the text that describes them.
+        An archive's text holds checksums of its files; a tree adds the contents of some of its files."""
 
     def extra(self) -> list[str]:
         """Labels that belong to none of the images."""
 
     def damaged_files(self) -> list[str]:
-        """Files whose checksum is wrong; [] where there are none to compare."""
+        """Files whose checksum is wrong; [] where no checksums are recorded."""

@@ -24,6 +24,7 @@ from tlt.data.sources.shards import INDEX_NAME, ShardIndex
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
+from tlt.labels.label_files import usual_label_name
 from tlt.labels.records import MapForm, Record
 
 
@@ -67,7 +68,7 @@ class ShardReader:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"
 
     def usual_label(self, name: str) -> str:
-        return os.path.splitext(name)[0] + ".pt"
+        return usual_label_name(name)
 
     def record(self, index: int) -> Record:
         where, row = self.index, index if self._row_of is None else int(self._row_of[index])

@@ -1,4 +1,4 @@
-"""Label maps by image index, wherever they lie: checked against the data, with a policy for bad ones."""
+"""Label maps by image index, from any kind of store: checked against the data, with a policy for bad ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_labels(
         The others: as `LabelStore`.
 
     Raises:
-        UserError: Whatever can be known now about why the labels can't be used.
+        UserError: The labels can't be used, as far as that can be known before they are read.
     """
     packed = names if isinstance(names, Names) else Names(names)
     reader = open_reader(path, packed, num_classes, published_names, found)
@@ -62,7 +62,7 @@ def open_reader(
     published_names: bool = False,
     found: Callable[[str, int], None] | None = None,
 ) -> Reader:
-    """What reads the maps at `path`. Arguments and errors as `open_labels`."""
+    """The reader of the maps at `path`. Arguments and errors are those of `open_labels`."""
     if is_archive(path):
         return ArchiveReader(os.fspath(path), names, published_names)
     if (shards := shard_folder(path)) is None:
@@ -81,11 +81,11 @@ class LabelStore:
     Args:
         reader: Where the maps are.
         names: Image paths relative to the image folder, in row order.
-        area: `"full"` or `"center"`, what part of the images the maps cover (None: as is recorded, else full).
+        area: `"full"` or `"center"`, what part of the images the maps cover (None: as recorded, else full).
         num_classes: Class ids must be below it.
         bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
-        class_names: Compared with what is recorded, if anything is.
+        class_names: Compared with the recorded class names, if there are any.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
             have the share that the annotator gave them (`tlt.labels.label_tail`).
 
@@ -141,7 +141,7 @@ class LabelStore:
         return self.reader.source(index)
 
     def identity(self) -> bytes:
-        """What a checkpoint knows these labels by, besides shape and area."""
+        """What a checkpoint compares to recognise these labels, besides shape and area."""
         return self.reader.identity()
 
     def missing(self) -> list[int]:
@@ -174,8 +174,7 @@ class LabelStore:
         """The map of image `index`, which is not missing, whatever the policy. Raises UserError."""
         record = self.reader.record(index)
         values = record.values
-        # Class ids were compared with the largest one when it was recorded, and haven't changed since. Values were
-        # looked at too, but not by whatever other program may have written them.
+        # Class ids need no check: the largest one is recorded. Values do: another program may have written them.
         if np.maximum.reduce(values.view(np.uint16) & _HALF_EXPONENT, axis=None) == _HALF_EXPONENT:
             raise UserError(f"{self.source(index)}: a label value is NaN or infinite; make this label again")
         if self._tail_classes:
@@ -190,7 +189,7 @@ class LabelStore:
         return LabelMap(values.copy(), record.ids.astype(np.int32), area)
 
     def log_sum_exp(self, index: int) -> np.ndarray | None:
-        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None: it isn't recorded."""
+        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None if it isn't recorded."""
         found = self.reader.record(index).log_sum_exp
         return None if found is None else found.copy()
 
@@ -249,7 +248,7 @@ class LabelStore:
             )
 
     def _classes_of_tail(self, label_tail: str) -> int:
-        """C for `"exact"`, 0 for `"zero"`."""
+        """The number of classes for `"exact"`, 0 for `"zero"`."""
         if label_tail == "zero":
             return 0
         shown = f"--label-tail {label_tail}: label archive {printable(self.root)}"
@@ -269,7 +268,7 @@ class LabelStore:
         values, log_sum_exp = record.values, record.log_sum_exp
         if log_sum_exp is None or not np.isfinite(log_sum_exp).all():
             raise UserError(f"{self.source(index)}: a log-sum-exp is NaN or infinite; make this label again")
-        # Tensors want memory that they may write to.
+        # torch warns about arrays that are read-only.
         both = torch.from_numpy(values.copy()), torch.from_numpy(log_sum_exp.copy())
         return relative_to_tail(*both, self._tail_classes).numpy()
 
@@ -299,7 +298,7 @@ class LabelStore:
         self.warnings.append(f"{text}; --bad-label {self.bad_label}")
 
     def _first_shape(self) -> tuple[int, int, int]:
-        """Of the first map that can be used, where nothing is recorded."""
+        """The shape of the first usable map, for a store that records none."""
         for index in range(len(self)):
             if index in self.reader.missing:
                 continue

@@ -24,7 +24,14 @@ from tlt.io.progress import SearchProgress
 from tlt.io.text import printable
 from tlt.io.weights import refused_name, short_reason, verify_zip
 from tlt.label_map import FULL_AREA, Area, LabelMap
-from tlt.labels.label_files import TreeListing, find_labels, find_published, label_files_below, published_label_name
+from tlt.labels.label_files import (
+    TreeListing,
+    find_labels,
+    find_published,
+    label_files_below,
+    published_label_name,
+    usual_label_name,
+)
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
 from tlt.labels.records import MapForm, Record
 
@@ -33,7 +40,7 @@ _EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, 
 
 
 def label_dtype(num_classes: int) -> torch.dtype:
-    """The number format of a tree: half precision as published, as long as it can tell all classes apart."""
+    """The number format of a tree: half precision as published, if it can tell all classes apart, else single."""
     return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
 
 
@@ -119,7 +126,7 @@ def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
     return content
 
 
-_SAMPLED = 1024  # files of a tree that a checkpoint knows its labels by: of 100 changed ones in 10,000 it sees some
+_SAMPLED = 1024  # files of a tree that `identity` reads: if 100 of 10,000 change, some of them are among these
 
 
 class TreeReader:
@@ -152,8 +159,8 @@ class TreeReader:
         self._names = names
         self.form = self._read_form()
         listing = TreeListing(root, found or SearchProgress())
-        matched = (find_published if published_names else find_labels)(listing, names)
-        self._other_name, self.missing = matched.other_name, matched.missing
+        self._matches = (find_published if published_names else find_labels)(listing, names)
+        self.missing = self._matches.missing
 
     def path(self, index: int) -> str:
         """Label file of image `index`."""
@@ -161,13 +168,13 @@ class TreeReader:
 
     def label(self, index: int) -> str:
         """Label file of image `index`, relative to the tree."""
-        return self._other_name.get(index) or os.path.splitext(self._names[index])[0] + ".pt"
+        return self._matches.label(index, self._names[index])
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"
 
     def usual_label(self, name: str) -> str:
-        return published_label_name(name) if self.published_names else os.path.splitext(name)[0] + ".pt"
+        return published_label_name(name) if self.published_names else usual_label_name(name)
 
     def record(self, index: int) -> Record:
         label_map = read_map(self.path(index), self.num_classes)

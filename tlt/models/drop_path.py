@@ -32,12 +32,12 @@ class StochasticDepth(DropPath):
 
 
 def drop_path_layer(rate: float) -> nn.Module:
-    """Stochastic depth at `rate`, or nothing at all where the rate is zero."""
+    """Stochastic depth at `rate`; an identity where the rate is zero."""
     return StochasticDepth(rate) if rate > 0.0 else nn.Identity()
 
 
 def draw_orders(count: int, x: Tensor) -> Tensor:
-    """Draw `count` orders of the B samples of x (B, ...), int64 (count, B), each for itself, in one go."""
+    """Draw `count` orders of the B samples of x (B, ...), int64 (count, B), independent of each other, at once."""
     return torch.rand(count, x.shape[0], dtype=torch.float64, device=x.device).argsort(dim=1)  # float32's can tie
 
 

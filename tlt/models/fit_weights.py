@@ -18,7 +18,7 @@ from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 
 @dataclass
 class Fit:
-    """What of a state dict a model can take. Every name of the file is in one of the first three lists."""
+    """The part of a state dict that a model can take. Every name of the file is in one of the first three lists."""
 
     weights: dict[str, Tensor]  # ready for `load_clean(..., strict=False)`
     kept: list[str]  # taken as they are
@@ -31,7 +31,7 @@ class Fit:
 
 
 def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tuple[int, int] | None = None) -> Fit:
-    """Find out what of `state` the model can take; the model is left as it is.
+    """Find the part of `state` that the model can take; the model is not changed.
 
     Heads of another class count are dropped, both of them; the input convolution is adapted to other channel counts as
     timm does; the position embedding is resized to the model's grid; what then has another name or shape is dropped.
@@ -78,7 +78,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the convolutions that see the image."""
+    """Return the names of the convolutions whose input is the image."""
     first = (getattr(unwrap(model), "pretrained_cfg", None) or {}).get("first_conv") or ()
     return (first,) if isinstance(first, str) else tuple(first)
 
@@ -160,7 +160,7 @@ def adapt_state_dict(
 def source_grid(
     model: TokenLabelModel, state_dict: Mapping[str, Tensor], img_size: tuple[int, int] | None
 ) -> Grid | None:
-    """The grid of weights that were trained at (H, W) pixels, None where that is unknown, not needed or no fit."""
+    """The grid of weights that were trained at (H, W) pixels, None if it is unknown, not needed or does not fit."""
     pos = state_dict.get("pos_embed")
     if img_size is None or pos is None or pos.ndim != 3:
         return None

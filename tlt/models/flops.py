@@ -1,4 +1,4 @@
-"""How much arithmetic a model takes, counted by torch on tensors without contents: nothing is computed or changed."""
+"""Counts a model's arithmetic with torch's counter on meta tensors: nothing is computed or changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def flops_per_image(
     """Floating-point operations of a forward pass, two per multiply-add, matrix products and convolutions alone.
 
     Args:
-        model: Bare; counted in the mode that it is in.
+        model: Without wrappers; it is counted in its present mode.
         input_size: (channels, H, W).
         backward: Count the backward pass too, of the parameters that are trained.
-        images: Of the batch: with `--drop-path-mode subset` the work of an image depends on it.
-        options: More arguments of the model.
+        images: Images in the batch: with `--drop-path-mode subset` the work of an image depends on it.
+        options: Further arguments of the model.
     """
     with FlopCounterMode(display=False) as counter:
         run_without_contents(model, input_size, backward, images, **options)
@@ -31,7 +31,7 @@ def flops_per_image(
 def run_without_contents(
     model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = _IMAGES, **options: Any
 ) -> None:
-    """A forward pass, and a backward pass, of tensors that have sizes alone; arguments as `flops_per_image`."""
+    """Run a forward pass, optionally a backward pass on meta tensors; arguments are those of `flops_per_image`."""
     values = [*model.named_parameters(), *model.named_buffers()]
     state = {f"model.{name}": value.detach().to("meta").requires_grad_(value.requires_grad) for name, value in values}
     batch = torch.empty(images, *input_size, device="meta")

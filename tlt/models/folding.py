@@ -1,4 +1,4 @@
-"""BatchNorm folded into the convolution before it: one pass less over the largest maps of the model, for inference."""
+"""BatchNorm folded into the convolution before it: for inference, this saves one pass over the model's largest maps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tlt.models.token_labeling import TokenLabelModel
 def fold_batchnorm(model: nn.Module) -> int:
     """Fold the BatchNorm layers of a VOLO's or LV-ViT's stem into their convolutions, in place.
 
-    The outputs stay what they are, up to rounding; the state dict doesn't: load the weights before. Another model, and
-    one that is folded already, is left as it is.
+    Outputs don't change, up to rounding. Names in the state dict do, so load weights before. Any other model, and one
+    that is folded already, is left unchanged.
 
     Args:
-        model: In evaluation: what is folded is the running statistics.
+        model: In evaluation mode, because the running statistics are folded.
 
     Returns:
         How many layers were folded.

@@ -73,7 +73,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """What a model repeats, so that `compile` makes one graph for all blocks of a kind, at any batch size.
+    """Base of blocks that a model repeats: `compile` makes one graph for all blocks of a kind, at any batch size.
 
     `arithmetic` is what is compiled. A subclass calls it by `run`, with what differs from block to block as arguments.
     """
@@ -81,7 +81,7 @@ class Block(nn.Module):
     _compiled: Callable[..., Tensor] | None = None
 
     def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
-        """(B, ..., C) -> the same shape; `samples` as of `draw_samples`."""
+        """(B, ..., C) -> the same shape; `samples` is from `draw_samples`."""
         raise NotImplementedError
 
     def run(self, x: Tensor, *samples: Tensor | None) -> Tensor:
@@ -122,7 +122,7 @@ class ResidualBlock(Block):
     residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
-        """(B, ..., C) -> the same shape; `first` and `second` are the branches' orders, as of `draw_samples`."""
+        """(B, ..., C) -> the same shape; `first` and `second` are the branches' orders, from `draw_samples`."""
         return self.run(x, draw_samples(self.drop_path1, x, first), draw_samples(self.drop_path2, x, second))
 
     def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-3  # of the largest feature
 Features = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> map (B, h, w, C)
 
 
-class Cells(NamedTuple):
+class EmbeddingCells(NamedTuple):
     """Which token the cells of an embedding belong to, along (rows, columns).
 
     Attributes:
@@ -36,7 +36,7 @@ class Cells(NamedTuple):
     start: tuple[float, float]
 
     def tokens(self, axis: int, count: int, device: torch.device) -> Tensor:
-        """(count,) the token of each cell along an axis; what is beyond the outer tokens is theirs."""
+        """(count,) the token of each cell along an axis; cells beyond the outer tokens belong to these."""
         centres = torch.arange(count, device=device) + (0.5 - self.start[axis])
         return (centres / self.pitch[axis]).floor().clamp(0, self.grid[axis] - 1)
 
@@ -55,7 +55,7 @@ class MixPoint:
     def __init__(self, layer: str, layout: str) -> None:
         self.layer, self.layout = layer, layout
         self.box: Box | None = None
-        self.cells: Cells | None = None
+        self.cells: EmbeddingCells | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if self.box is None:
@@ -68,7 +68,7 @@ class MixPoint:
             return self._mixed(output)
         return self._mixed(output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
-    def cells_of(self, output: Tensor, layers: list[Shrinking], grid: Size, img_size: Size) -> Cells | None:
+    def cells_of(self, output: Tensor, layers: list[Shrinking], grid: Size, img_size: Size) -> EmbeddingCells | None:
         """The cells of this `output` in a network with these layers; None where they are the tokens."""
         if self.layout == "NLC":
             return None
@@ -80,7 +80,7 @@ class MixPoint:
             (token - cell) / near + 0.5 - pitch / 2
             for token, cell, near, pitch in zip(tokens.first, cells.first, cells.pitch, (pitch_y, pitch_x), strict=True)
         )
-        return Cells(grid, (pitch_y, pitch_x), (start_y, start_x))
+        return EmbeddingCells(grid, (pitch_y, pitch_x), (start_y, start_x))
 
     def _mixed(self, x: Tensor) -> Tensor:
         assert self.box is not None and self.cells is not None
@@ -89,7 +89,7 @@ class MixPoint:
 
 
 def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPoint:
-    """Hook a `MixPoint` to the embedding of a model and prove it: a box of all places must show the partner's image.
+    """Hook a `MixPoint` to the embedding of a model and test it: a box of all places must show the partner's image.
 
     Args:
         features: Of `model`, in evaluation mode.
@@ -126,7 +126,7 @@ _NO_LAYERS = (type(None), nn.Identity, nn.ModuleList)
 
 
 def layer_output(layer: nn.Module, features: Features, images: Tensor) -> tuple[Tensor, Any]:
-    """The features of images, and what `layer` put out on the way; None unless that was one thing."""
+    """The features of images, and the output of `layer`; None unless `layer` ran exactly once."""
     outputs: list[Any] = []
     handle = layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:

@@ -1,5 +1,4 @@
-"""When operators of our own may stand for torch's: they are faster, but other programs and transformations don't know
-them."""
+"""When custom operators may replace torch's: they are faster, but exporters and transformations don't know them."""
 
 from __future__ import annotations
 
@@ -13,20 +12,20 @@ from tlt.errors import UserError
 
 
 def own_operators_fit(*tensors: Tensor) -> bool:
-    """Whether nobody records these operations for another program (`torch.export`, `torch.jit.trace` and what is built
-    on them) or transforms them."""
+    """Whether custom operators may be used: nothing exports or traces these operations (`torch.export`,
+    `torch.jit.trace` and tools built on them) or transforms them."""
     return not (torch.compiler.is_exporting() or torch.jit.is_tracing() or transformed(*tensors))
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether `torch.func` or forward-mode differentiation is at work, which custom operators stop or take for zero."""
+    """Whether `torch.func` or forward-mode differentiation is active, which custom operators break or give zero for."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or have_tangents(*tensors)
 
 
 def have_tangents(*tensors: Tensor) -> bool:
-    """Whether one of them carries a tangent of forward-mode differentiation (`torch.func.jvp`)."""
+    """Whether one of the tensors carries a tangent of forward-mode differentiation (`torch.func.jvp`)."""
     return not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""The one place where a position embedding changes its size: at run time, in `set_input_size` and when weights load."""
+"""Resizes position embeddings: at run time, in `set_input_size` and when weights are loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
 
 
 def resize_token_pos_embed(pos: Tensor, grid: Grid, target: Grid) -> Tensor:
-    """The same for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry stays as it is."""
+    """Like `resize_pos_embed` for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry is unchanged."""
     if tuple(grid) == tuple(target):
         return pos
     resized = resize_pos_embed(pos[:, 1:].unflatten(1, grid), target)

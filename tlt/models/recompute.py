@@ -1,4 +1,4 @@
-"""What a block computes anew in its backward pass in place of keeping it: nothing, all but its products, everything."""
+"""Recomputes parts of a block in its backward pass to save memory: nothing, all but its matrix products, everything."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _selective_contexts = functools.partial(create_selective_checkpoint_contexts, _p
 
 
 def run_block(block: nn.Module, level: str, *inputs: Tensor) -> Tensor:
-    """Apply `block`, which computes `level`, one of `LEVELS`, anew in the backward pass."""
+    """Apply `block`; its backward pass recomputes what `level`, one of `LEVELS`, says."""
     if level == NOTHING or not torch.is_grad_enabled():
         result: Tensor = block(*inputs)
     elif level == POINTWISE:

@@ -22,7 +22,7 @@ from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.layers import init_linear
-from tlt.models.mix_point import Cells, MixPoint, add_mix_point, layer_output
+from tlt.models.mix_point import EmbeddingCells, MixPoint, add_mix_point, layer_output
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_places import Size, TokenPlaces, places_of, shrinking_layers
@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
     grid: Size
     places: TokenPlaces
     channels: int
-    cells: Cells | None = None
+    cells: EmbeddingCells | None = None
 
 
 class WithDenseHead(nn.Module):
@@ -223,7 +223,7 @@ def _last_map(model: Any, images: Tensor) -> Tensor:
 
 
 def _probe(model: Any, batch: int, size: tuple[int, int]) -> Tensor:
-    """(batch, channels, H, W) noise that the model takes; the same on every rank."""
+    """(batch, channels, H, W) noise for a trial run of the model; the same on every rank."""
     config = getattr(model, "pretrained_cfg", None) or {}
     first = config.get("first_conv")
     channels = model.get_submodule(first).weight.shape[1] if isinstance(first, str) else 3

@@ -1,4 +1,4 @@
-"""Do labels and images belong together? (`tlt check`)"""
+"""Checks that labels and images belong together (`tlt check`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 3  # examples of each fault
 
 @dataclass
 class Report:
-    """What was found. Faults are (image or label file, reason)."""
+    """The faults that `check` found, each as (image or label file, reason)."""
 
     images: int
     labels: int = 0
@@ -41,7 +41,7 @@ class Report:
         return not (self.missing or self.wrong_shape or self.unusable or self.damaged_files)
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as lines of text."""
         shape = f"(k, h, w) = {self.shape}" if self.shape else "none could be read"
         counts = [
             ("images without label", [(name, "") for name in self.missing]),
@@ -105,7 +105,7 @@ def _load(store: LabelStore, folder: ImageSource, row: int, report: Report) -> L
 def _compare_shapes(
     report: Report, store: LabelStore, shapes: dict[int, tuple[int, int, int]], names: Sequence[str]
 ) -> None:
-    """Every shape but the most frequent one is wrong, or all but the recorded one."""
+    """Report maps of another shape than the recorded one, or than the most frequent one where none is recorded."""
     if not shapes:
         return
     frequent = Counter(shapes.values()).most_common(1)[0][0]

@@ -202,13 +202,13 @@ def _percent(text: str) -> int:
 def _run_pack_images(args: Namespace) -> list[str]:
     from tlt.io.processes import available_cpus
     from tlt.tools.pack_images import pack_images
-    from tlt.tools.shard_writer import Shrinking
+    from tlt.tools.shard_writer import ShrinkOptions
 
     if args.quality and not args.max_side:
         raise UserError(
             f"--quality {args.quality}: only images that --max-side makes smaller are encoded; leave it out"
         )
-    shrinking = Shrinking(args.max_side, args.quality or 90) if args.max_side else None
+    shrinking = ShrinkOptions(args.max_side, args.quality or 90) if args.max_side else None
     workers = args.workers or available_cpus()
     return pack_images(
         args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking, args.dataset
@@ -238,9 +238,9 @@ def run(args: Namespace) -> int:
 
         lines = show(args)
     elif args.command == "shrink":
-        from tlt.tools.shrink_folder import Settings, shrink_folder
+        from tlt.tools.shrink_folder import ShrinkSettings, shrink_folder
 
-        settings = Settings(args.max_side, args.tile, args.overlap, args.quality)
+        settings = ShrinkSettings(args.max_side, args.tile, args.overlap, args.quality)
         lines = shrink_folder(args.data, args.out, settings, args.split, args.workers, int(args.memory * 1e9))
     elif args.command == "index":
         from tlt.tools.index import index

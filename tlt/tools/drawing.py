@@ -1,4 +1,4 @@
-"""What pictures with token labels are drawn with: class colours, label cells over an image, text, files.
+"""Parts of pictures with token labels: class colours, label cells over an image, text, files.
 
 matplotlib is needed to draw, not to import this module; nothing of its global state is changed. All sizes on a page are
 in inches from its upper left corner.

@@ -112,7 +112,7 @@ def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> lis
 
 
 def _heavy(source: ImageSource, sizes: np.ndarray) -> list[str]:
-    """A line if images will take much memory to be decoded; a JPEG is decoded smaller."""
+    """A warning if decoding takes much memory; JPEG images are decoded at a smaller size."""
     pixels = sizes.astype(np.int64).prod(axis=1)
     heavy = [
         row
@@ -134,15 +134,15 @@ def _largest(sizes: np.ndarray) -> str:
 
 
 @dataclass
-class Found:
-    """What was read of some images in a row: sizes (n, 2) uint16, and why some can't be read, by index."""
+class ImageSizes:
+    """The sizes (n, 2) uint16 of consecutive images, and why some can't be read, by index."""
 
     sizes: np.ndarray
     faults: dict[int, str] = field(default_factory=dict)
     not_decoded: int = 0
 
 
-def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = False) -> Found:
+def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = False) -> ImageSizes:
     """Read the size of every image.
 
     Raises:
@@ -150,10 +150,10 @@ def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = F
     """
     count = len(source)
     blocks = [range(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK)]
-    whole = Found(np.zeros((count, 2), np.uint16))
+    whole = ImageSizes(np.zeros((count, 2), np.uint16))
     workers = available_cpus() if workers is None else workers
     what = f"{printable(source.root)}, {_BLOCK} images each"
-    parts = in_processes(_Reader.read, _Reader(source, decode), blocks, workers, what, "block")
+    parts = in_processes(_SizeReader.read, _SizeReader(source, decode), blocks, workers, what, "block")
     for rows, part in zip(blocks, parts, strict=True):
         whole.sizes[rows.start : rows.stop] = part.sizes
         whole.faults |= part.faults
@@ -162,14 +162,14 @@ def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = F
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _SizeReader:
     """Reads sizes; decodes the images too if `decode`."""
 
     source: ImageSource
     decode: bool
 
-    def read(self, rows: range) -> Found:
-        found = Found(np.zeros((len(rows), 2), np.uint16))
+    def read(self, rows: range) -> ImageSizes:
+        found = ImageSizes(np.zeros((len(rows), 2), np.uint16))
         for place, row in enumerate(rows):
             try:
                 width, height = self.source.read_size(row, UNLIMITED)  # what is too large the programs say
@@ -183,7 +183,7 @@ class _Reader:
         return found
 
     def _decodes(self, row: int, width: int, height: int) -> bool:
-        """Whether the image is small enough to be decoded. Raises BadImage: it can't be."""
+        """Whether the image is small enough to be decoded. Raises BadImage if it can't be decoded."""
         if width * height > DEFAULT_MAX_PIXELS:
             return False
         backend = TorchvisionBackend()

@@ -206,7 +206,7 @@ def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: st
 
 
 def _panels(examples: Sequence[Example]) -> list[str]:
-    """What is drawn of each image."""
+    """The pictures that are drawn for each image."""
     label = ["label"] if any(example.label is not None for example in examples) else []
     tokens = ["tokens"] if any(example.tokens is not None for example in examples) else []
     return ["source", *label, "augmented", *tokens]

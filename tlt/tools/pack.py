@@ -30,7 +30,7 @@ from tlt.labels.tree import map_of, most_classes, read_tensor
 
 @dataclass(frozen=True)
 class Sources:
-    """What a tree holds, row by row: label file, image ("" where not known) and its row
+    """The contents of a tree, row by row: label file, image ("" where not known) and its row
     among the images (-1 where not known), its class (-1 where not known)."""
 
     labels: list[str]
@@ -110,7 +110,7 @@ def find_sources(tree: str, folder: ImageSource | None) -> Sources:
         return Sources(files, [""] * len(files), [-1] * len(files), np.full(len(files), -1), notes)
     found = find_labels(TreeListing(tree), folder.paths)
     rows = [row for row in range(len(folder)) if row not in found.missing]
-    labels = [found.other_name.get(row) or os.path.splitext(folder.paths[row])[0] + ".pt" for row in rows]
+    labels = [found.label(row, folder.paths[row]) for row in rows]
     extra = sorted(set(files).difference(labels), key=lambda name: (natural_key(name), name))
     if not rows:
         raise UserError(
@@ -256,7 +256,7 @@ def _unpack_row(rows: Rows, row: int, root: Path) -> None:
 
 
 def _inside(label: str) -> str:
-    """The label file itself, if it stays below the folder it is unpacked in."""
+    """The path of the label file, refused if it is outside of the folder it is unpacked into."""
     if os.path.isabs(label) or ".." in label.split("/"):
         raise UserError(f"the archive names the label file {printable(label)}, outside of its tree: it is not unpacked")
     return label

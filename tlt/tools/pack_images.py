@@ -33,7 +33,7 @@ from tlt.io.files import sync_folder
 from tlt.io.processes import in_processes
 from tlt.io.text import printable
 from tlt.labels.store import LabelStore, open_labels
-from tlt.tools.shard_writer import Shrinking, Split, describe_labels, make_shard, member_names, read_image
+from tlt.tools.shard_writer import ShardedSplit, ShrinkOptions, describe_labels, make_shard, member_names, read_image
 
 _SAMPLED = 256  # images whose bytes say how many make a shard
 
@@ -46,7 +46,7 @@ def pack_images(
     shard_mb: int = 512,
     workers: int = 1,
     overwrite: bool = False,
-    shrinking: Shrinking | None = None,
+    shrinking: ShrinkOptions | None = None,
     dataset: str = "",
 ) -> list[str]:
     """Pack the images of a data set into shards.
@@ -84,7 +84,7 @@ def _splits_of(data: str) -> list[str]:
 
 
 class Packing:
-    """The shards of one split in the making.
+    """Writes the shards of one split.
 
     Args:
         folder: Of the shards; made if need be.
@@ -94,14 +94,19 @@ class Packing:
     """
 
     def __init__(
-        self, folder: str, source: ImageSource, labels: LabelStore | None, shard_mb: int, shrinking: Shrinking | None
+        self,
+        folder: str,
+        source: ImageSource,
+        labels: LabelStore | None,
+        shard_mb: int,
+        shrinking: ShrinkOptions | None,
     ) -> None:
         self.folder, self.source, self.labels, self.shrinking = folder, source, labels, shrinking
         self.shard_mb, self.shown = shard_mb, f"OUT {printable(folder)}"
         self.state = self._state()
 
     def run(self, workers: int, overwrite: bool) -> list[str]:
-        """Make the shards that aren't there, and the index. Returns lines that say what was done."""
+        """Write the shards that are missing, and the index. Returns lines that say what was done."""
         try:
             os.makedirs(self.folder, exist_ok=True)
             with self._locked():
@@ -140,7 +145,7 @@ class Packing:
             os.close(descriptor)
 
     def _state(self) -> dict[str, Any]:
-        """What must be the same for a command to go on with what another one began."""
+        """The settings that must be equal for a command to continue what another one began."""
         names = hashlib.sha256("\0".join(self.source.class_names).encode(errors="surrogateescape"))
         for path, number in zip(self.source.paths, self.source.classes.tolist(), strict=True):
             names.update(f"\n{path}\0{number}".encode(errors="surrogateescape"))
@@ -167,7 +172,7 @@ class Packing:
             Path(self.folder, name).unlink(missing_ok=True)
 
     def _complete(self) -> ShardIndex | None:
-        """The index of what is packed already; None: it isn't."""
+        """The index of a split that is packed already, else None."""
         path = os.path.join(self.folder, INDEX_NAME)
         if not os.path.isfile(path):
             return None
@@ -181,8 +186,8 @@ class Packing:
         Path(self.folder, PARTIAL_NAME).unlink(missing_ok=True)
         return index
 
-    def _begin(self) -> Split:
-        """What is to be written; written down first, or found to be what another command began."""
+    def _begin(self) -> ShardedSplit:
+        """Plan the shards; the plan is saved, or compared with the one that another command saved."""
         path = Path(self.folder, PARTIAL_NAME)
         if not path.exists():
             content = {"state": self.state, "per_shard": self._images_per_shard()}
@@ -202,7 +207,7 @@ class Packing:
             raise UserError(f"{self.shown} holds the beginning of other shards: choose another folder, or --overwrite")
         source, labels = self.source, self.labels
         missing = frozenset(labels.missing()) if labels else frozenset()
-        return Split(self.folder, source, member_names(source.paths), per_shard, labels, missing, self.shrinking)
+        return ShardedSplit(self.folder, source, member_names(source.paths), per_shard, labels, missing, self.shrinking)
 
     def _images_per_shard(self) -> int:
         rows = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(np.int64)).tolist()

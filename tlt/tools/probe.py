@@ -1,4 +1,4 @@
-"""Which way round are the maps, and what part of the images do they cover? Asked of the images (`tlt probe`).
+"""Finds out from the images whether label maps are transposed and what part of the images they cover (`tlt probe`).
 
 Where a label map fits its image, what a patch looks like tells what its cell says. For every image and hypothesis, a
 small linear classifier is fitted (least squares): from the colours and edges of the patch that each cell would lie on
@@ -44,7 +44,7 @@ _MIN_IMAGES = 8
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `probe` found.
+    """The result of `probe`.
 
     Attributes:
         scores: (images, 4) explained share above that of other images' maps, by hypothesis.
@@ -66,7 +66,7 @@ class Verdict:
     recorded: str
 
     def lines(self) -> list[str]:
-        """The verdict for people."""
+        """The verdict as lines of text."""
         means, errors = self.scores.mean(axis=0), self.scores.std(axis=0) / np.sqrt(len(self.scores))
         lines = [f"{len(self.scores)} images, recorded: {self.recorded}; explained above chance, +- standard error:"]
         for place, (axes, area) in enumerate(HYPOTHESES):

@@ -33,7 +33,7 @@ _JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
 
 
 @dataclass(frozen=True)
-class Shrinking:
+class ShrinkOptions:
     """Images with a side above `max_side` pixels are made smaller and saved with this JPEG quality."""
 
     max_side: int
@@ -41,8 +41,8 @@ class Shrinking:
 
 
 @dataclass(frozen=True)
-class Split:
-    """What is written, and where to.
+class ShardedSplit:
+    """The images and labels of a split, and the folder of their shards.
 
     Attributes:
         names: (N,) Member of each image.
@@ -56,7 +56,7 @@ class Split:
     per_shard: int
     labels: LabelStore | None
     without_label: Collection[int]
-    shrinking: Shrinking | None
+    shrinking: ShrinkOptions | None
 
     @property
     def shards(self) -> int:
@@ -85,8 +85,8 @@ def _member_name(name: str, stem: str, shared: bool) -> str:
     return f"{os.path.join(folder, key)}.{extension}"
 
 
-def make_shard(split: Split, shard: int) -> tuple[ShardRows, int]:
-    """A shard, written if it isn't there yet, and read; and its largest class id in a label map (-1: there is none).
+def make_shard(split: ShardedSplit, shard: int) -> tuple[ShardRows, int]:
+    """Write a shard unless it exists, and read it; return it and the largest class id of its label maps (-1: no maps).
 
     Raises:
         UserError: An image or label can't be read; or what is there is something else, or other than it was written.
@@ -117,7 +117,7 @@ def make_shard(split: Split, shard: int) -> tuple[ShardRows, int]:
         raise other from error
 
 
-def _write(split: Split, shard: int, path: str) -> bytes:
+def _write(split: ShardedSplit, shard: int, path: str) -> bytes:
     """Write the file of a shard. Returns its sha256."""
     digest = hashlib.sha256()
     with open(path, "wb") as file:
@@ -142,8 +142,8 @@ def _tar_member(name: str, data: bytes | bytearray) -> bytes:
     return header + data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
-def _members(split: Split, row: int) -> list[tuple[str, bytes | bytearray]]:
-    """Name and bytes of the files of an image."""
+def _members(split: ShardedSplit, row: int) -> list[tuple[str, bytes | bytearray]]:
+    """Name and bytes of the files that are stored for an image."""
     image: bytes | bytearray = read_image(split.source, row)
     size = None
     if split.shrinking is not None and image:
@@ -157,7 +157,7 @@ def _members(split: Split, row: int) -> list[tuple[str, bytes | bytearray]]:
 
 
 def read_image(source: ImageSource, row: int) -> bytearray:
-    """The encoded image; nothing of an empty file.
+    """The encoded image; empty bytes for an empty file.
 
     Raises:
         UserError: It is unreadable, perhaps only for now.
@@ -170,8 +170,8 @@ def read_image(source: ImageSource, row: int) -> bytearray:
         raise UserError(f"{printable(source.path(row))} can't be read ({error}): mend or remove it") from error
 
 
-def _shrunk(shrinking: Shrinking, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
-    """The image, made smaller where it is too large, and its new size; as it is, and None, where not."""
+def _shrunk(shrinking: ShrinkOptions, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
+    """The image made smaller and its new size if it is too large, else the image itself and None."""
     from tlt.tools.shrink import shrink
 
     try:
@@ -192,7 +192,7 @@ def _largest_id(rows: ShardRows) -> int:
 
 
 def describe_labels(labels: LabelStore, max_id: int) -> dict[str, Any]:
-    """What an index says of the labels that were packed."""
+    """The description of the packed labels in an index."""
     text = labels.metadata.text() if labels.metadata else None
     form = MapForm(labels.shape, max_id, labels.area, labels.has_log_sum_exp, text)
     return {**asdict(form), "identity": labels.identity().decode(errors="surrogateescape")}

@@ -31,7 +31,7 @@ _TOKEN_PIXELS = 16
 
 
 def show(args: Namespace) -> list[str]:
-    """Draw the page that the flags of `tlt show` describe; returns lines for people.
+    """Draw the page that the flags of `tlt show` describe; return lines of text about it.
 
     Raises:
         UserError: No images or labels, an image that isn't there or can't be read, or matplotlib is missing.

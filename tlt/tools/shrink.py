@@ -1,9 +1,9 @@
 """Images of any size made smaller, or cut into tiles, in little memory: 8-bit JPEG that any backend reads fast.
 
 libvips streams JPEG, PNG and TIFF from top to bottom, JPEG scaled by its decoder, so that memory grows with an image's
-width and not with its area. Colours mean what they mean to Pillow's `convert("RGB")`, as everywhere: alpha is dropped,
-EXIF orientation and colour profiles are ignored. Whatever libvips would show otherwise than Pillow is decoded by
-Pillow, as a whole, and only if that fits into the memory that it may take.
+width and not with its area. Colours are those of Pillow's `convert("RGB")`, as everywhere: alpha is dropped,
+EXIF orientation and colour profiles are ignored. Images that libvips would decode differently are decoded by Pillow as
+a whole, if that fits into the memory that is allowed.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def tile_starts(length: int, side: int, overlap: int = 0) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Header:
-    """What an image's header says, and what decoding it takes.
+class ImageHeader:
+    """An image's header, and what it costs to decode the image.
 
     Attributes:
         kind: For messages.
@@ -120,7 +120,7 @@ class Picture:
         self.close()
 
     def close(self) -> None:
-        """No more is wanted of it."""
+        """Close the file."""
         self._file.close()
 
     @property
@@ -129,7 +129,7 @@ class Picture:
         return self.header.width, self.header.height
 
     def encoded(self) -> bytes:
-        """Its bytes. Raises BadImage."""
+        """The encoded bytes. Raises BadImage if they can't be read."""
         try:
             self._file.seek(0)
             return self._file.read()
@@ -217,12 +217,12 @@ def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     return file
 
 
-def _read_header(file: BinaryIO) -> Header:
+def _read_header(file: BinaryIO) -> ImageHeader:
     with pillow_errors(UNLIMITED), Image.open(file, formats=image_formats()) as image:
         loader, held = _loader(image)
         width, height = image.size
         kind = f"{image.format} of {width} x {height} pixels ({image.mode})"
-        return Header(width, height, kind, image.mode, loader, int(held * width * height))
+        return ImageHeader(width, height, kind, image.mode, loader, int(held * width * height))
 
 
 def _loader(image: Image.Image) -> tuple[str, float]:

@@ -1,9 +1,9 @@
 """A class folder of smaller images, or of tiles, out of one of huge images (`tlt shrink`).
 
     OUT/SPLIT/CLASS/IMAGE.jpg    as in DATA; an image that is small enough keeps its bytes and its name
-    OUT/shrink.json              how they are made, from the start; and which could not be read, when all are there
+    OUT/shrink.json              the settings, written first; at the end also which images could not be read
 
-Every file is whole or not there, so a killed command finds what is left to do.
+Every file is complete or absent, so a command that was killed can be run again and continues.
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ from tlt.tools.shrink import DEFAULT_MEMORY, DEFAULT_QUALITY, MAX_JPEG_SIDE, Pic
 RECORD_NAME = "shrink.json"
 _TILE = re.compile(r"(.*)_\d+_\d+")
 _BROKEN_SHOWN = 20
+_WORDS = {
+    "shrunk": "made smaller",
+    "tiled": "cut into tiles",
+    "copied": "small enough, copied",
+    "there": "there already",
+    "broken": "left out",
+}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What becomes of an image. Either `max_side` or `tile` is given.
+class ShrinkSettings:
+    """How images are made smaller. Either `max_side` or `tile` is given.
 
     Attributes:
         max_side: Longest side of an image, pixels.
@@ -49,7 +56,7 @@ class Settings:
 
     @property
     def side(self) -> int:
-        """Images no larger than this are left as they are."""
+        """The longest side, in pixels, of an image that is copied unchanged."""
         return self.max_side or self.tile
 
     def __post_init__(self) -> None:
@@ -64,20 +71,20 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Split:
-    """The images of a split and where they go: to `out`, under their own names if nothing is done to them, else under
-    those of `jpegs`, or as tiles named after these."""
+class _SplitJob:
+    """The images of a split and the folder `out` to write. A copied image keeps its name; a smaller one has its name in
+    `jpegs`, and tiles are named after that."""
 
     folder: ImageFolder
     out: str
     jpegs: Sequence[str]
-    settings: Settings
+    settings: ShrinkSettings
     memory: int
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What was done with an image: "shrunk", "tiled", "copied", "there" or "broken"."""
+@dataclass(frozen=True, slots=True)  # one an image
+class ImageOutcome:
+    """What was done with an image, one of `_WORDS`; why, if it is broken."""
 
     what: str
     reason: str = ""
@@ -88,12 +95,12 @@ class Outcome:
 def shrink_folder(
     data: str,
     out: str,
-    settings: Settings,
+    settings: ShrinkSettings,
     split: str | None = None,
     workers: int | None = None,
     memory: int = DEFAULT_MEMORY,
 ) -> list[str]:
-    """Make OUT, or what is missing of it.
+    """Write OUT, or the part of it that is missing.
 
     Args:
         data: Folder with splits, or with class folders.
@@ -105,8 +112,8 @@ def shrink_folder(
         Lines that say what was done.
 
     Raises:
-        UserError: There is nothing to do it with or to, OUT holds something else or can't be written, or nothing can
-            be read.
+        UserError: There are no images, OUT holds something else or can't be written, or no image of a split can be
+            read.
     """
     folders = _source_folders(data, split)
     with _claimed(out, folders, settings):
@@ -114,11 +121,12 @@ def shrink_folder(
         broken: dict[str, str] = {}
         for name, root in folders.items():
             folder, target = scan_folder(root), os.path.join(out, name)
-            made = _shrink_split(folder, target, settings, workers or available_cpus(), memory)
-            lines += [*folder.warnings, *made.lines(target)]
-            broken |= made.broken
-            if len(made.broken) == len(folder):
-                path, reason = min(made.broken.items())
+            outcomes = _shrink_split(folder, target, settings, workers or available_cpus(), memory)
+            failed = {folder.path(row): made.reason for row, made in enumerate(outcomes) if made.what == "broken"}
+            lines += [*folder.warnings, *_summary(target, outcomes, failed)]
+            broken |= failed
+            if len(failed) == len(folder):
+                path, reason = min(failed.items())
                 raise UserError(f"no image in {printable(root)} can be read: {printable(path)}: {reason}")
         _record(out, settings, complete=True, broken=broken)
     return lines
@@ -135,8 +143,8 @@ def _source_folders(data: str, split: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def _claimed(out: str, folders: dict[str, str], settings: Settings) -> Iterator[None]:
-    """Begin OUT, or go on with it, alone."""
+def _claimed(out: str, folders: dict[str, str], settings: ShrinkSettings) -> Iterator[None]:
+    """Hold the lock of OUT, which is begun or continued."""
     shown = printable(out)
     for name, source in folders.items():
         target = os.path.realpath(os.path.join(out, name))
@@ -158,7 +166,7 @@ def _claimed(out: str, folders: dict[str, str], settings: Settings) -> Iterator[
         os.close(descriptor)
 
 
-def _begin(out: str, settings: Settings) -> None:
+def _begin(out: str, settings: ShrinkSettings) -> None:
     path = os.path.join(out, RECORD_NAME)
     if not os.path.exists(path):
         if os.listdir(out):
@@ -175,13 +183,16 @@ def _begin(out: str, settings: Settings) -> None:
         raise UserError(f"OUT {printable(out)} was begun with {flags}: give the same, or another folder")
 
 
-def _record(out: str, settings: Settings, complete: bool, broken: dict[str, str]) -> None:
+def _record(out: str, settings: ShrinkSettings, complete: bool, broken: dict[str, str]) -> None:
     content = {"settings": asdict(settings), "complete": complete, "broken": broken}
     _write(os.path.join(out, RECORD_NAME), (json.dumps(content, indent=1) + "\n").encode())
     sync_folder(out)
 
 
-def _shrink_split(folder: ImageFolder, out: str, settings: Settings, workers: int, memory: int) -> Tally:
+def _shrink_split(
+    folder: ImageFolder, out: str, settings: ShrinkSettings, workers: int, memory: int
+) -> list[ImageOutcome]:
+    """Make the images of a split; what was done with each, in row order."""
     jpegs = jpeg_names(folder.paths)
     _refuse_clashes(folder, jpegs, settings)
     places = {os.path.dirname(name) for name in folder.paths}
@@ -191,13 +202,11 @@ def _shrink_split(folder: ImageFolder, out: str, settings: Settings, workers: in
             os.makedirs(os.path.join(out, place), exist_ok=True)
     except OSError as error:
         raise _unwritable(out, error) from error
-    split, tally = Split(folder, out, Names(jpegs), settings, memory), Tally()
-    made = in_processes(make, split, range(len(folder)), workers, "shrinking", "image")
-    for row, outcome in enumerate(made):
-        tally.add(folder.path(row), outcome)
+    split = _SplitJob(folder, out, Names(jpegs), settings, memory)
+    outcomes = list(in_processes(make, split, range(len(folder)), workers, "shrinking", "image"))
     for place in places:
         sync_folder(os.path.join(out, place))
-    return tally
+    return outcomes
 
 
 def jpeg_names(names: Sequence[str]) -> list[str]:
@@ -212,7 +221,7 @@ def _jpeg_name(name: str, shared: bool) -> str:
     return name if suffix.lower() in JPEG_SUFFIXES else (name if shared else stem) + ".jpg"
 
 
-def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: Settings) -> None:
+def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: ShrinkSettings) -> None:
     """Two images must not go to one file."""
     own = dict(zip(jpegs, folder.paths, strict=True))
     clashes = [name for name in folder.paths if own.get(name, name) != name]
@@ -227,30 +236,29 @@ def _refuse_clashes(folder: ImageFolder, jpegs: Sequence[str], settings: Setting
         raise UserError(f"{shown} has the name that another image would get as a JPEG or tile: rename it")
 
 
-def make(split: Split, row: int) -> Outcome:
-    """Do what is to be done with an image, unless it is done. Raises UserError: nothing can be written."""
+def make(split: _SplitJob, row: int) -> ImageOutcome:
+    """Write the files of an image unless they exist already. Raises UserError: nothing can be written."""
     source = split.folder.path(row)
     try:
         with Picture(source, split.memory) as picture:
             what, names = _plan(split, row, picture)
             paths = [os.path.join(split.out, name) for name in names]
             if all(os.path.exists(path) for path in paths):
-                return Outcome("there")
+                return ImageOutcome("there")
             try:
-                written = [
-                    _write(path, data) for path, data in zip(paths, _contents(picture, split.settings), strict=True)
-                ]
-            except BadImage:  # it ends in the middle: tiles from above are there
+                contents = _contents(picture, split.settings)
+                written = [_write(path, data) for path, data in zip(paths, contents, strict=True)]
+            except BadImage:  # the file is cut: the tiles above the cut are written already
                 for path in paths:
                     _remove(path)
                 raise
-            return Outcome(what, bytes_read=os.path.getsize(source), bytes_written=sum(written))
+            return ImageOutcome(what, bytes_read=os.path.getsize(source), bytes_written=sum(written))
     except BadImage as error:
-        return Outcome("broken", str(error))
+        return ImageOutcome("broken", str(error))
 
 
-def _plan(split: Split, row: int, picture: Picture) -> tuple[str, list[str]]:
-    """What is done with an image, and the files that it becomes."""
+def _plan(split: _SplitJob, row: int, picture: Picture) -> tuple[str, list[str]]:
+    """What is done with an image, and the names of the files that are made of it."""
     settings, jpeg = split.settings, split.jpegs[row]
     if max(picture.size) <= settings.side:
         return "copied", [split.folder.paths[row]]
@@ -260,8 +268,8 @@ def _plan(split: Split, row: int, picture: Picture) -> tuple[str, list[str]]:
     return "tiled", [f"{os.path.splitext(jpeg)[0]}_{y}_{x}.jpg" for y in down for x in across]
 
 
-def _contents(picture: Picture, settings: Settings) -> Iterator[bytes]:
-    """What is in these files."""
+def _contents(picture: Picture, settings: ShrinkSettings) -> Iterator[bytes]:
+    """The contents of these files, one at a time."""
     if max(picture.size) <= settings.side:
         yield picture.encoded()
     elif not settings.tile:
@@ -298,30 +306,13 @@ def _unwritable(path: str, error: OSError) -> UserError:
     )
 
 
-class Tally:
-    """What was done with the images of a split."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.broken: dict[str, str] = {}
-        self.bytes_read = self.bytes_written = 0
-
-    def add(self, path: str, outcome: Outcome) -> None:
-        """One more image."""
-        self.counts[outcome.what] += 1
-        self.bytes_read += outcome.bytes_read
-        self.bytes_written += outcome.bytes_written
-        if outcome.what == "broken":
-            self.broken[path] = outcome.reason
-
-    def lines(self, out: str) -> list[str]:
-        """What to tell."""
-        words = {"shrunk": "made smaller", "tiled": "cut into tiles", "copied": "small enough, copied"}
-        words |= {"there": "there already", "broken": "left out"}
-        done = ", ".join(f"{self.counts[what]} {text}" for what, text in words.items() if self.counts[what])
-        moved = f"{self.bytes_read / 1e6:.1f} MB -> {self.bytes_written / 1e6:.1f} MB"
-        broken = sorted(self.broken.items())
-        lines = [f"left out {printable(path)}: {reason}" for path, reason in broken[:_BROKEN_SHOWN]]
-        if len(broken) > _BROKEN_SHOWN:
-            lines.append(f"and {len(broken) - _BROKEN_SHOWN} more, all of them in {RECORD_NAME}")
-        return [*lines, f"{printable(out)}: {self.counts.total()} images: {done}; {moved}"]
+def _summary(out: str, outcomes: Sequence[ImageOutcome], broken: dict[str, str]) -> list[str]:
+    """Lines that say what was done with the images of a split; `broken` has the reason by image."""
+    counts = Counter(outcome.what for outcome in outcomes)
+    done = ", ".join(f"{counts[what]} {text}" for what, text in _WORDS.items() if counts[what])
+    read, written = sum(each.bytes_read for each in outcomes), sum(each.bytes_written for each in outcomes)
+    lines = [f"left out {printable(path)}: {reason}" for path, reason in sorted(broken.items())[:_BROKEN_SHOWN]]
+    if len(broken) > _BROKEN_SHOWN:
+        lines.append(f"and {len(broken) - _BROKEN_SHOWN} more, all of them in {RECORD_NAME}")
+    moved = f"{read / 1e6:.1f} MB -> {written / 1e6:.1f} MB"
+    return [*lines, f"{printable(out)}: {len(outcomes)} images: {done}; {moved}"]

@@ -1,4 +1,4 @@
-"""What the published code does instead, wherever that differs and `--compat` asks for it (`tlt.upstream.rows`).
+"""The behaviour of the published code, where ours differs and `--compat` asks for it (`tlt.upstream.rows`).
 
 Each function retraces one mistake or habit of TokenLabeling (9dbfd59) or VOLO (cf35775). They change the geometry or
 the map that the sampler of `tlt.targets` is given, or what it made of them, so that nothing else knows of them.
@@ -88,7 +88,7 @@ def _with_transposed_crop(config: AugmentConfig, steps: Steps, plan: Plan) -> tu
 
 
 def _scaled_by_width(affine: geometry.Affine, visible: Floats, labels: LabelBatch) -> tuple[geometry.Affine, Floats]:
-    """The same with y in the map's cells equal to (share of the map) * w rather than * h."""
+    """The affine with y in the map's cells equal to (share of the map) * w rather than * h."""
     height, width = labels.values.shape[2:]
     top = labels.area[:, 1].double().numpy()
     affine, visible = affine.copy(), visible.copy()
@@ -116,7 +116,7 @@ def moved_maps(labels: LabelBatch, steps: Steps) -> LabelBatch:
 
 
 def _index_maps(kernels: Ints, values: Floats, h: int, w: int) -> geometry.Affine:
-    """(B, 2, 3): (row, column, 1) of a cell of the result -> (row, column) of where it comes from."""
+    """(B, 2, 3) maps from (row, column, 1) of a cell of the result to the (row, column) of its source."""
     cos, sin = (np.round(f(np.radians(values)), 15) for f in (np.cos, np.sin))
     turned = [[cos, sin, h / 2 - cos * h / 2 - sin * w / 2], [-sin, cos, w / 2 + sin * h / 2 - cos * w / 2]]
     one, none = np.ones_like(values), np.zeros_like(values)
@@ -135,7 +135,7 @@ def _index_maps(kernels: Ints, values: Floats, h: int, w: int) -> geometry.Affin
 
 
 def _move(values: Tensor, ids: Tensor, maps: geometry.Affine) -> tuple[Tensor, Tensor]:
-    """Values and ids (B, k, h, w) of the cells that `maps` says."""
+    """Values and ids (B, k, h, w) of the cells that `maps` leads to."""
     batch, k, h, w = values.shape
     places = geometry.apply(maps, np.indices((h, w)).reshape(2, -1).T)  # (B, h * w, 2) row, column
     last = np.array([h, w]) - 1
@@ -147,7 +147,7 @@ def _move(values: Tensor, ids: Tensor, maps: geometry.Affine) -> tuple[Tensor, T
 
 
 def target_maker(rows: Collection[str], usual: TargetMaker) -> TargetMaker:
-    """How targets are made under `--compat`: `usual` but for the rows roi-align and target-sum."""
+    """The function that makes targets under `--compat`: `usual`, changed by the rows roi-align and target-sum."""
     make = make_roi_targets if "roi-align" in rows else usual
     if "target-sum" not in rows:
         return make
@@ -170,7 +170,7 @@ def make_roi_targets(
     uncovered: str = "uniform",
     window: Area = FULL_AREA,
 ) -> Targets:
-    """As `tlt.targets.make_targets` for plain windows, by `torchvision.ops.roi_align` as it is called there.
+    """Like `tlt.targets.make_targets` for plain windows, with `torchvision.ops.roi_align` called as published.
 
     Not aligned, of boxes moved by half a cell, with as many points as a token has cells, and the crop's label of its
     own points. Nothing is uncovered: what lies more than a cell outside of the map is 0.

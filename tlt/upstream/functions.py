@@ -75,12 +75,12 @@ class TokenLabels:
         return len(self.classes)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenLabels:
-        """The same on another device."""
+        """The labels on another device."""
         tensors = (tensor.to(device, non_blocking=non_blocking) for tensor in (self.affine, self.visible, self.classes))
         return TokenLabels(self.labels.to(device, non_blocking), *tensors)
 
     def cuda(self) -> TokenLabels:
-        """The same on the GPU."""
+        """The labels on the GPU."""
         return self.to("cuda")
 
 
@@ -170,7 +170,7 @@ class TokenLabelMixup(Mixup):
         return self.mix(x, target)
 
     def mix(self, x: Tensor, target: Tensor | TokenLabels) -> tuple[Tensor, Tensor]:
-        """As a call. Any batch size; the middle sample of an odd batch stays as it is."""
+        """Same as calling the object. Any batch size; the middle sample of an odd batch is not changed."""
         lam: float | Tensor = 1.0
         if self.mixup_enabled:
             shares = self.draw(x, self._generator)
@@ -337,7 +337,7 @@ class TokenLabelLoader:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is this epoch."""
+        """Choose the epoch of the next pass."""
         self._epoch = epoch
 
     @property

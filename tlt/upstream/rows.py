@@ -1,4 +1,4 @@
-"""What `--compat` sets back to what the published code does, row by row; `tlt.upstream.behaviour` is how.
+"""The rows of `--compat`, each a difference to the published code; `tlt.upstream.behaviour` implements them.
 
 Imports nothing heavy: the command line is checked with it.
 """
@@ -32,7 +32,7 @@ LABEL_ROWS = ("label-crop", "label-scale", "label-area", "label-affine", "half-i
 
 
 def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Rows in the table's order, and whether all were asked for: `upstream` is all of them, `no-ROW` one less.
+    """Rows in the table's order, and whether `upstream` was among `words`: it is all rows, `no-ROW` drops one.
 
     Raises:
         UserError: An unknown row (the nearest one is named), or one taken out of nothing.
