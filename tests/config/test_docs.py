@@ -18,10 +18,8 @@ from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
 from volo import cli
 from volo.config.args import generate_label_parser, train_parser, validate_parser
-from volo.config.flags_attention import attention_parser
-from volo.config.flags_export import export_parser
 from volo.config.flags_preflight import preflight_parser
-from volo.config.flags_report import report_parser
+from volo.config.flags_tools import attention_parser, export_parser, report_parser
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 PARSERS = {
