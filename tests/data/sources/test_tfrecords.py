@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tlt.data.sources.example_proto import parse_example
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import find_files, open_images
+from tlt.data.sources.record_scan import parse_example
 from tlt.errors import UserError
 
 google_crc32c = pytest.importorskip("google_crc32c")

@@ -8,8 +8,7 @@ from typing import Any
 
 from tlt.data.sources.dataset_kinds import TABLE, Kind, needs_folder, parse_kind
 from tlt.data.sources.folder import find_split
-from tlt.data.sources.indexed_files import IndexedFiles
-from tlt.data.sources.shards import is_sharded, open_shards
+from tlt.data.sources.shards import IndexedFiles, is_sharded, open_shards
 from tlt.data.sources.size_index import open_folder
 from tlt.data.sources.source import ImageSource
 from tlt.errors import MissingSplit, UserError

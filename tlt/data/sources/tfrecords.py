@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt.data.sources.folder import split_names
-from tlt.data.sources.indexed_files import IndexedFiles
 from tlt.data.sources.record_scan import RecordRows, scan_records
 from tlt.data.sources.shard_index import Contents, write_index
+from tlt.data.sources.shards import IndexedFiles
 from tlt.data.sources.source import class_folder, numbered_names, renumber
 from tlt.errors import MissingSplit, UserError
 from tlt.io.natural import natural_key

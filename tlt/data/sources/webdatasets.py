@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt.data.sources.folder import split_names
-from tlt.data.sources.indexed_files import IndexedFiles
 from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shard_scan import LABEL_KEY
-from tlt.data.sources.shards import ShardedImages
+from tlt.data.sources.shards import IndexedFiles, ShardedImages
 from tlt.errors import MissingSplit, UserError
 from tlt.io.text import printable
 
