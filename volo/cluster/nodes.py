@@ -132,7 +132,7 @@ class Nodes:
         self.own.joined = start
         if self._heartbeat is None:
             self._store = self._open_store(self._joining_since + self.patience)
-            self._heartbeat = Heartbeat(self._store, self.run_id, "nodes", self.rank, self.count, _INTERVAL_S)
+            self._heartbeat = Heartbeat(self._store, self.run_id, self.run_id, self.rank, self.count, _INTERVAL_S)
             self._heartbeat.start(self._tell, self._decide, self._hear)
         while self._decisions.started < start:
             if self._decisions.failed:
