@@ -156,7 +156,8 @@ class Nodes:
             LaunchError: This launcher was told to end while others still run.
         """
         self.own.signal = self._told_to_end()
-        if self._not_begun and self.own.signal is None:
+        # A process that ended by itself before it could be killed says why.
+        if self._not_begun and self.own.signal is None and code in (0, 128 + signal.SIGKILL):
             print(f"the run has not begun: {self._not_begun}", file=sys.stderr)
             code, self._not_begun = LOST, ""
         self.own.said = said or f"its processes have ended with code {code}"

@@ -32,6 +32,10 @@ if (here / "slow").exists():
     (here / f"{me}.ready").touch()
     while not ends.exists() or not all((here / f"{rank}.0.ready").exists() for rank in (0, 1)):
         time.sleep(0.05)
+after = here / f"{me}.after"  # the name of a process that has to end first
+while after.exists() and not (here / f"{after.read_text()}.over").exists():
+    time.sleep(0.01)
+(here / f"{me}.over").touch()
 code = int(ends.read_text()) if ends.exists() else 0
 os.kill(os.getpid(), signal.SIGKILL) if code < 0 else sys.exit(code)
 """
@@ -91,6 +95,7 @@ def test_the_code_that_says_most_is_that_of_all_nodes_and_final_for_all(
 ) -> None:
     (tmp_path / "0.0.ends").write_text("5")
     (tmp_path / "1.0.ends").write_text("3")
+    (tmp_path / "0.0.after").write_text("1.0")  # else node 1's may be killed: the run has not begun
     nodes = start(1, 1, MAX_RESTARTS="3")
     assert [node.end() for node in nodes] == [3, 3], "\n".join(node.output for node in nodes)
     assert set(told(tmp_path)) == {"0.0", "1.0"}
