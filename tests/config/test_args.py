@@ -381,7 +381,7 @@ def test_data_dir_is_needed_but_for_synthetic_data() -> None:
         ("--token-label", "trains class targets alone"),
         ("--token-label --token-label-size 14", "trains every token on its image's class"),
         ("--color-jitter 0.3", "--color-jitter 0.3 is not used beside --aa"),
-        ("--epochs 1", "--warmup-epochs 20 covers all of --epochs 1"),
+        ("--epochs 1 --warmup-epochs 20", "--warmup-epochs 20 covers all of --epochs 1"),
         ("--lr 8e-6", "--lr 8e-06 is below --min-lr 1e-05"),
     ],
 )

@@ -23,6 +23,7 @@ from volo.record.logger import Logger
 from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.record.run_lock import RunLock
 from volo.train.criterion import TokenLabelCriterion
+from volo.train.held_out import LIST, as_list
 from volo.train.loop import Training
 from volo.train.meter import Meter
 
@@ -138,7 +139,8 @@ def open_run(
             run_directory = RunDirectory(directory)
             logger.open_events(directory)  # where the run that has the lock tells of this one, too
             lock.acquire()
-            run_directory.record_start(args, world.size, str(world.device), launch_id())
+            more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}
+            run_directory.record_start(args, world.size, str(world.device), launch_id(), more)
             logger.open(run_directory, training.schedule.total_updates)
             if dropped := run_directory.rewind(training.state.epoch, training.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")

@@ -56,7 +56,7 @@ from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.launch_command import available_cpus
 from volo.commands.run_start import describe, find_checkpoint, go_on_from, note_lock, note_start, open_run, tell_memory
-from volo.config.args import FrozenArgs
+from volo.config.args import FrozenArgs, TrainArgs
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
@@ -67,7 +67,8 @@ from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
-from volo.train.data import Folders, image_feed, open_folders, open_labels, train_loader, validation_loader
+from volo.train.data import Folders, hold_out, image_feed, open_folders, open_labels, train_loader, validation_loader
+from volo.train.fit_to_data import fit_to_data, kept_of
 from volo.train.loop import Training, evaluate, train_epoch
 from volo.train.meter import Meter
 from volo.train.model import (
@@ -88,7 +89,7 @@ from volo.train.schedule import LrSchedule, resolve_lr
 from volo.train.teacher import load_teacher, teacher_costs
 
 
-def run(args: Namespace) -> int:
+def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
     timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
     world = init_world(args.device, args.local_rank, timeout, begins=False)
@@ -109,13 +110,14 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> None:
+def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
     """Build everything, then train in a directory that no other job writes to."""
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
     found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
     folders = once_per_host(lambda: open_folders(args, world.size, found))
+    args = fitted_to(folders, args, world, logger)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
     settings = eval_settings(args, model)
@@ -125,6 +127,9 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
     with RunLock(directory, partial(note_lock, logger)) as lock:
         resume = find_checkpoint(args, spec, directory, lock, world)
         args, batch = decided_by(resume, FrozenArgs(args, resume=spec), world, logger)
+        if args.num_classes not in (None, model.num_classes):  # the checkpoint's
+            model.reset_classifier(args.num_classes)
+        folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
         training = build(args, folders, model, settings, batch, world, logger, found)
         go_on_from(resume, args, training, world, logger)
         resumed = resume.path
@@ -132,11 +137,22 @@ def train(args: Namespace, world: World, logger: Logger, guard: StopGuard) -> No
         train_in(directory, lock, resumed, args, training, world, logger, guard)
 
 
-def decided_by(resume: Resume, args: Namespace, world: World, logger: Logger) -> tuple[Namespace, dict[str, int]]:
-    """Settle what a checkpoint decides before anything is built: the accumulation steps that keep its global batch.
+def fitted_to(folders: Folders, args: TrainArgs, world: World, logger: Logger) -> TrainArgs:
+    """Return the arguments with defaults that fit the data, and tell of them."""
+    images = round(len(folders.train) * (1 - args.val_fraction))
+    fitted, line = fit_to_data(args, images, len(folders.train.class_names), world.size)
+    if line:
+        logger.line(line)
+    return FrozenArgs(args, **fitted)
+
+
+def decided_by(resume: Resume, args: TrainArgs, world: World, logger: Logger) -> tuple[TrainArgs, dict[str, int]]:
+    """Settle what a checkpoint decides before anything is built: fitted defaults, and the accumulation steps that keep
+    its global batch.
 
     Returns the arguments with these steps, and the record of the batch that the run writes into its own checkpoints.
     """
+    args = FrozenArgs(args, **kept_of(resume.checkpoint, args, world.size))
     asked = args.grad_accum_steps
     steps, message = steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.size)
     if message is not None:

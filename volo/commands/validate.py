@@ -34,6 +34,7 @@ from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
 from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
+from volo.train.held_out import listed_images, part
 from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, resolve_amp_dtype
@@ -119,6 +120,8 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     """
     names = read_class_map(args.class_map) if args.class_map else config.get("class_names")
     folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
+    if args.image_list:
+        folder = part(folder, listed_images(folder, args.image_list))
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
     _say(world, [f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)])
     return folder

@@ -15,11 +15,24 @@ from volo.config.flag_rules import check_train, check_validate, resolve_aliases
 from volo.config.flag_table import Flag, FlagParser
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
-from volo.config.flags_train import TRAIN_GROUPS
+from volo.config.flags_train import FITTED, TRAIN_GROUPS
 from volo.config.recipes import load_yaml
 
 
-class FrozenArgs(Namespace):
+class TrainArgs(Namespace):
+    """The arguments of train.py, one attribute per flag.
+
+    Attributes:
+        notes: Lines that rank 0 prints once.
+        defaulted: The flags of `FITTED` that neither command line nor recipe has; no setting of the run, so that it is
+            not among `vars`.
+    """
+
+    __slots__ = ("defaulted",)
+    defaulted: tuple[str, ...]
+
+
+class FrozenArgs(TrainArgs):
     """Arguments that can't be changed any more.
 
     Args:
@@ -27,7 +40,8 @@ class FrozenArgs(Namespace):
         decided: Values that replace them, for example from a checkpoint.
     """
 
-    def __init__(self, args: Namespace, **decided: Any) -> None:
+    def __init__(self, args: TrainArgs, **decided: Any) -> None:
+        object.__setattr__(self, "defaulted", args.defaulted)
         self.__dict__.update(vars(args), **decided)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -66,11 +80,8 @@ def generate_label_parser() -> FlagParser:
     )
 
 
-def parse_train(argv: Sequence[str] | None = None) -> Namespace:
+def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
-
-    Returns:
-        One attribute per flag, and `notes`: lines that rank 0 prints once.
 
     Raises:
         UserError: An unknown flag or key, a wrong value, a contradiction, or a flag that would have no effect.
@@ -78,7 +89,8 @@ def parse_train(argv: Sequence[str] | None = None) -> Namespace:
     parser = train_parser()
     given = parser.explicit(argv)
     recipe = load_yaml(given["config"], parser.flags) if given.get("config") else {}
-    args = Namespace(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
+    args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
+    args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
     _join_data_dir(args, "DATA_DIR")
     args.notes = resolve_aliases(args) + check_train(args, parser.flags)
     for dest in ("aug_order", "uncovered"):

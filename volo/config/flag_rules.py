@@ -84,7 +84,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
     _check_mixing(args)
-    _check_drop_path(args)
+    check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
         raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
     return notes + _remarks(args)
@@ -177,6 +177,8 @@ def _check_workers(args: Namespace) -> None:
 
 def _check_data(args: Namespace) -> None:
     _check_dataset(args, args.data_dir, "DATA_DIR")
+    if args.val_fraction == 1 or (args.val_fraction and args.data_backend == "synthetic"):
+        raise UserError(f"--val-fraction {args.val_fraction:g} leaves nothing to train on, or splits synthetic images")
     check_pixels(args)
     _check_workers(args)
     if args.validation_batch_size is not None and args.validation_batch_size_multiplier != 1:
@@ -261,7 +263,8 @@ def _check_mixing(args: Namespace) -> None:
         raise UserError("--cutmix-minmax takes two numbers, the least and the most")
 
 
-def _check_drop_path(args: Namespace) -> None:
+def check_drop_path(args: Namespace) -> None:
+    """Raise UserError if `--drop-path-mode subset` drops nothing at this batch size."""
     if args.drop_path_mode == "mask" or args.drop_path is None:
         return
     # Whole images are dropped, to the nearest number of them, and never all.
@@ -279,7 +282,7 @@ def _remarks(args: Namespace) -> list[str]:
         notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
-    if args.warmup_epochs >= args.epochs and not args.warmup_prefix:
+    if "warmup_epochs" not in args.defaulted and args.warmup_epochs >= args.epochs and not args.warmup_prefix:
         notes.append(f"--warmup-epochs {args.warmup_epochs} covers all of --epochs {args.epochs}")
     if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC_SCHEDULES:
         notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")

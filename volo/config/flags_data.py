@@ -29,7 +29,11 @@ DATASET = flag(
     "--dataset",
     default="",
     metavar="KIND",
-    help="wds/NAME, tfrecord, tfds/NAME, hfds/NAME or torch/cifar10 (docs/data.md); folders and shards need none",
+    help="wds/NAME, tfrecord, tfds/NAME, hfds/NAME, csv/FILE, torch/cifar10 (docs/data.md); folders and shards: none",
+)
+
+CLASS_MAP = flag(
+    "--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs, one a line"
 )
 
 # What every program that loads images has.
@@ -68,6 +72,14 @@ DATA = Group(
         DATASET,
         flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),
         flag(
+            "--val-fraction",
+            default=0.0,
+            type=SHARE,
+            metavar="R",
+            help="validate on this part of the training images, drawn by --seed, and train on the rest",
+        ),
+        CLASS_MAP,
+        flag(
             "--val-split",
             default="validation",
             metavar="NAME",
@@ -98,7 +110,13 @@ DATA = Group(
             help="pixel deviations in 0..1 (the model's own)",
         ),
         flag("--interpolation", default="", choices=INTERPOLATIONS, help="validation resize filter (the model's own)"),
-        flag("-b", "--batch-size", default=128, type=POSITIVE, help="training images per device and step"),
+        flag(
+            "-b",
+            "--batch-size",
+            default=128,
+            type=POSITIVE,
+            help="training images per device and step; fewer for small data",
+        ),
         flag(
             "-vb",
             "--validation-batch-size-multiplier",

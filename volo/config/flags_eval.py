@@ -7,7 +7,7 @@ what it is.
 from __future__ import annotations
 
 from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, Need, flag, switch
-from volo.config.flags_data import DATASET, FILE_BACKENDS, INTERPOLATIONS, LIMITS, LOADING
+from volo.config.flags_data import CLASS_MAP, DATASET, FILE_BACKENDS, INTERPOLATIONS, LIMITS, LOADING
 from volo.config.flags_train import (
     BIND,
     CHANNELS_LAST,
@@ -18,6 +18,12 @@ from volo.config.flags_train import (
     POOLS,
 )
 
+IMAGE_LIST = flag(
+    "--image-list",
+    default="",
+    metavar="FILE",
+    help="these images alone, one CLASS/FILE a line",
+)
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 ARCHIVE = Need("--format archive", lambda a: a.format == "archive")
@@ -73,7 +79,8 @@ VALIDATE_GROUPS = (
             flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
             DATASET,
             flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
-            flag("--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs"),
+            CLASS_MAP,
+            IMAGE_LIST,
             _batch_size(256),
             *_IMAGES,
             switch(

@@ -59,7 +59,7 @@ SCHEDULE = Group(
         flag("--sched", default="cosine", metavar="NAME", help=f"schedule: {', '.join(SCHEDULES)}"),
         switch("--sched-on-updates", help="change the learning rate at every update, not every epoch"),
         flag("--epochs", default=300, type=POSITIVE, help="epochs without the cool-down"),
-        flag("--warmup-epochs", default=20, type=COUNT, help="epochs of linear warm-up"),
+        flag("--warmup-epochs", default=20, type=COUNT, help="epochs of linear warm-up; at most a fifth of --epochs"),
         flag(
             "--warmup-lr",
             default=1e-6,
@@ -73,7 +73,7 @@ SCHEDULE = Group(
             "--cooldown-epochs",
             default=10,
             type=COUNT,
-            help="epochs at --min-lr after the schedule",
+            help="epochs at --min-lr after the schedule; none below 30 --epochs",
             needs=(COOLED_DOWN,),
         ),
         flag("--min-lr", default=1e-5, type=AMOUNT, metavar="LR", help="learning rate at the end", needs=(CYCLIC,)),

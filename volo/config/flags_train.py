@@ -27,6 +27,8 @@ from volo.config.flag_table import (
 from volo.config.flags_data import AUGMENTATION, DATA, TOKEN_LABELS
 from volo.config.flags_optimizer import OPTIMIZER, SCHEDULE
 
+# Flags whose defaults depend on the data where neither command line nor recipe has them (volo/train/fit_to_data.py).
+FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
 POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -133,7 +135,7 @@ MODEL = Group(
             help="start from weights of another image size or class count",
             excludes=("initial_checkpoint", "pretrained"),
         ),
-        flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the model's own, 1000)"),
+        flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the class folders)"),
         flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
         flag("--head-init-scale", default=None, type=FLOAT, metavar="R", help="multiply the heads' initial weights"),
         flag("--head-init-bias", default=None, type=FLOAT, metavar="B", help="initial value of the heads' biases"),
@@ -280,7 +282,7 @@ CHECKPOINTS = Group(
         flag("--resume", default="", metavar="PATH", help="checkpoint to go on from, or auto: the newest of the run"),
         switch("--no-resume-opt", help="take weights alone from --resume", needs=(RESUMED,)),
         switch("--allow-changed-data", help="resume on other images or labels than the checkpoint's", needs=(RESUMED,)),
-        flag("--checkpoint-hist", default=10, type=POSITIVE, help="best checkpoints to keep"),
+        flag("--checkpoint-hist", default=10, type=POSITIVE, help="best checkpoints to keep; fewer below 30 epochs"),
         flag("--recovery-interval", default=0, type=COUNT, help="updates between saves in an epoch; 0: none"),
         flag("--checkpoint-minutes", default=0.0, type=AMOUNT, metavar="M", help="minutes between saves; 0: none"),
         switch("--checkpoint-sync", help="wait for every save; without, training goes on from a copy in host memory"),

@@ -9,6 +9,7 @@ summary.csv      one row per epoch
 superseded-metrics.jsonl   records of updates that a resumed run does again
 curve.png        learning curves (where matplotlib is installed)
 first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
+validation_images.txt  the training images that are held out for validation (--val-fraction)
 *.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
 """
 
@@ -23,7 +24,7 @@ import platform
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -171,8 +172,15 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
 
-    def record_start(self, args: Namespace, world_size: int, device: str, launch: str | None = None) -> None:
-        """Write args.yaml and add a record to run.json; `launch` is the launcher's id."""
+    def record_start(
+        self,
+        args: Namespace,
+        world_size: int,
+        device: str,
+        launch: str | None = None,
+        more: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Write args.yaml and `more` files, and add a record to run.json; `launch` is the launcher's id."""
         starts = self._starts()
         starts.append(
             {
@@ -190,6 +198,7 @@ class RunDirectory:
         self._started = {
             "args.yaml": yaml.safe_dump(settings_of(args), sort_keys=True).encode(),
             "run.json": (json.dumps(starts, indent=1) + "\n").encode(),
+            **(more or {}),
         }
         for name, content in self._started.items():
             _write(self.path / name, content)

@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tlt.data.backends.decode import Backend
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
-from tlt.data.sources.folder import ImageFolder, compare_classes
+from tlt.data.sources.folder import ImageFolder, compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
@@ -29,6 +30,7 @@ from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
 from volo.cluster.ranks import local_size_from_environment
 from volo.record.slowdown import Feed, cpus_of_rank
+from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
@@ -46,6 +48,8 @@ class Folders:
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
     """Find the images of both splits; a long search reports to `found`.
 
+    With `--val-fraction` both are the training images, of which `hold_out` makes two parts.
+
     Raises:
         UserError: A split is missing or empty, or the splits' classes differ.
     """
@@ -56,12 +60,34 @@ def open_folders(args: Namespace, world_size: int, found: SearchProgress | None 
             synthetic_folder(SYNTHETIC_UPDATES * batch, classes),
             synthetic_folder(SYNTHETIC_VALIDATION_BATCHES * batch, classes),
         )
-    train = open_images(args.data_dir, args.train_split, args.dataset, found=found, split_flag="--train-split")
+    names = read_class_map(args.class_map) if args.class_map else None
+    whole = args.val_fraction > 0
+    train = open_images(args.data_dir, args.train_split, args.dataset, names, whole, found, "--train-split")
+    if whole:
+        return Folders(train, train, train.warnings)
     validation = open_images(
         args.data_dir, args.val_split, args.dataset, train.class_names, found=found, split_flag="--val-split"
     )
     compare_classes(train, validation)
     return Folders(train, validation, train.warnings + validation.warnings)
+
+
+def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
+    """Part the training images as `--val-fraction` says: as the first of the run directories with a list has it.
+
+    Raises:
+        UserError: A list without any of the images; no class has two images.
+    """
+    if not args.val_fraction:
+        return folders
+    lists = [directory / LIST for directory in directories if (directory / LIST).is_file()]
+    if lists:
+        held = listed_images(folders.train, str(lists[0]), missing_allowed=True)
+    else:
+        held = draw_held_out(folders.train, args.val_fraction, args.seed)
+    if not held.any() or held.all():
+        raise UserError(f"--val-fraction {args.val_fraction:g}: no class has images for training and for validation")
+    return Folders(part(folders.train, ~held), part(folders.train, held), folders.warnings)
 
 
 def open_labels(

@@ -55,7 +55,7 @@ def test_prefix_has_any_case_and_the_name_keeps_its_own() -> None:
     assert parse_kind("HFDS/Owner/Name") == ("hfds", "Owner/Name")
     assert parse_kind("torch/CIFAR10") == ("torch", "cifar10")
     assert parse_kind("ImageFolder") == parse_kind("") == ("", "")
-    assert {parse_kind(kind)[0] for kind in KINDS} == {"wds", "tfds", "hfds", "torch", "tfrecord"}
+    assert {parse_kind(kind)[0] for kind in KINDS} == {"wds", "tfds", "hfds", "csv", "torch", "tfrecord"}
 
 
 # --- torch/

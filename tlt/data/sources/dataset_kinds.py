@@ -35,6 +35,7 @@ TABLE = {
     "tfds": Kind("tfds", "find_tfds"),
     # Hugging Face's data sets have a cache of their own.
     "hfds": Kind("hub", "open_hub_dataset", indexed=False, folder=False),
+    "csv": Kind("csv_images", "open_csv", indexed=False),
     "torch": Kind("torch_datasets", "open_torch_dataset", indexed=False, names=TORCH_NAMES),
 }
 KINDS = tuple(

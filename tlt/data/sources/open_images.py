@@ -40,7 +40,8 @@ def open_images(
     try:
         return _open(data, split, dataset, class_names, allow_root, found)
     except MissingSplit as error:
-        raise UserError(f"{error} ({split_flag})") from error
+        held_out = "; --val-fraction 0.1 makes a split" if split_flag in ("--train-split", "--val-split") else ""
+        raise UserError(f"{error} ({split_flag}){held_out}") from error
 
 
 def _open(

@@ -91,7 +91,7 @@ class ImageSource:
         rows = np.asarray(rows, np.int64)
         sizes = None if self.sizes is None else self.sizes[rows]
         faults = {new: self.faults[old] for new, old in enumerate(rows.tolist()) if old in self.faults}
-        paths = [self.paths[row] for row in rows]
+        paths = Names(self.paths[row] for row in rows)
         return replace(self, paths=paths, classes=self.classes[rows], sizes=sizes, faults=faults)
 
 

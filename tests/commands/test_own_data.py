@@ -1,0 +1,126 @@
+"""A user's own images: class folders without splits, or a table; the defaults fit them."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.commands.conftest import Ended
+from volo.config.args import parse_train
+from volo.record.run_directory import read_summary
+from volo.train.fit_to_data import fit_to_data
+
+Call = Callable[..., Ended]
+OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"
+
+
+def folders(made: Path, root: Path) -> Path:
+    """Class folders in `root` itself, of the training images of a made data set."""
+    shutil.copytree(made / "train", root)
+    return root
+
+
+def test_class_folders_without_splits_train_as_many_classes_as_there_are(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = folders(make_dataset(train=30, classes=3), tmp_path / "own")
+    ended = call("train", f"{data} {OWN} --val-fraction 0.2 --output {tmp_path} --experiment run")
+    assert ended.code == 0, ended.err
+    run = tmp_path / "run"
+    listed = (run / "validation_images.txt").read_text().splitlines()
+    images = {str(path.relative_to(data)) for path in data.rglob("*.jpg")}
+    assert len(listed) == 6 and set(listed) < images
+    assert [sum(name.startswith(folder.name) for name in listed) for folder in data.iterdir()] == [2, 2, 2]
+    assert "data: 24 training images, 6 validation images, 3 class folders" in ended.out
+    checkpoint = torch.load(run / "last.pth.tar", weights_only=True)
+    assert checkpoint["model_config"]["num_classes"] == 3 and checkpoint["data"]["count"] == 24
+    settings = yaml.safe_load((run / "args.yaml").read_text())
+    assert (settings["batch_size"], settings["warmup_epochs"], settings["cooldown_epochs"]) == (4, 0, 0)
+
+    # validate.py measures the same images when it is given the list, and all of them without it.
+    line = f"{data} --checkpoint {run / 'last.pth.tar'} -j 0"
+    measured = call("validate", f"{line} --image-list {run / 'validation_images.txt'}").out
+    assert f"top-1 {float(read_summary(run / 'summary.csv')[-1]['eval_top1']):.3f} %" in measured
+    assert "over 6 images" in measured and "over 30 images" in call("validate", line).out
+    (tmp_path / "list").write_text("red/none.jpg\n")
+    refused = call("validate", f"{line} --image-list {tmp_path / 'list'}")
+    assert refused.code == 2 and "red/none.jpg" in refused.err
+
+
+def test_a_resumed_run_validates_on_the_images_that_it_held_out(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = folders(make_dataset(train=20, classes=2), tmp_path / "own")
+    flags = f"{data} {OWN} -b 4 --val-fraction 0.2 --num-classes 5 --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    listed = (tmp_path / "run" / "validation_images.txt").read_bytes()
+    for image in sorted(data.glob("*/*.jpg"))[:3]:
+        shutil.copy(image, image.with_name(f"a{image.name}"))
+    again = flags.replace("--epochs 2", "--epochs 3").replace("--num-classes 5 ", "") + " --resume auto"
+    refused = call("train", again)
+    assert refused.code == 2 and "--allow-changed-data" in refused.err
+    ended = call("train", f"{again} --allow-changed-data")
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "run" / "validation_images.txt").read_bytes() == listed
+    assert "data: 19 training images, 4 validation images" in ended.out and "5 classes" in ended.out
+
+
+def test_a_table_of_images_is_a_data_set(call: Call, make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    data = tmp_path / "flat"
+    data.mkdir()
+    rows = []
+    for image in sorted(make_dataset(train=12, classes=3).glob("train/*/*.jpg")):
+        shutil.copy(image, data / image.name)
+        rows.append({"path": image.name, "class": image.parent.name})
+    table = data / "labels.csv"
+    write(table, rows)
+    flags = f"{data} {OWN} -b 3 --dataset csv/labels.csv --output {tmp_path}"
+    ended = call("train", f"{flags} --experiment drawn --val-fraction 0.25")
+    assert ended.code == 0, ended.err
+    assert "data: 9 training images, 3 validation images, 3 class folders" in ended.out
+    refused = call("train", f"{flags} --experiment none")
+    assert refused.code == 2 and "no column 'split'" in refused.err and "--val-fraction" in refused.err
+
+    write(table, [{**row, "split": "val" if number % 4 == 0 else "train"} for number, row in enumerate(rows)])
+    ended = call("train", f"{flags} --experiment split")
+    assert ended.code == 0 and "data: 9 training images, 3 validation images" in ended.out
+    write(table, [*rows, {"path": "gone.jpg", "class": "red"}])
+    refused = call("train", f"{flags} --experiment none --val-fraction 0.25")
+    assert refused.code == 2 and "gone.jpg" in refused.err and not (tmp_path / "none").exists()
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> None:
+    """A table with the columns of its first row."""
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "images", "classes", "fitted"),
+    [
+        ("--epochs 4", 54, 3, "num_classes 3 batch_size 8 lr_base_scale sqrt warmup 0 cooldown 0 hist 3"),
+        ("--epochs 4 --lr 1e-3", 54, 3, "num_classes 3 batch_size 8 warmup 0 cooldown 0 hist 3"),
+        ("--epochs 4 -b 2 --cooldown-epochs 2", 54, 3, "num_classes 3 warmup 0 hist 3"),
+        ("--epochs 30 --warmup-epochs 5 -b 64", 1_281_167, 1000, "hist 3"),  # the published fine-tuning
+        ("", 1_281_167, 1000, ""),
+        ("", 512, 1000, ""),
+        ("--grad-accum-steps 2", 512, 1000, "batch_size 64 lr_base_scale sqrt"),
+        ("--num-classes 7", 3, 7, "batch_size 1 lr_base_scale sqrt"),
+    ],
+)
+def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
+    args = parse_train(["/data", *flags.split()])
+    short = {"warmup": "warmup_epochs", "cooldown": "cooldown_epochs", "hist": "checkpoint_hist"}
+    words = fitted.split()
+    expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    found, line = fit_to_data(args, images, classes, world_size=1)
+    assert {name: str(value) for name, value in found.items()} == expected
+    assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())

@@ -1,0 +1,66 @@
+"""Images that a table lists (`--dataset csv/FILE`): a column `path`, a column `class`, and perhaps one `split`."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from tlt.data.sources.folder import ImageFolder, split_names
+from tlt.data.sources.source import renumber
+from tlt.errors import MissingSplit, UserError
+from tlt.io.names import Names
+from tlt.io.natural import natural_key
+from tlt.io.text import printable, some_names
+
+
+def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None = None) -> ImageFolder:
+    """The images of a table, in its order.
+
+    Args:
+        name: The file, from `data` on or absolute. The first line names the columns; `path` is from `data` on.
+        data: Folder of the data set.
+        split: Which rows, where there is a column `split`: those with this name or one of its synonyms.
+        class_names: Imposed class list; None: all classes of the table in natural order.
+
+    Raises:
+        UserError: The file can't be read, has other columns, names an image twice or one that is not there.
+        MissingSplit: No row is of the split, or the table doesn't tell the validation images from the others.
+    """
+    file = os.path.join(data, name)
+    rows = _rows(file)
+    if "split" in rows[0]:
+        searched = split_names(split)
+        mine = [row for row in rows if row["split"] in searched]
+        if not mine:
+            there = sorted({row["split"] for row in rows})
+            raise MissingSplit(f"{printable(file)} has no row of the split {split!r}: it has {some_names(there)}")
+    elif "train" in split_names(split):
+        mine = rows
+    else:
+        raise MissingSplit(f"{printable(file)} has no column 'split' that tells {split} images from the others")
+    paths = [row["path"] for row in mine]
+    gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
+    if gone or len(set(paths)) < len(paths):
+        what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
+        raise UserError(f"{printable(file)} names {what}: paths count from {printable(data)}")
+    own = sorted({row["class"] for row in rows}, key=lambda name: (natural_key(name), name))
+    number = {name: row for row, name in enumerate(own)}
+    classes, known = renumber(np.array([number[row["class"]] for row in mine]), own, class_names, printable(file))
+    return ImageFolder(data, Names(paths), classes, known, own)
+
+
+def _rows(file: str) -> list[dict[str, str]]:
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"--dataset csv: {printable(file)} can't be read as a table: {error}") from error
+    if not rows or not {"path", "class"} <= rows[0].keys():
+        raise UserError(f"{printable(file)} is no table with columns 'path' and 'class' in its first line")
+    short = [number for number, row in enumerate(rows, 2) if not row["path"] or not row["class"]]
+    if short:
+        raise UserError(f"{printable(file)}, line {short[0]}: a row needs a path and a class")
+    return rows
