@@ -76,6 +76,7 @@ from volo.train.model import (
     add_dense_head,
     build_model,
     eval_settings,
+    freeze_backbone,
     heads_of,
     init_heads,
     model_config,
@@ -189,6 +190,8 @@ def build(
     criterion = make_criterion(args, model, input_size[1:], world.rank, teacher)
     model = prepare_model(model, args, world)
     dtype = compute_dtype(args, world.device)
+    if args.freeze:
+        freeze_backbone(model)
     for each in (model,) if teacher is None else (model, teacher.annotator.model):
         for line in check_convolutions(each, input_size, dtype, world.device):
             logger.line(line)
@@ -213,7 +216,7 @@ def build(
     return Training(
         *(state, called, average, loader, validation, criterion, precision, schedule, formula, teacher),
         seed=args.seed,
-        freeze_bn=args.freeze_bn,
+        freeze_bn=args.freeze_bn or args.freeze,
     )
 
 
@@ -349,6 +352,9 @@ def train_epochs(
         before = evaluate(state.model, training.validation, training.precision, world, guard=guard.batches)
         logger.line(f"before fine-tuning: {before}")
     for epoch in range(state.epoch, epochs):
+        if args.patience and epochs_since_best(state, ranked_by(vars(args))) >= args.patience:
+            logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
+            break
         logger.start_epoch(epoch, epochs, len(training.loader))
         criterion = criterion_of_epoch(training.criterion, args, epoch)
         totals = train_epoch(training, criterion, world, meter, watch, saver, guard)
@@ -403,6 +409,14 @@ def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
         for model, evaluation in evaluations.items()
         for name in ("top1", "top5", "loss")
     }
+
+
+def epochs_since_best(state: TrainState, by: str) -> int:
+    """Return how many epochs have followed the first one with the best score; 0 before any was validated."""
+    scores = {epoch: found[by] for epoch, found in state.scores.items() if by in found and epoch < state.epoch}
+    sign = 1 if by.startswith("loss") else -1
+    ranked = [(sign * score if math.isfinite(score) else math.inf, epoch) for epoch, score in scores.items()]
+    return max(scores) - min(ranked)[1] if scores else 0
 
 
 def best_score(state: TrainState, by: str) -> float | None:

@@ -16,7 +16,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from timm.layers import apply_test_time_pool
 from torch import Tensor, nn
 
 from tlt.data.dataset import EvalDataset
@@ -63,7 +65,7 @@ def validate(args: Namespace, world: World) -> None:
     for path in checkpoint_files(args.checkpoint):
         inode = (path.stat().st_dev, path.stat().st_ino) if path and path.exists() else (0, len(seen))
         if inode not in seen:  # several names of one epoch may share one file
-            seen[inode] = evaluate_checkpoint(args, path, world)
+            seen[inode] = evaluate_with_retry(args, path, world)
         rows.append({"checkpoint": str(path or "pretrained"), **seen[inode]})
         if world.is_primary:
             print(json.dumps(rows[-1]), flush=True)
@@ -84,6 +86,19 @@ def checkpoint_files(spec: str) -> list[Path | None]:
     return [*checkpoints_in(Path(spec), "--checkpoint")]
 
 
+def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
+    """Evaluate one checkpoint; with `--retry` in ever smaller batches until they fit into memory."""
+    while True:
+        try:
+            return evaluate_checkpoint(args, path, world)
+        except torch.OutOfMemoryError:
+            if not args.retry or args.batch_size == 1 or world.size > 1:  # the other ranks wait in a collective
+                raise
+        torch.cuda.empty_cache()
+        args.batch_size //= 2
+        _say(world, [f"out of memory: again with --batch-size {args.batch_size} (--retry)"])
+
+
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint; return its row of the results."""
     trained = load_trained(args, path)
@@ -91,6 +106,12 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     _say(world, trained.notes)
     parameters = sum(p.numel() for p in model.parameters())
     fold_batchnorm(model)
+    if args.test_pool:
+        # Models without a pool size have other heads than timm's wrapper replaces.
+        pools = (getattr(model, "default_cfg", None) or {}).get("pool_size")
+        model, applied = apply_test_time_pool(model, settings) if pools else (model, False)
+        if not applied:
+            raise UserError(f"--test-pool has no effect on --model {args.model} at this size: leave it out")
 
     folder = open_folder(args, config, model, world)
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
@@ -122,6 +143,8 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     folder = open_images(args.data, args.split, args.dataset, names, allow_root=True)
     if args.image_list:
         folder = part(folder, listed_images(folder, args.image_list))
+    if args.num_samples is not None and args.num_samples < len(folder):
+        folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round())
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
     _say(world, [f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)])
     return folder

@@ -65,6 +65,11 @@ def resolve_aliases(args: Namespace) -> list[str]:
             raise UserError(f"{shown} set the same rate: keep --drop-path")
         args.drop_path = args.drop_connect
         notes.append(f"--drop-connect is the old name of --drop-path, which is now {args.drop_path:g}")
+    if getattr(args, "pretrained_path", None):
+        if args.finetune not in ("", args.pretrained_path):
+            raise UserError(f"--pretrained-path {args.pretrained_path} is --finetune {args.finetune}: keep one of them")
+        args.finetune, args.pretrained = args.pretrained_path, False
+        notes.append(f"--pretrained-path: --finetune {args.finetune}")
     return notes
 
 
@@ -83,6 +88,10 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_compile(args)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
+    if args.in_chans == 2 or (args.token_label_teacher and args.in_chans == 1):
+        raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read")
+    if args.freeze and (args.grad_checkpointing or args.activation_memory is not None):
+        raise UserError("--freeze stores no activations: remove --grad-checkpointing and --activation-memory")
     _check_mixing(args)
     check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
@@ -159,8 +168,8 @@ def check_pixels(args: Namespace) -> None:
         return
     channels, height, width = args.input_size
     shown = f"--input-size {channels} {height} {width}"
-    if channels != 3:
-        raise UserError(f"{shown}: images are read as RGB, the first number must be 3")
+    if channels != (getattr(args, "in_chans", None) or 3):
+        raise UserError(f"{shown}: images are read as RGB, the first number must be 3, or with --in-chans 1 (grey) 1")
     if args.img_size is not None and (height, width) != (args.img_size, args.img_size):
         raise UserError(f"{shown} and --img-size {args.img_size} differ: keep one of them")
 

@@ -81,6 +81,8 @@ VALIDATE_GROUPS = (
             flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
             CLASS_MAP,
             IMAGE_LIST,
+            flag("--num-samples", default=None, type=POSITIVE, help="so many images, evenly spaced over the split"),
+            flag("--crop-mode", default="", choices=("", "center", "squash", "border"), help="(the model's own)"),
             _batch_size(256),
             *_IMAGES,
             switch(
@@ -90,7 +92,14 @@ VALIDATE_GROUPS = (
             ),
         ),
     ),
-    Group("Model", (*MODEL, switch("--no-test-pool", help="no test-time pooling; there is none"))),
+    Group(
+        "Model",
+        (
+            *MODEL,
+            switch("--test-pool", help="test-time pooling"),
+            switch("--no-test-pool", help="the default"),
+        ),
+    ),
     Group(
         "Results",
         (
@@ -109,6 +118,7 @@ VALIDATE_GROUPS = (
                 needs=(RESULTS_FILE,),
             ),
             flag("--log-freq", default=50, type=POSITIVE, help="batches between lines of the log"),
+            switch("--retry", help="halve --batch-size where it does not fit into memory"),
             DEBUG,
         ),
     ),

@@ -15,6 +15,7 @@ DECAYING = Need(
     lambda a: a.sched in ("step", "poly") or (a.sched == "cosine" and a.lr_cycle_limit > 1),
 )
 CYCLIC = Need("--sched cosine, tanh or poly", lambda a: a.sched in CYCLIC_SCHEDULES)
+K_DECAYING = Need("--sched cosine or poly", lambda a: a.sched in ("cosine", "poly"))
 # 0 says what happens.
 COOLED_DOWN = Need(CYCLIC.of, lambda a: CYCLIC.met(a) or a.cooldown_epochs == 0)
 SEVERAL_CYCLES = Need("--lr-cycle-limit above 1", lambda a: a.lr_cycle_limit > 1)
@@ -36,6 +37,7 @@ OPTIMIZER = Group(
             help="what is clipped; agc: not the heads",
             needs=(CLIPPED,),
         ),
+        flag("--opt-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for it"),
         flag("--grad-accum-steps", default=1, type=POSITIVE, help="batches per update"),
     ),
 )
@@ -114,6 +116,14 @@ SCHEDULE = Group(
             metavar="R",
             help="length of a cycle over the one before",
             needs=(SEVERAL_CYCLES,),
+        ),
+        flag(
+            "--lr-k-decay",
+            default=1.0,
+            type=ABOVE_ZERO,
+            metavar="K",
+            help="exponent of the time in the curve (arXiv:2004.05909)",
+            needs=(K_DECAYING,),
         ),
         flag("--lr-cycle-limit", default=1, type=POSITIVE, help="number of cycles", needs=(CYCLIC,)),
         flag(

@@ -21,6 +21,7 @@ from volo.config.flag_table import (
     SHARE,
     Group,
     Need,
+    Number,
     flag,
     switch,
 )
@@ -52,6 +53,8 @@ INDUCTOR = Need("--torchcompile inductor", lambda a: a.torchcompile == "inductor
 COMPILED = Need("--torchcompile", lambda a: bool(a.torchcompile))
 MIXING = Need("--mixup or --cutmix", mixes)
 BOTH_MIX = Need("--mixup and --cutmix", lambda a: a.mixup > 0 and _cuts(a))
+CLASS_LABELS = Need("class labels alone (no --token-label)", lambda a: not a.token_label)
+BCE = Need("--bce-loss", lambda a: a.bce_loss)
 AVERAGED = Need("--model-ema", lambda a: a.model_ema)
 RESUMED = Need("--resume", lambda a: bool(a.resume))
 DROPPING = Need("--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs)
@@ -135,7 +138,10 @@ MODEL = Group(
             help="start from weights of another image size or class count",
             excludes=("initial_checkpoint", "pretrained"),
         ),
+        flag("--pretrained-path", default=None, metavar="PATH", help="timm's name of --finetune"),
         flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the class folders)"),
+        flag("--in-chans", default=None, type=Number(int, 1, 3), help="3: RGB; 1: grey (the model's own)"),
+        switch("--freeze", help="train the heads alone (linear probe), with BatchNorm's running statistics"),
         flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
         flag("--head-init-scale", default=None, type=FLOAT, metavar="R", help="multiply the heads' initial weights"),
         flag("--head-init-bias", default=None, type=FLOAT, metavar="B", help="initial value of the heads' biases"),
@@ -150,6 +156,17 @@ REGULARISATION = Group(
     "Regularisation",
     (
         flag("--smoothing", default=0.1, type=SHARE, metavar="S", help="label smoothing"),
+        switch("--bce-loss", help="binary cross-entropy over the classes", needs=(CLASS_LABELS,)),
+        flag(
+            "--bce-target-thresh",
+            default=None,
+            type=SHARE,
+            metavar="T",
+            help="take targets above it as 1, others as 0",
+            needs=(BCE,),
+        ),
+        switch("--bce-sum", help="sum it over the classes, not the mean", needs=(BCE,)),
+        flag("--bce-pos-weight", default=None, type=ABOVE_ZERO, metavar="W", help="weight of targets 1", needs=(BCE,)),
         flag("--drop", default=0.0, type=SHARE, metavar="P", help="dropout rate"),
         flag(
             "--drop-path",
@@ -290,6 +307,7 @@ CHECKPOINTS = Group(
         flag(
             "--eval-metric", default="top1", choices=("top1", "top5", "loss"), help="what makes a checkpoint the best"
         ),
+        flag("--patience", default=0, type=COUNT, help="stop after so many epochs without a better one; 0: never"),
         flag("--val-interval", default=1, type=POSITIVE, help="epochs between validations"),
         flag("--log-interval", default=50, type=POSITIVE, help="updates between lines of the log"),
         flag(

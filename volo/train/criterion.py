@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from timm.loss import BinaryCrossEntropy
+from torch import Tensor, nn
 
 from tlt import mixtoken
 from tlt.data.augment.counter import key
@@ -181,10 +182,12 @@ class ClassCriterion:
 
     Args:
         mix: Mixup or CutMix, which also smooths the targets; None for neither.
+        bce: Binary cross-entropy of logits and targets, which smooths targets that are class numbers; None: softmax.
     """
 
     smoothing: float = 0.1
     mix: Mixup | None = None
+    bce: nn.Module | None = None
 
     def targets(self, batch: Batch) -> Tensor:
         return batch.classes
@@ -199,11 +202,13 @@ class ClassCriterion:
         return {}
 
     def __call__(self, outputs: Tensor, targets: Tensor, mixed: Mixed) -> LossTerms:
-        if self.mix is None or mixed.shares is None:
-            loss = F.cross_entropy(outputs.float(), targets, label_smoothing=self.smoothing)
+        smoothing = self.smoothing
+        if self.mix is not None and mixed.shares is not None:
+            targets, smoothing = self.mix.soft_targets(targets, mixed.shares, mixed.images.dtype), 0.0
+        if self.bce is not None:
+            loss = self.bce(outputs.float(), targets)
         else:
-            soft = self.mix.soft_targets(targets, mixed.shares, mixed.images.dtype)
-            loss = F.cross_entropy(outputs.float(), soft)
+            loss = F.cross_entropy(outputs.float(), targets, label_smoothing=smoothing)
         return LossTerms(loss, loss, torch.zeros_like(loss))
 
 
@@ -222,7 +227,7 @@ def make_criterion(
         UserError: `--token-label` for a model without a dense head, or a label size that doesn't fit its tokens.
     """
     if not args.token_label:
-        return ClassCriterion(args.smoothing, _mixup(args, model.num_classes))
+        return ClassCriterion(args.smoothing, _mixup(args, model.num_classes), _bce(args))
     if not isinstance(model, TOKEN_LABEL_MODELS):
         raise UserError(f"--model {args.model} has no dense head for --token-label: give it one with add_dense_head")
     grid = model.token_grid(image_size)
@@ -253,6 +258,13 @@ def make_criterion(
         draw_box=_upstream_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
         teacher=teacher,
     )
+
+
+def _bce(args: Namespace) -> nn.Module | None:
+    if not args.bce_loss:
+        return None
+    weight = args.bce_pos_weight
+    return BinaryCrossEntropy(args.smoothing, args.bce_target_thresh, sum_classes=args.bce_sum, pos_weight=weight)
 
 
 def _upstream_boxes(args: Namespace, grid: Grid, rank: int) -> Callable[[StepKey, Grid], Sequence[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         reprob=args.reprob,
         remode=args.remode,
         recount=args.recount,
-        mean=tuple(settings["mean"]),
+        mean=_rgb(settings["mean"]),
         no_aug=args.no_aug,
         aug_order=args.aug_order,
     )
@@ -196,9 +196,13 @@ def eval_dataset(folder: ImageSource, settings: Mapping[str, Any], backend: Back
         settings["crop_pct"],
         settings["crop_mode"],
         settings["interpolation"],
-        fill=[min(255, round(255 * value)) for value in settings["mean"]],
+        fill=[min(255, round(255 * value)) for value in _rgb(settings["mean"])],
         backend=backend,
     )
+
+
+def _rgb(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(values) * (3 // len(values))
 
 
 def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backend:

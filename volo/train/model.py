@@ -39,6 +39,10 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
     return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
 
 
+def _channels(args: Namespace) -> int | None:
+    return args.input_size[0] if args.input_size else getattr(args, "in_chans", None)
+
+
 def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights: int = 0) -> TimmModel:
     """Build `args.model` on the CPU.
 
@@ -112,7 +116,7 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
     kwargs: dict[str, Any] = {
         "pretrained": getattr(args, "pretrained", False),
         "num_classes": args.num_classes,
-        "in_chans": args.input_size[0] if args.input_size else None,
+        "in_chans": _channels(args),
         "global_pool": args.gp,
         "drop_rate": getattr(args, "drop", None) or None,
         "drop_path_rate": getattr(args, "drop_path", None),
@@ -153,9 +157,12 @@ def eval_settings(args: Namespace, model: TimmModel, recorded: dict[str, Any] | 
     settings = {k: v for k, v in (recorded or {}).items() if k in known and v not in (None, "")}
     size = image_size_of(args) or getattr(model, "img_size", None)
     if size is not None:
-        asked["input_size"] = (getattr(model, "in_chans", 3), *size)
+        asked["input_size"] = (_channels(args) or getattr(model, "in_chans", 3), *size)
     asked.pop("img_size", None)
-    return resolve_data_config(settings | asked, model=model, use_test_size=False)
+    found: dict[str, Any] = resolve_data_config(settings | asked, model=model, use_test_size=False)
+    if found["input_size"][0] == 1:  # one mean: the stages of the loader make grey images
+        found |= {name: (sum(found[name]) / len(found[name]),) for name in ("mean", "std")}
+    return found
 
 
 def add_dense_head(model: TimmModel, args: Namespace, image_size: tuple[int, int]) -> TimmModel:
@@ -252,6 +259,13 @@ def heads_of(model: TimmModel) -> list[nn.Module]:
     classifier = model.get_classifier()
     heads = list(classifier) if isinstance(classifier, tuple) else [classifier]
     return heads + ([model.aux_head] if isinstance(model, TOKEN_LABEL_MODELS) else [])
+
+
+def freeze_backbone(model: TimmModel) -> None:
+    """Train the heads alone (`--freeze`)."""
+    model.requires_grad_(False)
+    for head in heads_of(model):
+        head.requires_grad_(True)
 
 
 def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> None:

@@ -40,6 +40,8 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
         options["eps"] = args.opt_eps
     if args.opt_betas is not None:
         options["betas"] = tuple(args.opt_betas)
+    if twice := options.keys() & args.opt_kwargs.keys():
+        raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
     if device.type in ("cuda", "cpu") and name in _FUSED:
         options["fused"] = True
     try:
@@ -50,7 +52,7 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
             weight_decay=args.weight_decay,
             momentum=args.momentum,
             layer_decay=args.layer_decay,
-            **options,
+            **options | args.opt_kwargs,
         )
     except (ImportError, ValueError, TypeError, AssertionError) as error:
         raise UserError(f"--opt {args.opt}: {' '.join(str(error).split())}") from error

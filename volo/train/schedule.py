@@ -60,6 +60,7 @@ class LrSchedule:
             min_lr=args.min_lr,
             cycle_mul=args.lr_cycle_mul,
             cycle_limit=args.lr_cycle_limit,
+            k_decay=args.lr_k_decay,
             noise=args.lr_noise,
             noise_pct=args.lr_noise_pct,
             noise_std=args.lr_noise_std,

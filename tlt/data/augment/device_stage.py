@@ -137,8 +137,17 @@ def _run_step(code: int, images: Tensor, arguments: Tensor, fill: Sequence[int])
     return OPERATIONS[code](images, arguments[:, 0].float())
 
 
+def _grey(levels: Tensor) -> Tensor:
+    """(B, 3, H, W) uint8 -> (B, 1, H, W) uint8, rounded as Pillow does."""
+    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32, device=levels.device).view(1, 3, 1, 1)
+    return ((levels * weights).sum(1, keepdim=True, dtype=torch.int32) + 0x8000 >> 16).to(torch.uint8)
+
+
 class EvalStage(nn.Module):
-    """uint8 images (B, 3, H, W) -> float32, (x / 255 - mean) / std."""
+    """uint8 images (B, 3, H, W) -> float32, (x / 255 - mean) / std.
+
+    With one mean in place of three the images become grey, (B, 1, H, W), by Pillow's weights (its mode L).
+    """
 
     mean: Tensor
     std: Tensor
@@ -150,10 +159,11 @@ class EvalStage(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        result = torch.empty(images.shape, dtype=torch.float32, device=images.device)
+        shape = (len(images), self.mean.shape[1], *images.shape[2:])
+        result = torch.empty(shape, dtype=torch.float32, device=images.device)
         step = on_device.portion(images)
         for some, levels in zip(result.split(step), images.split(step), strict=True):
-            some.copy_(levels).div_(255).sub_(self.mean).div_(self.std)
+            some.copy_(levels if shape[1] == 3 else _grey(levels)).div_(255).sub_(self.mean).div_(self.std)
         return result
 
 
@@ -170,7 +180,7 @@ class DeviceStage(EvalStage):
 
     @torch.no_grad()
     def forward(self, images: Tensor, plan: Plan) -> Tensor:  # type: ignore[override]
-        """Images (B, 3, H, W) uint8, resized crops on the device, and their plan on the host -> (B, 3, H, W) float32.
+        """Images (B, 3, H, W) uint8, resized crops on the device, and their plan on the host -> (B, C, H, W) float32.
 
         Raises:
             ValueError: The images aren't those of the plan.

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
-    """Fill the boxes of the plan in normalised images (B, 3, H, W) float32, contiguous, in place; later boxes win."""
+    """Fill the boxes of the plan in normalised images (B, C, H, W) float32, contiguous, in place; later boxes win."""
     keys = plan.erase_key.view(np.int64)
     for number in range(plan.erase.shape[1]):
         boxes = plan.erase[:, number]
@@ -32,25 +32,25 @@ def erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
 
 def _erase_boxes(images: Tensor, boxes: Ints, images_of: Ints, keys: Ints, mode: str, number: int) -> None:
     """Fill the `number`-th box in each of some images; `boxes` (b, 4) top, left, h, w."""
-    height, width = images.shape[2:]
+    channels, height, width = images.shape[1:]
     plane = height * width
     top, left, tall, wide = boxes.T
     line = np.arange(tall.sum()) - np.repeat(np.cumsum(tall) - tall - top, tall)  # (S,) y
     length = np.repeat(wide, tall)
     first = line * width + np.repeat(left, tall) - (np.cumsum(length) - length)  # y * W + x of its pixel k is first + k
-    table = np.stack([first, np.repeat(keys, tall), np.repeat(images_of * 3 * plane, tall), length])  # (4, S)
+    table = np.stack([first, np.repeat(keys, tall), np.repeat(images_of * channels * plane, tall), length])  # (4, S)
     shifts, row_keys, starts, lengths = send(table, images.device)
     total = int(length.sum())
     of_line = torch.arange(len(line), device=images.device).repeat_interleave(lengths, output_size=total)  # (P,)
     pixel = torch.arange(total, device=images.device) + shifts.index_select(0, of_line)  # (P,) y * W + x
-    channel = torch.arange(3, device=images.device)[:, None]  # (3, 1)
+    channel = torch.arange(channels, device=images.device)[:, None]  # (C, 1)
     if mode == "pixel":
         values = normal_noise(row_keys.index_select(0, of_line), channel * plane + pixel)
     elif mode == "rand":
-        values = normal_noise(row_keys, channel + 3 * number).index_select(1, of_line)
+        values = normal_noise(row_keys, channel + channels * number).index_select(1, of_line)
     else:
-        values = images.new_zeros(3, total)
-    position = starts.index_select(0, of_line) + channel * plane + pixel  # (3, P)
+        values = images.new_zeros(channels, total)
+    position = starts.index_select(0, of_line) + channel * plane + pixel  # (C, P)
     images.view(-1).scatter_(0, position.flatten(), values.flatten())
 
 

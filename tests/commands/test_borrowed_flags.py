@@ -1,0 +1,160 @@
+"""Flags with timm's names mean what they mean in timm."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.loss import BinaryCrossEntropy
+from timm.scheduler import CosineLRScheduler
+
+from tests.commands.conftest import QUICK, Ended, metrics
+from tlt.data.augment.device_stage import EvalStage
+from tlt.errors import UserError
+from volo.commands.train import epochs_since_best
+from volo.config.args import parse_train
+from volo.train.criterion import StepKey, make_criterion
+from volo.train.optim import create_optimizer
+from volo.train.schedule import LrSchedule
+
+Call = Callable[..., Ended]
+
+
+def arguments(line: str) -> Namespace:
+    return parse_train(["/data", *line.split()])
+
+
+@pytest.mark.parametrize(
+    "flags", ["--bce-loss", "--bce-loss --bce-sum --bce-target-thresh 0.05", "--bce-loss --bce-pos-weight 3 --mixup 1"]
+)
+def test_binary_cross_entropy_is_timms(flags: str) -> None:
+    criterion = make_criterion(arguments(flags), timm.create_model("test_vit", num_classes=5), (160, 160))
+    logits, classes = torch.randn(4, 5), torch.tensor([0, 4, 2, 2])
+    mixed = criterion.draw(Namespace(images=torch.randn(4, 3, 8, 8)), StepKey(1, 0, 0, 0))
+    targets = torch.full((4, 5), 0.1 / 5).scatter_(1, classes[:, None], 0.9 + 0.1 / 5)
+    if "--mixup" in flags:
+        share = float(mixed.shares.mixed_share[0]) if hasattr(mixed.shares, "mixed_share") else None
+        targets = criterion.mix.soft_targets(classes, mixed.shares, torch.float32)
+        assert share is None or 0 <= share <= 1
+    if "thresh" in flags:
+        targets = (targets > 0.05).float()
+    weight = 3.0 if "weight" in flags else 1.0
+    each = -(weight * targets * torch.log(torch.sigmoid(logits)) + (1 - targets) * torch.log(torch.sigmoid(-logits)))
+    expected = each.sum(1).mean() if "sum" in flags else each.mean()
+    assert float(criterion(logits, classes, mixed).total) == pytest.approx(float(expected), rel=1e-5)
+    assert isinstance(criterion.bce, BinaryCrossEntropy)
+
+
+def test_k_decay_is_timms() -> None:
+    args = arguments("--epochs 40 --warmup-epochs 0 --cooldown-epochs 0 --lr-k-decay 2")
+    schedule = LrSchedule(args, 1e-3, updates_per_epoch=1)
+    theirs = CosineLRScheduler(torch.optim.SGD([torch.zeros(1)], lr=1e-3), 40, 1e-5, k_decay=2.0)
+    assert [schedule(t) for t in range(40)] == pytest.approx([theirs._get_lr(t)[0] for t in range(40)], rel=1e-12)
+
+
+def test_optimizer_arguments_reach_the_optimizer() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = create_optimizer(arguments("--opt-kwargs betas=(0.5,0.6) amsgrad=True"), model)
+    assert optimizer.defaults["betas"] == (0.5, 0.6) and optimizer.defaults["amsgrad"] is True
+    for flags in ("--opt-kwargs nonsense=1", "--opt-eps 1e-3 --opt-kwargs eps=1e-4"):
+        with pytest.raises(UserError, match="--opt"):
+            create_optimizer(arguments(flags), model)
+
+
+def test_one_mean_makes_pillows_grey() -> None:
+    levels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 50), np.uint8))
+    found = EvalStage((0.25,), (0.5,))(levels)
+    pillows = [np.asarray(Image.fromarray(each.permute(1, 2, 0).numpy()).convert("L")) for each in levels]
+    expected = (torch.from_numpy(np.stack(pillows))[:, None] / 255 - 0.25) / 0.5
+    assert found.shape == (2, 1, 40, 50) and torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", ["volo_test", "test_resnet"])
+def test_a_grey_model_is_trained_and_validated(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, model: str
+) -> None:
+    flags = QUICK.replace("volo_test", model)
+    ended = call("train", f"{make_dataset()} {flags} --in-chans 1 --epochs 1 --output {tmp_path} --experiment run")
+    assert ended.code == 0, ended.err
+    checkpoint = tmp_path / "run" / "last.pth.tar"
+    saved = torch.load(checkpoint, weights_only=True)
+    first = next(weight for name, weight in saved["state_dict"].items() if "conv" in name)
+    assert first.shape[1] == 1 == saved["model_config"]["in_chans"] and len(saved["model_config"]["mean"]) == 1
+    assert (tmp_path / "run" / "first_batch.png").exists()
+    measured = call("validate", f"{make_dataset()} --checkpoint {checkpoint} -j 0")
+    assert measured.code == 0 and "over 8 images" in measured.out, measured.err
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--token-label --token-label-size 2", "--model-dtype bfloat16", "--model test_resnet"]
+)
+def test_a_linear_probe_trains_the_heads_alone(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, more: str
+) -> None:
+    data = make_dataset()
+    ended = call("train", f"{data} {QUICK} --freeze --epochs 2 --lr 0.1 --output {tmp_path} --experiment run {more}")
+    assert ended.code == 0, ended.err
+    first, last = (
+        torch.load(tmp_path / "run" / f"{name}.pth.tar", weights_only=True)["state_dict"]
+        for name in ("checkpoint-0", "last")
+    )
+    changed = {name.rpartition(".")[0] for name in first if not torch.equal(first[name], last[name])}
+    assert changed == ({"fc"} if "resnet" in more else {"head", "aux_head"})
+    again = call(
+        "train",
+        f"{data} {QUICK} --freeze --epochs 3 --lr 0.1 --output {tmp_path} --experiment run {more} --resume auto",
+    )
+    assert again.code == 0, again.err
+
+
+def test_a_run_without_gain_ends_early_and_stays_ended(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    # Without a learning rate no epoch is better than the first.
+    flags = f"{make_dataset()} {QUICK} --lr 0 --min-lr 0 --epochs 9 --patience 2 --output {tmp_path} --experiment run"
+    flags = flags.replace("--log-interval 1", "")
+    ended = call("train", f"{flags} --bn-momentum 0")
+    assert ended.code == 0, ended.err
+    assert "--patience 2" in ended.out and "done: 6 updates" in ended.out
+    again = call("train", f"{flags} --bn-momentum 0 --resume auto")
+    assert again.code == 0 and "done: 6 updates" in again.out and len(metrics(tmp_path / "run")) == 3
+
+
+def test_the_best_epoch_is_the_first_with_the_best_score() -> None:
+    state = Namespace(epoch=5, scores={0: {"top1": 1.0}, 1: {"top1": 3.0}, 3: {"top1": 3.0}, 4: {}, 7: {"top1": 9.0}})
+    assert epochs_since_best(state, "top1") == 2 and epochs_since_best(Namespace(epoch=0, scores={}), "top1") == 0
+    state = Namespace(epoch=3, scores={0: {"loss": float("nan")}, 1: {"loss": 2.0}, 2: {"loss": 1.0}})
+    assert epochs_since_best(state, "loss") == 0
+
+
+def test_validate_takes_part_of_the_images_and_another_crop(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_dataset()
+    assert call("train", f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run").code == 0
+    line = f"{data} --checkpoint {tmp_path / 'run' / 'last.pth.tar'} -j 0"
+    assert "over 3 images" in call("validate", f"{line} --num-samples 3").out
+    refused = call("validate", f"{line} --test-pool")
+    assert refused.code == 2 and "--test-pool" in refused.err
+    rows = [call("validate", f"{line} --crop-mode {mode}").out.splitlines()[-1] for mode in ("center", "squash")]
+    assert rows[0] != rows[1]
+
+    # Memory for two images at a time.
+    forward = torch.nn.Module.__call__
+
+    def small(module: torch.nn.Module, *args: torch.Tensor, **named: object) -> object:
+        if args and torch.is_tensor(args[0]) and len(args[0]) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return forward(module, *args, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", small)
+    ended = call("validate", f"{line} -b 8 --retry")
+    assert ended.code == 0 and "--batch-size 2 (--retry)" in ended.out and "over 8 images" in ended.out
+    with pytest.raises(torch.OutOfMemoryError):
+        call("validate", f"{line} -b 8 --debug")
