@@ -142,6 +142,17 @@ def test_a_sample_does_not_depend_on_its_batch(folder: ImageFolder) -> None:
     assert not torch.equal(alone.images, loaded(dataset, 2, epoch=1).images)
 
 
+def test_a_repetition_is_the_same_image_augmented_in_its_own_way(broken: ImageFolder) -> None:
+    count = len(broken)
+    batch = loaded(TrainDataset(broken, CONFIG, seed=7, labels=Labels()), 0, count, 2 * count, 2 + count)
+    stand_in = int(batch.indices[3])
+    assert batch.indices.tolist() == [0, 0, 0, stand_in] and len(set(batch.classes[:3].tolist())) == 1
+    assert batch.labels is not None and batch.labels.values.flatten(1)[:, 0].tolist() == [0, 0, 0, stand_in]
+    assert batch.skipped[0].path == broken.path(2)
+    assert batch.plan is not None and len({tuple(crop) for crop in batch.plan.crop[:3].tolist()}) == 3
+    assert torch.equal(batch.images[0], loaded(TrainDataset(broken, CONFIG, seed=7), 0).images[0])
+
+
 def test_fault_24_truncated_image_is_replaced_the_same_way_each_time(broken: ImageFolder) -> None:
     dataset = TrainDataset(broken, CONFIG, seed=7)
     batch = loaded(dataset, 0, 2, 3)

@@ -47,7 +47,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchKey:
-    """What a worker is asked for: the images `indices` in their `epoch`.
+    """What a worker is asked for: the images `indices` in their `epoch`; from the number of images on, repetitions.
 
     `last` tells whether it is the last micro-batch of its update, `update_samples` how many images this rank has in
     that update; both only travel along.
@@ -130,7 +130,7 @@ class BatchDataset(Dataset[HostBatch | Fault]):
 
     def path(self, index: int) -> str:
         """Where image `index` is, for messages."""
-        return self.source.path(index)
+        return self.source.path(index % len(self))
 
     def __getitem__(self, key: BatchKey) -> HostBatch | Fault:
         try:
@@ -149,6 +149,7 @@ class BatchDataset(Dataset[HostBatch | Fault]):
         raise NotImplementedError
 
     def _open(self, index: int) -> Encoded:
+        index %= len(self)
         self.board.mark(index)
         size = self.source.known_size(index)
         if size is not None:
@@ -228,7 +229,8 @@ class TrainDataset(BatchDataset):
         return self.backend.decode_batch(requests, self.config.size)
 
     def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> HostBatch:
-        labels, bad_labels = self._labels(slots.indices, plan.source.tolist())
+        shown = [index % len(self) for index in slots.indices]
+        labels, bad_labels = self._labels(shown, plan.source.tolist())
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
         if labels is not None and self.label_view is not None:
             steps = draw_steps(self.config, self.seed, key.epoch, np.array(slots.indices), plan.source)
@@ -236,8 +238,8 @@ class TrainDataset(BatchDataset):
         return HostBatch(
             key=key,
             images=images,
-            classes=torch.from_numpy(self.classes[slots.indices]),
-            indices=torch.tensor(slots.indices),
+            classes=torch.from_numpy(self.classes[shown]),
+            indices=torch.tensor(shown),
             sizes=torch.from_numpy(plan.source),
             affine=affine,
             visible=visible,

@@ -88,6 +88,9 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_compile(args)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
+    if args.train_crop_mode != "rrc" and (args.scale, args.ratio) == (flags["scale"].default, flags["ratio"].default):
+        args.scale, args.ratio = [0.8, 1.0], [0.9, 1 / 0.9]
+        notes.append(f"--train-crop-mode {args.train_crop_mode}: --scale 0.8 1 --ratio 0.9 1.11, as in timm")
     if args.in_chans == 2 or (args.token_label_teacher and args.in_chans == 1):
         raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read")
     if args.freeze and (args.grad_checkpointing or args.activation_memory is not None):

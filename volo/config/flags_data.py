@@ -281,6 +281,12 @@ AUGMENTATION = Group(
                 choices=("timm", "published"),
                 help="timm: crop, flip, RandAugment; published: flip, RandAugment on the full image, crop",
             ),
+            flag(
+                "--train-crop-mode",
+                default="rrc",
+                choices=("rrc", "rkrc", "rkrr"),
+                help="rrc: random area and ratio; rkrc, rkrr: near the image's own ratio, from its centre or anywhere",
+            ),
             flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
             flag(
                 "--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"
@@ -294,6 +300,9 @@ AUGMENTATION = Group(
                 help="RandAugment in timm's grammar; '' for none",
             ),
             flag("--color-jitter", default=0.4, type=AMOUNT, metavar="R", help="colour jitter, used where --aa is ''"),
+        ),
+        flag(
+            "--aug-repeats", default=0, type=COUNT, help="show each image so often in a batch, and fewer images"
         ),
         flag(
             "--train-interpolation",

@@ -129,6 +129,7 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         size=settings["input_size"][1:],
         scale=tuple(args.scale),
         ratio=tuple(args.ratio),
+        crop_mode=args.train_crop_mode,
         hflip=args.hflip,
         vflip=args.vflip,
         auto_augment=None if args.aa in ("", "none") else args.aa,
@@ -160,6 +161,7 @@ def train_loader(
         world.rank,
         args.grad_accum_steps,
         args.drop_last,
+        args.aug_repeats or 1,
     )
     # Only training decodes huge images scaled down; validation resizes with the same filters on all backends.
     backend = _backend(args, world, dct_scaling=not args.full_decode)

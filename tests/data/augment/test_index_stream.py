@@ -87,3 +87,19 @@ def test_ranks_shorten_the_last_batch_and_change_no_other(world):
     assert shared[:3] == alone[:3]
     assert len(shared) == (3 if world > 3 else 4)
     assert all(set(batch) < set(alone[3]) for batch in shared[3:])
+
+
+def test_repetitions_stand_beside_each_other_on_different_ranks() -> None:
+    length, world = 20, 3
+    ranks = [
+        [np.concatenate(update) for update in IndexStream(length, 6, 1, world, rank, repeats=3).epoch(0)]
+        for rank in range(world)
+    ]
+    updates = [np.stack(update) for update in zip(*ranks, strict=True)]
+    assert sum(update.size for update in updates) == IndexStream(length, 6, 1, world).images_per_epoch
+    seen = []
+    for update in updates:
+        for image in update.T:  # what the ranks have at the same place
+            assert len(set(image % length)) == 1 and sorted(image // length) == [0, 1, 2]
+            seen.append(image[0] % length)
+    assert len(set(seen)) == len(seen)

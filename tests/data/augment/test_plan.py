@@ -347,3 +347,30 @@ def test_fill_is_timms_rounded_mean():
     assert SQUARE.fill == (124, 116, 104)
     assert AugmentConfig((64, 64), mean=(0.5, 1.0, 0.0)).fill == (128, 255, 0)
     assert plan_module.INTERPOLATIONS["random"] == tuple(map(int, auto_augment._RANDOM_INTERPOLATION))
+
+
+@pytest.mark.parametrize("mode", ["rkrc", "rkrr"])
+@pytest.mark.parametrize("size", [(500, 375), (300, 700), (64, 64)])
+def test_keep_ratio_crops_are_timms(monkeypatch: pytest.MonkeyPatch, mode: str, size: tuple[int, int]) -> None:
+    """timm resizes the image and cuts the output out of it: the window is that output, in pixels of the image."""
+    scale, ratio, output = (0.8, 1.0), (0.9, 1 / 0.9), (64, 48)
+    config = AugmentConfig(output, scale=scale, ratio=ratio, crop_mode=mode)
+    plan = some_plan(config, size=size)
+    draws = uniform(3, 5, np.arange(64), int(Stream.CROP), 6)
+    exceeded = 0
+    for row, (x, y, w, h) in enumerate(plan.crop.tolist()):
+        zoomed, zoom, stretched, stretch, *place = draws[row]
+        script = [zoomed, *([zoom] if zoomed < 0.5 else []), stretched, *([stretch] if stretched < 0.5 else [])]
+        monkeypatch.setattr(timm_transforms, "random", ScriptedRandom(script))
+        resized_h, resized_w = timm_transforms.ResizeKeepRatio.get_params(
+            Image.new("RGB", size), output, 0.0, 0.5, scale, True, 0.5, ratio
+        )
+        expected = np.array([output[1] * size[0] / resized_w, output[0] * size[1] / resized_h])
+        exceeded += bool((expected > np.array(size) + 1).any())
+        # timm rounds the resized image, this the window: an output pixel apart, of the image's pixels.
+        near = np.array(size) / min(output)
+        assert np.all(np.abs(np.array([w, h]) - np.minimum(expected, size)) <= near)
+        free = np.array(size) - (w, h)
+        where = free // 2 if mode == "rkrc" else np.minimum(np.floor(np.array(place) * (free + 1)), free)
+        assert [x, y] == where.tolist()
+    assert 0 < exceeded < 32

@@ -56,6 +56,37 @@ def crop_windows(scale: Range, ratio: Range, draws: Floats, source: Ints) -> Int
     return windows
 
 
+def keep_ratio_windows(
+    scale: Range, ratio: Range, draws: Floats, source: Ints, size: tuple[int, int], centred: bool
+) -> Ints:
+    """Windows of the output's shape as large as the image allows, half of them zoomed in, half of them stretched.
+
+    timm's crop modes rkrc and rkrr, but for images that a stretched window exceeds: it is cut to the image, where timm
+    pads with reflections, whose tokens would need labels.
+
+    Args:
+        scale: Smallest and largest share of the window's area that a zoom keeps.
+        ratio: Smallest and largest change of width / height.
+        draws: (B, 6 or more).
+        source: (B, 2) width and height of the image.
+        size: (H, W) of the output.
+        centred: Cut the centre out of the image; else from a random place.
+
+    Returns:
+        (B, 4) x, y, w, h.
+    """
+    sides = np.array(size[::-1], np.float64)
+    (small, large), (low, high) = scale, ratio
+    zoom = np.where(draws[:, 0] < 0.5, np.sqrt(small + (large - small) * draws[:, 1]), 1.0)
+    stretch = np.exp(0.5 * (math.log(low) + (math.log(high) - math.log(low)) * draws[:, 3]))
+    stretch = np.where(draws[:, 2] < 0.5, stretch, 1.0)
+    largest = (source / sides).min(axis=1, keepdims=True) * sides  # (B, 2)
+    window = np.clip(np.rint(largest * np.stack([zoom / stretch, zoom * stretch], axis=1)), 1, source)
+    free = source - window
+    corner = free // 2 if centred else _integers(draws[:, 4:6], free)
+    return np.concatenate([corner, window], axis=1).astype(np.int64)
+
+
 def _central_crops(ratio: Range, source: Ints) -> Ints:
     """The largest central window (B, 4) whose aspect ratio is allowed."""
     width, height = source.astype(np.float64).T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ class IndexStream:
     `world_size` so that all ranks hold equally many images: at most world_size - 1 images are left out, other ones each
     epoch. Its micro-batches are as large as the others, the last one ragged. `drop_last` leaves the smaller batch out.
 
+    With `repeats` an epoch shows an R-th of the images, each R times in a row, so that ranks get it at the same time
+    (repeated augmentation, arXiv:1901.09335). Repetition r of image i is the number `i + r * length`: it is augmented
+    in its own way.
+
     Raises:
         UserError: Fewer images than a global batch, or a global batch that ranks and micro-batches don't divide.
     """
@@ -41,6 +46,7 @@ class IndexStream:
     rank: int = 0
     micro_batches: int = 1
     drop_last: bool = False
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -78,7 +84,8 @@ class IndexStream:
 
     def epoch(self, epoch: int, start_update: int = 0) -> Iterator[list[Ints]]:
         """Yield, per update from `start_update` on, the micro-batches (arrays of indices) of this rank."""
-        order = permutation(self.length, self.seed, epoch)[: self.images_per_epoch]
+        order = permutation(self.length, self.seed, epoch)[: math.ceil(self.images_per_epoch / self.repeats)]
+        order = (order[:, None] + self.length * np.arange(self.repeats)).ravel()[: self.images_per_epoch]
         for start in range(start_update * self.global_batch, len(order), self.global_batch):
             mine = order[start : start + self.global_batch][self.rank :: self.world_size]
             yield [mine[cut : cut + self.micro_batch] for cut in range(0, len(mine), self.micro_batch)]

@@ -35,6 +35,7 @@ BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
 INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
 ERASE_MODES = ("const", "rand", "pixel")
 AUG_ORDERS = ("timm", "published")
+CROP_MODES = ("rrc", "rkrc", "rkrr")
 TRANSLATE_SHARE = 0.45  # of the output's shorter side: timm's translate_const
 
 
@@ -70,6 +71,7 @@ class AugmentConfig:
     recount: int = 1
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # in [0, 1]; what a warp shows outside the image
     no_aug: bool = False  # squash the whole image to `size` and do nothing else, as timm's --no-aug
+    crop_mode: str = "rrc"  # random resized crop; "rkrc", "rkrr": the image's own ratio, from its centre or anywhere
     aug_order: str = "timm"  # crop, flip, RandAugment; "published": flip, RandAugment on the full image, crop
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class AugmentConfig:
             f"--reprob {self.reprob}: a probability lies in [0, 1]": 0 <= self.reprob <= 1,
             f"--recount {self.recount}: erase at least one box, or set --reprob 0": self.recount >= 1,
             f"--aug-order {self.aug_order}: choose from {', '.join(AUG_ORDERS)}": self.aug_order in AUG_ORDERS,
+            f"--train-crop-mode {self.crop_mode}: choose from {', '.join(CROP_MODES)}": self.crop_mode in CROP_MODES,
             f"--remode {self.remode}: choose from {', '.join(ERASE_MODES)}": self.remode in ERASE_MODES,
             f"--train-interpolation {self.interpolation}: choose from {', '.join(INTERPOLATIONS)}": self.interpolation
             in INTERPOLATIONS,
@@ -210,7 +213,12 @@ def draw_steps(config: AugmentConfig, seed: int, epoch: int, indices: Ints, sour
     kernels, values = _layers(config, draw, count)
     if config.no_aug:
         return Steps(boxes.whole(source), np.zeros((count, 2), bool), kernels, values)
-    crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
+    draws = draw(Stream.CROP, boxes.CROP_DRAWS)
+    if config.crop_mode == "rrc":
+        crop = boxes.crop_windows(config.scale, config.ratio, draws, source)
+    else:
+        centred = config.crop_mode == "rkrc"
+        crop = boxes.keep_ratio_windows(config.scale, config.ratio, draws, source, config.size, centred)
     return Steps(crop, draw(Stream.FLIP, 2) < np.array([config.hflip, config.vflip]), kernels, values)
 
 
