@@ -18,9 +18,10 @@ from volo.config.flags_tools import parse_report
 from volo.record.events import duration
 from volo.record.history import History, RunStart, faults, losses, number, read_history, skipped_files
 from volo.record.json_lines import read_json_lines
+from volo.record.report_page import page
 from volo.record.run_directory import TIME_KEYS
 
-PICTURE = "report.png"
+PICTURE, PAGE = "report.png", "report.html"
 _SHOWN_FILES = 20
 
 
@@ -30,17 +31,20 @@ def run(args: Namespace) -> int:
         _compare(Path(args.run), Path(args.same_as))
         return 0
     history = read_history(Path(args.run))
-    for title, lines in (
+    sections = (
         ("", _head(history)),
         ("Starts", _starts(history)),
         ("Time", _time(history)),
         ("Checkpoints", _checkpoints(history.run, verify=not args.quick)),
         ("Faults", [f"{count} x {kind.replace('_', ' ')}" for kind, count in sorted(faults(history).items())]),
         ("Files that could not be used", _skipped(history)),
-    ):
+    )
+    for title, lines in sections:
         print("\n".join([*([f"\n{title}"] if title else []), *(lines or ["none noted"])]))
     if not args.no_picture:
         print("\n" + _draw(history, Path(args.picture or history.run / PICTURE)))
+    if args.html:
+        print(_write_page(history, [(title or "Run", lines) for title, lines in sections]))
     return 0
 
 
@@ -175,6 +179,17 @@ def _draw(history: History, file: Path) -> str:
     except OSError as error:
         raise UserError(f"{file} can't be written ({error.strerror}): name another with --picture FILE") from error
     return f"drawn: {file}"
+
+
+def _write_page(history: History, sections: list[tuple[str, list[str]]]) -> str:
+    file, run = history.run / PAGE, history.run
+    texts = {"Arguments": run / "args.yaml", "Starts, with versions": run / "run.json"}
+    try:
+        read = {title: each.read_text(errors="replace") for title, each in texts.items() if each.is_file()}
+        file.write_text(page(run, sections, read))
+    except OSError as error:
+        raise UserError(f"--html: {file} can't be written ({error.strerror})") from error
+    return f"written: {file}"
 
 
 if __name__ == "__main__":

@@ -285,6 +285,8 @@ def train_in(
         logger.line("--dry-run: flags, data and model are fine; nothing was trained or written")
         return
 
+    if state.epoch >= training.schedule.total_epochs:
+        logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
     meter = make_meter(args, training, directory, world, logger, guard)
     with guard.stop.deferred(), open_run(args, training, meter, directory, lock, resumed, world, logger) as saver:
         begun = state.update

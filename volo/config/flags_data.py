@@ -301,9 +301,7 @@ AUGMENTATION = Group(
             ),
             flag("--color-jitter", default=0.4, type=AMOUNT, metavar="R", help="colour jitter, used where --aa is ''"),
         ),
-        flag(
-            "--aug-repeats", default=0, type=COUNT, help="show each image so often in a batch, and fewer images"
-        ),
+        flag("--aug-repeats", default=0, type=COUNT, help="show each image so often in a batch, and fewer images"),
         flag(
             "--train-interpolation",
             default="random",

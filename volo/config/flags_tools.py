@@ -136,6 +136,7 @@ _REPORT_GROUPS = (
             flag("run", default=None, metavar="RUN", help="directory of a run"),
             switch("--quick", help="don't read the checkpoints through to verify them"),
             flag("--picture", default=None, metavar="FILE", help="where to draw it (RUN/report.png)"),
+            switch("--html", help="also write RUN/report.html, one page with all texts and pictures"),
             switch("--no-picture", help="draw nothing"),
             flag(
                 "--same-as",
@@ -165,6 +166,8 @@ def parse_report(argv: Sequence[str] | None = None) -> Namespace:
     args: Namespace = report_parser().parse_args(argv)
     if args.picture and args.no_picture:
         raise UserError("--picture has no effect with --no-picture: leave one of them out")
-    if args.same_as and (args.picture or args.no_picture or args.quick):
-        raise UserError("--same-as compares and does nothing else: leave --picture, --no-picture and --quick out")
+    if args.same_as and (args.picture or args.no_picture or args.quick or args.html):
+        raise UserError(
+            "--same-as compares and nothing else: leave --picture, --no-picture, --quick and --html out"
+        )
     return args

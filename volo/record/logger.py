@@ -83,6 +83,9 @@ class Logger:
             print(text, flush=True)
         else:
             tqdm.write(text, file=sys.stdout)
+        self._log(text)
+
+    def _log(self, text: str) -> None:
         stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {safe_text(text)}"
         if self.directory is not None:
             self.directory.log(stamped)
@@ -107,9 +110,10 @@ class Logger:
     def start_epoch(self, epoch: int, epochs: int, updates: int) -> None:
         """Show a progress bar for the epoch if stderr is a terminal."""
         if self.directory is not None and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=updates, desc=f"epoch {epoch + 1}/{epochs}", unit="update", leave=False, dynamic_ncols=True
-            )
+            # Fits 80 columns; the intervals' lines go to log.txt alone.
+            form = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+            title = f"epoch {epoch + 1}/{epochs}"
+            self._bar = tqdm(total=updates, desc=title, leave=False, dynamic_ncols=True, bar_format=form)
 
     def update(self, epoch: int, update: int) -> None:
         """Count an optimizer step, the `update`-th of the run."""
@@ -126,15 +130,23 @@ class Logger:
         remaining = (self._total_updates - interval.update) * self._seconds / max(self._updates, 1)
         per_device = interval.images_per_second / self.world.size
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""
-        self.line(
+        losses = f"loss {interval.loss:.4f}"
+        if interval.dense_loss:
+            losses += f" (class {interval.cls_loss:.4f}, dense {interval.dense_loss:.4f})"
+        text = (
             f"epoch {interval.epoch + 1} [{interval.update_in_epoch}/{interval.updates_per_epoch}] "
-            f"loss {interval.loss:.4f} (class {interval.cls_loss:.4f}, dense {interval.dense_loss:.4f}) | "
-            f"lr {interval.lr:.3e} | grad norm {interval.grad_norm:.3f} | "
+            f"{losses} | lr {interval.lr:.3e} | grad norm {interval.grad_norm:.3f} | "
             f"{interval.images_per_second:.0f} images/s ({per_device:.0f} per device) | "
             f"data wait {100 * interval.wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
-        rate = {"images_per_second": interval.images_per_second, "time": utc_now()}
-        self.directory.metrics({"event": "train", **asdict(interval), **rate})
+        if self._bar is None:
+            self.line(text)
+        else:
+            self._log(text)
+            rate = f"{interval.images_per_second:.0f} images/s"
+            self._bar.set_postfix_str(f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}")
+        more = {"images_per_second": interval.images_per_second, "time": utc_now()}
+        self.directory.metrics({"event": "train", **asdict(interval), **more})
 
     def epoch(
         self,

@@ -337,8 +337,10 @@ def _draw(rows: list[dict[str, str]], file: Path) -> Path:
         (accuracy, ("eval_top1", "eval_top5", "eval_top1_ema"), "accuracy (%)"),
     ):
         for name in names:
-            points = [(int(r["epoch"]), float(r[name])) for r in rows if r.get(name)]
-            if points:
+            points = [(int(r["epoch"]) + 1, float(r[name])) for r in rows if r.get(name)]
+            flat = len({value for _, value in points}) < 2 and name not in ("train_loss", "eval_loss", "eval_top1")
+            same = name == "train_cls_loss" and all(r.get(name) == r.get("train_loss") for r in rows)
+            if points and not same and (not flat or len(points) == 1 and points[0][1]):
                 axes.plot(
                     *zip(*points, strict=True), label=name.replace("_", " "), marker="." if len(points) < 30 else ""
                 )
