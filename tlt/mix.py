@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tlt.data.augment.on_device import send
+from tlt.data.augment.on_device import precise_dtype, send
 from tlt.errors import UserError
 from tlt.label_map import Area
 from tlt.targets import one_hot
@@ -199,7 +199,9 @@ def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], im
 
 def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tensor) -> Tensor:
     """(count, side) share of each pixel in each of `count` tokens, from `low` to `high` of `side` pixels."""
-    edges = (low + torch.arange(count + 1, dtype=torch.float64, device=like.device) / count * (high - low)).clamp(0, 1)
+    edges = (
+        low + torch.arange(count + 1, dtype=precise_dtype(like.device), device=like.device) / count * (high - low)
+    ).clamp(0, 1)
     pixel = torch.arange(side, device=like.device)
     shares = torch.minimum(edges[1:, None] * side, pixel + 1) - torch.maximum(edges[:-1, None] * side, pixel)
     shares = shares.clamp(min=0)

@@ -102,7 +102,8 @@ class ArchiveWriter:
             self._begin(images, labels, overwrite)
             self.rows = Rows(self.root, header)
             self._files = [
-                os.open(self.root / shard_name(shard), os.O_WRONLY | os.O_CLOEXEC) for shard in range(header.shards)
+                os.open(self.root / shard_name(shard), os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+                for shard in range(header.shards)
             ]
         except OSError as error:
             raise self._unwritable(error) from error

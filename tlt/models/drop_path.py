@@ -38,7 +38,8 @@ def drop_path_layer(rate: float) -> nn.Module:
 
 def draw_orders(count: int, x: Tensor) -> Tensor:
     """Draw `count` orders of the B samples of x (B, ...), int64 (count, B), independent of each other, at once."""
-    return torch.rand(count, x.shape[0], dtype=torch.float64, device=x.device).argsort(dim=1)  # float32's can tie
+    precise = torch.float32 if x.device.type == "mps" else torch.float64
+    return torch.rand(count, x.shape[0], dtype=precise, device=x.device).argsort(dim=1)  # float32's can tie
 
 
 def draw_samples(drop_path: nn.Module, x: Tensor, order: Tensor | None = None) -> Tensor | None:

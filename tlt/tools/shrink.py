@@ -22,6 +22,7 @@ from PIL import Image, JpegImagePlugin
 
 from tlt.data.sources.image_file import UNLIMITED, BadImage, as_rgb, image_formats, pillow_errors
 from tlt.errors import require
+from tlt.io.files import READ_FLAGS
 
 if TYPE_CHECKING:
     import pyvips
@@ -207,7 +208,7 @@ class Picture:
 def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     try:
         # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
+        file = os.fdopen(os.open(path, READ_FLAGS), "rb")
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from error
     info = os.fstat(file.fileno())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tlt.errors import UserError
+from tlt.io.files import sync_folder
 from tlt.io.natural import natural_key
 
 STAGED = ".staged-"
@@ -73,7 +74,7 @@ def install(path: Path, fill: Callable[[Path], None]) -> None:
         # The temporary name is also left if both names are one file: rename then does nothing.
         with suppress(OSError):
             staged.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    sync_folder(path.parent)
 
 
 @contextmanager
@@ -103,14 +104,6 @@ def tensor_bytes(value: Any) -> int:
         return value.numel() * value.element_size()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return sum(map(tensor_bytes, values))
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checkpoints_in(folder: Path, flag: str) -> list[Path]:

@@ -87,7 +87,12 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: cpu, cuda and cuda:N are the devices that this project runs on")
+        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device.type not in ("mps", "xpu") or there is None or there.type != device.type:
+            offered = "" if there is None else f"; this machine offers {there.type}"
+            raise UserError(f"--device {name}: cpu, cuda, cuda:N, mps and xpu are what this project runs on{offered}")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise UserError(f"--device {name}: several processes need cuda or cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         device = torch.device("cuda", local_rank if device.index is None else device.index)

@@ -21,7 +21,9 @@ from types import FrameType
 
 PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
 INTERRUPTED = 130
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = tuple(  # Windows has but the first two
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)
 # Slurm, torchrun and process groups may deliver one warning several times.
 _SAME_WARNING_S = 1.0
 # Time for a batch that is nearly there: both ends of an interrupted transfer between processes would report errors.
@@ -98,9 +100,11 @@ class StopSignal:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+        hangup = getattr(signal, "SIGHUP", None)
+        nohup = {hangup} if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN else set()
         before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._waited)
+        if hasattr(signal, "SIGALRM"):
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._waited)
         arrived, arrival = os.pipe()
         os.set_blocking(arrival, False)
         signal.set_wakeup_fd(arrival)
@@ -151,7 +155,7 @@ class StopSignal:
             if self.number is not None:
                 return False
             self._since, self.number, self._own = time.monotonic(), number, own
-        if self._handled:
+        if self._handled and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
         with suppress(OSError):  # the terminal may be gone
             # print() may be what the signal has interrupted.

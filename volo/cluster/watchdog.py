@@ -101,7 +101,8 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch; the process group exists."""
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         if self.size > 1 and self._store is not None:
             self._heartbeat = Heartbeat(
                 self._store, start_scope(), "watchdog", self.rank, self.size, self.interval, _STORE_TIMEOUT_S

@@ -8,7 +8,6 @@ nobody reads the output any more; 1 a defect in the program, with its traceback.
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import os
 import sys
@@ -118,6 +117,8 @@ def _tell(text: str) -> None:
     line = f"{_rank_prefix()}{text}\n"
     # A file of volo/commands/launch.py for the ranks of this machine; other launchers have none.
     with suppress(KeyError, OSError), open(os.environ["LAUNCH_TOLD"], "r+") as told:
+        import fcntl  # not on Windows, where nothing is launched
+
         # The lock is held while printing: a rank with the same text that exits first would get the printing one killed.
         fcntl.flock(told, fcntl.LOCK_EX)
         if f"{text!r}\n" not in told.readlines():

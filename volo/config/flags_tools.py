@@ -167,7 +167,5 @@ def parse_report(argv: Sequence[str] | None = None) -> Namespace:
     if args.picture and args.no_picture:
         raise UserError("--picture has no effect with --no-picture: leave one of them out")
     if args.same_as and (args.picture or args.no_picture or args.quick or args.html):
-        raise UserError(
-            "--same-as compares and nothing else: leave --picture, --no-picture, --quick and --html out"
-        )
+        raise UserError("--same-as compares and nothing else: leave --picture, --no-picture, --quick and --html out")
     return args

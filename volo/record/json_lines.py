@@ -9,6 +9,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from tlt.io.files import read_at
+
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
 
 
@@ -68,7 +70,7 @@ class LineFile:
         if self.path is None:
             return
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
             try:
                 self._write(descriptor)
             finally:
@@ -100,4 +102,4 @@ class LineFile:
 def _is_torn(descriptor: int) -> bool:
     """Whether the file ends within a line, because the machine or the disk failed during a write."""
     size = os.fstat(descriptor).st_size
-    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    return size > 0 and read_at(descriptor, 1, size - 1) != b"\n"

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.data.augment.on_device import precise_dtype
 from volo.cluster.distributed import World, from_all, sum_over_ranks
 
 
 class Sums:
-    """Named float64 sums, such as losses summed over images. `add` never synchronises with the device."""
+    """Named sums (float64 where the device has it), such as losses over images. `add` never waits for the device."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self.names = names
-        self._values = torch.zeros(len(names), dtype=torch.float64, device=device)
+        self._values = torch.zeros(len(names), dtype=precise_dtype(device), device=device)
 
     def add(self, *values: Tensor | float) -> None:
         """Add one value per name, in order."""
-        rows = [v.detach().double() if isinstance(v, Tensor) else float(v) for v in values]
+        rows = [v.detach().to(self._values.dtype) if isinstance(v, Tensor) else float(v) for v in values]
         if len(rows) != len(self.names):
             raise ValueError(f"{len(rows)} values for {len(self.names)} names")
         for position, row in enumerate(rows):

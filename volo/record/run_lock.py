@@ -8,7 +8,6 @@ a lock that is recognised as stale: at once on the same machine, else after the 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -22,6 +21,12 @@ from typing import Any
 from uuid import uuid4
 
 from tlt.errors import UserError
+from tlt.io.files import read_at, write_at
+
+try:
+    import fcntl
+except ImportError:  # Windows: the heartbeat alone tells whether another job holds the lock
+    fcntl = None  # type: ignore[assignment]
 
 FILE = "run.lock"
 HEARTBEAT, STALE = 10.0, 60.0  # seconds between beats; and without one until the holder counts as dead
@@ -94,7 +99,7 @@ class RunLock:
 
     def _open(self) -> int:
         # Open as long as the lock is held: closing any descriptor of the file would give up the kernel's lock.
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def release(self) -> None:
         """Release the lock. The file stays, empty, because another job may be waiting for it."""
@@ -110,8 +115,9 @@ class RunLock:
     def _take(self, file: int) -> None:
         try:
             # Not flock: data workers would inherit it and hold it after this process was killed.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
+            locked = fcntl is not None
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 raise UserError(self._refusal(_read(file))) from error
@@ -155,7 +161,7 @@ class RunLock:
     def _write(self, file: int) -> None:
         """Write the holder in one write of fixed length, so that no reader sees half of it."""
         try:
-            os.pwrite(file, json.dumps(self._me).ljust(1023).encode() + b"\n", 0)
+            write_at(file, json.dumps(self._me).ljust(1023).encode() + b"\n", 0)
             os.fsync(file)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -169,7 +175,7 @@ class RunLock:
 
 def _read(file: int) -> dict[str, Any] | None:
     """Return the holder of the lock, or None. Damaged content counts as an unknown holder."""
-    content = os.pread(file, 1 << 16, 0)
+    content = read_at(file, 1 << 16, 0)
     if not content.strip(b"\0 \n"):
         return None
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from argparse import Namespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from timm.layers import convert_sync_batchnorm, to_2tuple
 from torch import nn
 
 from tlt.errors import UserError
+from tlt.io.processes import physical_memory
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.ddp import DdpSettings, distribute
@@ -103,7 +103,7 @@ def _refuse_huge(name: str, kwargs: dict[str, Any], weights: int | None) -> None
         raise UserError(
             f"--model {name}: the checkpoint describes a model of {wanted:,} weights, and holds {weights:,}"
         )
-    needed, memory = 4 * wanted / 2**30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    needed, memory = 4 * wanted / 2**30, physical_memory() / 2**30
     if needed > memory:
         raise UserError(
             f"--model {name} with {kwargs.get('num_classes', 1000):,} classes (--num-classes) takes {needed:,.0f} GiB, "

@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from tlt.data.sources.jpeg import plain_size
+from tlt.io.files import READ_FLAGS
 
 DEFAULT_MAX_PIXELS = 50_000_000
 UNLIMITED = 2**62  # as `max_pixels`
@@ -53,7 +54,7 @@ def _regular_file(path: str) -> Iterator[io.BufferedReader]:
     """A file opened for reading. Raises BadImage, also for what the block meets: not readable, or no regular file."""
     try:
         # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, READ_FLAGS)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise BadImage("not a regular file")

@@ -14,7 +14,7 @@ from tlt.data.sources.image_file import UNLIMITED, BadImage, image_extensions, r
 from tlt.data.sources.shards import HEAD_BYTES
 from tlt.data.sources.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
-from tlt.io.files import sha256_of
+from tlt.io.files import read_at, sha256_of
 from tlt.io.text import printable
 
 LABEL_EXTENSION = "labels.safetensors"
@@ -120,7 +120,7 @@ def _read_image(name: str, place: Place, files: dict[str, Place], number: int, d
 
 
 def _member(descriptor: int, place: Place) -> bytes:
-    return os.pread(descriptor, place.length, place.offset)
+    return read_at(descriptor, place.length, place.offset)
 
 
 def image_size(data: bytes) -> tuple[int, int]:

@@ -20,7 +20,7 @@ import numpy as np
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import sha256_of
+from tlt.io.files import READ_FLAGS, read_at, sha256_of
 from tlt.io.names import Names
 from tlt.io.tensor_file import MappedTensors
 from tlt.io.text import printable
@@ -142,8 +142,8 @@ class ShardFiles:
     def _read(self, shard: int, offset: int, data: bytearray) -> int:
         if (descriptor := self._open.get(shard)) is not None:
             return _fill(descriptor, data, offset)
-        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        descriptor = os.open(self.paths[shard], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Opening a pipe without a writer would wait for ever.
+        descriptor = os.open(self.paths[shard], READ_FLAGS)
         kept = len(self._open) < _OPEN_FILES and self._open.setdefault(shard, descriptor) == descriptor
         try:
             return _fill(descriptor, data, offset)
@@ -155,7 +155,14 @@ class ShardFiles:
 def _fill(descriptor: int, data: bytearray, offset: int) -> int:
     """Read into all of `data`; returns how much of it there was."""
     view, done = memoryview(data), 0
-    while done < len(data) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
+    while done < len(data):
+        if hasattr(os, "preadv"):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        else:
+            part = read_at(descriptor, len(data) - done, offset + done)
+            view[done : done + len(part)], count = part, len(part)
+        if not count:
+            break
         done += count
     return done
 

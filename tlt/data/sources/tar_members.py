@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tlt.errors import UserError
+from tlt.io.files import read_at
 from tlt.io.text import printable
 
 
@@ -100,5 +101,5 @@ def _infos(path: str) -> Iterator[tarfile.TarInfo]:
             if end > length:
                 raise tarfile.ReadError(f"{printable(info.name)} ends at byte {end} of {length}")
             yield info
-        if os.pread(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
+        if read_at(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no end marker at byte {tar.offset}")
