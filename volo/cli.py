@@ -49,6 +49,19 @@ COMMANDS = {
         "volo.config.flags_tools:parse_attention",
         "volo.commands.attention",
     ),
+    "launch": Program(
+        "start `volo train` in several processes (distributed_train.sh)",
+        "volo.config.flags_tools:parse_launch",
+        "volo.commands.launch_command",
+    ),
+    "slurm": Program(
+        "write the batch scripts for Slurm into a folder", "volo.config.flags_tools:parse_slurm", "volo.commands.slurm"
+    ),
+    "completion": Program(
+        "print a script that completes these commands in a shell",
+        "volo.config.flags_tools:parse_completion",
+        "volo.completion",
+    ),
     "preflight": Program(
         "are these machines fit for a run?",
         "volo.config.flags_preflight:parse_preflight",

@@ -14,6 +14,7 @@ import re
 import shlex
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -217,6 +218,14 @@ def _quota_v1(group: Path) -> float:
         return float("inf") if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return float("inf")
+
+
+def run(args: Namespace) -> int:
+    """`volo launch`: what `distributed_train.sh` does in a checkout."""
+    # Not a file of the package where that can be avoided: its folder would stand in sys.path.
+    own, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
+    program = script if script.name == "volo" and script.is_file() else own
+    return main([str(args.processes), str(program), args.command, *args.flags])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
-"""The flags of `volo export`, `volo attention` and `volo report`."""
+"""The flags of `volo export`, `attention`, `report`, `launch`, `slurm` and `completion`."""
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -169,3 +170,53 @@ def parse_report(argv: Sequence[str] | None = None) -> Namespace:
     if args.same_as and (args.picture or args.no_picture or args.quick or args.html):
         raise UserError("--same-as compares and nothing else: leave --picture, --no-picture, --quick and --html out")
     return args
+
+
+SHELLS = ("bash", "zsh", "tcsh")
+_SLURM_GROUPS = (Group("Slurm", (flag("directory", default=None, metavar="DIR", help="a new folder"), DEBUG)),)
+_COMPLETION_GROUPS = (
+    Group("Completion", (flag("shell", default=None, choices=SHELLS, help="whose language the script is in"), DEBUG)),
+)
+
+
+def slurm_parser() -> FlagParser:
+    """The parser of `volo slurm`."""
+    return FlagParser("slurm", "DIR", "Write batch scripts for Slurm and recipes into a folder.", _SLURM_GROUPS)
+
+
+def parse_slurm(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo slurm`. Raises UserError: no folder, or an unknown flag."""
+    args: Namespace = slurm_parser().parse_args(argv)
+    return args
+
+
+def completion_parser() -> FlagParser:
+    """The parser of `volo completion`."""
+    return FlagParser(
+        "completion",
+        "SHELL",
+        "Print a script that completes volo's commands and flags: source <(volo completion bash).",
+        _COMPLETION_GROUPS,
+    )
+
+
+def parse_completion(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo completion`. Raises UserError: no such shell, or an unknown flag."""
+    args: Namespace = completion_parser().parse_args(argv)
+    return args
+
+
+def parse_launch(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo launch`: the number of processes, perhaps a command, and that command's flags.
+
+    Raises:
+        UserError: No number of processes.
+    """
+    count, *flags = list(sys.argv[1:] if argv is None else argv) or [""]
+    if not count.isdecimal() or int(count) == 0:
+        raise UserError(
+            "usage: volo launch N DATA [flags of volo train], or N label|validate [its flags]; N processes, one per "
+            "GPU; several nodes: docs/multinode.md"
+        )
+    command = flags.pop(0) if flags and flags[0] in ("train", "label", "validate") else "train"
+    return Namespace(processes=int(count), command=command, flags=flags)

@@ -13,6 +13,7 @@ import yaml
 
 from tlt.errors import UserError
 from volo.config.flag_table import Flag, nearest
+from volo.config.shipped import recipe_file
 
 # A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
 _NOT_IN_RECIPES = ("config", "data_dir_option")
@@ -39,7 +40,7 @@ def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
     Values are checked as if they stood on the command line: type, range, choices, number of values.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or the name of a recipe of this project.
         known: The program's flags by destination.
 
     Returns:
@@ -49,6 +50,7 @@ def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
         UserError: The file can't be read, isn't a plain mapping, or has an unknown key (the nearest one is named) or a
             value that the flag doesn't take.
     """
+    path = recipe_file(path)
     allowed = {dest: row for dest, row in known.items() if dest not in _NOT_IN_RECIPES}
     values: dict[str, Any] = {}
     for key, value in _mapping(path).items():

@@ -1,0 +1,39 @@
+"""Write the batch scripts for Slurm into a folder, for those who have installed the package without the checkout."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from tlt.errors import UserError
+from volo.config.shipped import shipped
+
+_LAUNCHER = """#!/usr/bin/env bash
+# Written by `volo slurm`: N DATA [flags of volo train]; the same as `volo launch N DATA ...`.
+exec "${PYTHON:-python3}" -m volo launch "$@"
+"""
+
+
+def run(args: Namespace) -> int:
+    """Write scripts and recipes to a folder that is new or empty.
+
+    Raises:
+        UserError: The folder holds something, or can't be written.
+    """
+    folder = Path(args.directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"{folder} is not empty: name a new folder, or remove what it holds")
+        for name in ("slurm", "configs"):
+            shutil.copytree(shipped(name), folder / name)
+        launcher = folder / "distributed_train.sh"
+        launcher.write_text(_LAUNCHER)
+        for script in (launcher, *(folder / "slurm").iterdir()):
+            script.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"{folder} can't be written: {error.strerror}") from error
+    print(f"wrote {folder}: edit the #SBATCH lines of slurm/pretrain.sbatch, then, in {folder},")
+    print("  DATA=/data/imagenet LABELS=/data/token_labels sbatch -N 2 slurm/pretrain.sbatch --model volo_d1")
+    return 0
