@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tlt.errors import UserError
 from volo.config.flag_rules import check_pixels, check_weights
-from volo.config.flag_table import SHARE, FlagParser, Group, Number, flag, switch
+from volo.config.flag_table import POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
 from volo.config.flags_eval import DEBUG, MODEL, PREPROCESSING
 
 # The endings that files of a format have.
@@ -206,17 +206,29 @@ def parse_completion(argv: Sequence[str] | None = None) -> Namespace:
     return args
 
 
+def launch_parser() -> FlagParser:
+    """The parser of the first word of `volo launch`; the others belong to the program that is started."""
+    processes = flag("processes", default=None, type=POSITIVE, help="how many, one per GPU")
+    return FlagParser(
+        "launch",
+        "N [train|label|validate] DATA [flags of that command]",
+        "Start a command, train unless another is named, in N processes of this machine, as distributed_train.sh does. "
+        "Several machines and other settings: variables of the environment, docs/multinode.md.",
+        (Group("Launch", (processes,)),),
+    )
+
+
 def parse_launch(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line of `volo launch`: the number of processes, perhaps a command, and that command's flags.
+    """Parse the command line of `volo launch`.
+
+    Returns:
+        `processes`, `command` and its `flags`.
 
     Raises:
         UserError: No number of processes.
     """
-    count, *flags = list(sys.argv[1:] if argv is None else argv) or [""]
-    if not count.isdecimal() or int(count) == 0:
-        raise UserError(
-            "usage: volo launch N DATA [flags of volo train], or N label|validate [its flags]; N processes, one per "
-            "GPU; several nodes: docs/multinode.md"
-        )
-    command = flags.pop(0) if flags and flags[0] in ("train", "label", "validate") else "train"
-    return Namespace(processes=int(count), command=command, flags=flags)
+    words = list(sys.argv[1:] if argv is None else argv)
+    args: Namespace = launch_parser().parse_args(words[:1])
+    named = words[1:2] in (["train"], ["label"], ["validate"])
+    args.command, args.flags = (words[1], words[2:]) if named else ("train", words[1:])
+    return args
