@@ -17,6 +17,7 @@ from tlt.data.dataset import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now
+from volo.record.machine_use import MachineUse
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.run_directory import RunDirectory
 from volo.record.trackers import FOLDER as TRACKERS
@@ -35,6 +36,7 @@ class Logger:
         self.directory: RunDirectory | None = None
         self.events = EventLog(world.rank)
         self.trackers = Trackers()
+        self._machine = MachineUse(world.device)
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
@@ -49,12 +51,13 @@ class Logger:
             total_updates: Updates of the whole run, for the ETA.
         """
         self.directory, self._total_updates = directory, total_updates
+        self._machine.look()  # what follows is measured from here
         for text in self._before:
             directory.log(text)
         self._before.clear()
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
-        """Send the records to these experiment trackers from now on; one that fails is a warning. Call `open` before."""
+        """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
         if self.directory is None or not names:
             return
         self.line(f"trackers: {', '.join(names)}; what they print is in {self.directory.path / TRACKERS}")
@@ -155,7 +158,7 @@ class Logger:
             f"{interval.images_per_second:.0f} images/s ({per_device:.0f} per device) | "
             f"data wait {100 * interval.wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
-        rate = {"images_per_second": interval.images_per_second, "time": utc_now()}
+        rate = {"images_per_second": interval.images_per_second, **self._machine.look(), "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **rate})
         self._tracked(self.trackers.failures())
 

@@ -40,8 +40,11 @@ from volo.record.json_lines import LineFile, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
-# Values in metrics.jsonl and summary.csv that differ between two runs that compute the same.
-TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
+# Values in metrics.jsonl and summary.csv that may differ between two runs that compute the same.
+TIME_KEYS = (
+    *("seconds", "wait_seconds", "images_per_second", "time"),
+    *("cpu_share", "network_bytes_per_second", "gpu_memory_bytes"),
+)
 DEFAULT_ROOT = "output/train"
 _NOT_A_SETTING = {
     "config",

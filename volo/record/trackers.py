@@ -177,7 +177,8 @@ class TensorBoard:
         # Readers drop what was written of later updates but not noted as sent.
         self._writer = SummaryWriter(start.run / "tensorboard", purge_step=None if new else start.step + 1)
         if new:
-            self._writer.add_text("arguments", "".join(f"    {k}: {v}\n" for k, v in start.config.items()))
+            lines = yaml.safe_dump(start.config).splitlines()
+            self._writer.add_text("arguments", "\n".join(f"    {line}" for line in lines))  # Markdown of code
 
     def log(self, values: dict[str, float], step: int, seconds: float) -> None:
         for name, value in values.items():
