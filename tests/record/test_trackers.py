@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import QUICK, ROOT, Ended, call, metrics  # noqa: F401
-from tests.conftest import wait_until
+from tests.conftest import LIMIT, wait_until
 from tests.record.tracked import READERS, end, open_run, train
 from volo.record import trackers
 
@@ -147,18 +147,19 @@ def test_a_tracker_that_fails_is_one_warning_and_catches_up_at_the_next_start(
     assert fake.curve() == EVERY_UPDATE and "warning" not in capsys.readouterr().out
 
 
-def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer(
+def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer_and_that_ends_by_itself(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.does(init="time.sleep(600)")
+    fake.does(init="time.sleep(10000)")
     monkeypatch.setattr(trackers, "WAIT_S", 0.1)
+    quick = tmp_path / "quick.py"
+    quick.write_text(Path(trackers.__file__).read_text().replace("\nFINISH_S = 60 ", "\nFINISH_S = 1 "))
+    monkeypatch.setattr(trackers, "__file__", str(quick))
     logger = open_run(tmp_path / "run", 0, "wandb")
     train(logger, range(1, 7))
     end(logger)
     assert "warning: --log-wandb is still sending; it goes on without this run" in capsys.readouterr().out
-    for process in logger.trackers._running.values():
-        process.kill()
-        process.wait()
+    assert logger.trackers._running["wandb"].wait(LIMIT) == -signal.SIGALRM
 
 
 def test_signals_are_for_the_run_alone_and_a_killed_run_is_sent_to_its_end(fake: Fake, tmp_path: Path) -> None:

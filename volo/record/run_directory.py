@@ -9,6 +9,7 @@ summary.csv      one row per epoch
 superseded-metrics.jsonl   records of updates that a resumed run does again
 curve.png        learning curves (where matplotlib is installed)
 first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
+trackers/        what experiment trackers were sent and have printed (`volo.record.trackers`)
 *.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
 """
 

@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -31,8 +32,7 @@ import yaml
 METRICS, ARGUMENTS, PICTURE, FOLDER = "metrics.jsonl", "args.yaml", "first_batch.png", "trackers"
 DEFAULT_PROJECT = "volo-tlt"
 POLL_S = 1.0
-HUNG_S = 600  # after which a library that does not return is given up
-FINISH_S = 60  # after the end of the run, to send what is left
+FINISH_S = 60  # that a tracker has after the end of the run, to send what is left
 WAIT_S = 30.0  # that a run waits for it after its last update
 _POSITION = {"event", "time", "epoch", "update", "update_in_epoch", "updates_per_epoch", "updates"}
 _OFF = "off: "  # begins the line that says why a process has ended
@@ -87,8 +87,7 @@ class Trackers:
     def _why(self, name: str, code: int) -> str:
         log = self._folder / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-        died = f"no answer for {HUNG_S} s" if code == -signal.SIGALRM else f"it ended with {code}"
-        reason = next((line for line in reversed(lines) if line.startswith(_OFF)), f"{_OFF}{died}")
+        reason = next((line for line in reversed(lines) if line.startswith(_OFF)), f"{_OFF}it ended with {code}")
         return f"--log-{name} is {reason} ({log})"
 
 
@@ -307,26 +306,42 @@ def send(tracker: Tracker, records: list[dict[str, Any]], sent: Sent, picture: P
         sent.save()
 
 
+class End:
+    """Waits for the end of the run in a thread of its own; FINISH_S later the process ends, whatever it does then."""
+
+    def __init__(self) -> None:
+        self.exit_code = 1
+        self._training, self._seen = os.getppid(), threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        # A data worker may hold the other end of the pipe longer than the process that trains lives.
+        while not (told := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == self._training:
+            pass
+        signal.alarm(FINISH_S)
+        self.exit_code = int(os.read(sys.stdin.fileno(), 16) or 1) if told else 1
+        self._seen.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most; return whether the run has ended."""
+        return self._seen.wait(seconds)
+
+
 def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
     """Send the records of a run until it ends; its exit code comes through stdin."""
-    training = os.getppid()
-    signal.alarm(HUNG_S)
+    end = End()
     sent = Sent(run / FOLDER / f"{name}.json")
     config = yaml.safe_load((run / ARGUMENTS).read_bytes())
     tracker = TRACKERS[name](Start(run, sent.id, sent.last[2], project, tags, config))
     sent.id = tracker.id
     sent.save()
-    added = new_records(run / METRICS)
-    for records in added:
-        signal.alarm(HUNG_S)
+    ended = False
+    for records in new_records(run / METRICS):
         send(tracker, records, sent, run / PICTURE)
-        # A data worker may hold the other end of the pipe longer than the process that trains lives.
-        if select.select([sys.stdin], [], [], POLL_S)[0] or os.getppid() != training:
+        if ended:
             break
-    signal.alarm(FINISH_S)
-    exit_code = int(os.read(sys.stdin.fileno(), 16) or 1) if select.select([sys.stdin], [], [], 0)[0] else 1
-    send(tracker, next(added), sent, run / PICTURE)
-    tracker.finish(exit_code)
+        ended = end.wait(POLL_S)
+    tracker.finish(end.exit_code)
 
 
 def main() -> None:
