@@ -63,7 +63,7 @@ class Run:
         note(finish=exit_code)
 def init(**asked):
     {init}
-    note(init={{k: str(v) if k == "dir" else v for k, v in asked.items()}})
+    note(init=asked)
     return Run()
 """
 

@@ -144,7 +144,7 @@ class WandB:
             id=self.id,
             name=start.run.name,
             tags=start.tags or None,
-            dir=start.run,
+            dir=str(start.run),
             config=start.config,
             allow_val_change=True,
             resume="allow",
