@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import shlex
 import subprocess
 import sys
@@ -231,6 +233,12 @@ def test_data_dir_as_a_flag() -> None:
         ("--helpp", "unknown flag --helpp, did you mean --help?"),
         ("--token-labels", "unknown flag --token-labels, did you mean --token-label"),
         ("--token-label-s 14", "unknown flag --token-label-s"),
+        ("--ema-decay 0.9", "unknown flag --ema-decay, did you mean --model-ema-decay? "),
+        ("--imgsize 64", "unknown flag --imgsize, did you mean --img-size? "),
+        ("--log-comet", "unknown flag --log-comet (see"),  # not --local-rank
+        ("--learning-rate 1", "unknown flag --learning-rate (see"),
+        ("--tracker-project mine", "--tracker-project mine has no effect without --log-wandb, --log-mlflow or --log-t"),
+        ("--wandb-tags a", "--wandb-tags a has no effect without --log-wandb"),
         ("second_dir", "one argument too many: second_dir"),
         ("--epochs 1.5", "--epochs: invalid int value: '1.5'"),
         ("--epochs 0", "--epochs: 0 is out of range: at least 1"),
@@ -489,7 +497,7 @@ def test_help_is_grouped_and_imports_nothing_heavy(program: str) -> None:
     if program == "train":
         titles = [line[:-1] for line in done.stdout.splitlines() if line.endswith(":") and line[0].isalpha()]
         expected = ["Run", "Data", "Model", "Token labels", "Optimizer", "Schedule", "Augmentation", "Regularisation"]
-        expected += ["BatchNorm", "EMA", "Precision and speed", "Checkpoints and logging", "Distributed"]
+        expected += ["BatchNorm", "EMA", "Precision and speed", "Checkpoints and logging", "Trackers", "Distributed"]
         assert titles == ["options", *expected]
 
 
@@ -602,3 +610,19 @@ def test_label_command_needs_both_folders_and_an_annotator() -> None:
         parse_generate_label(["/imagenet", "--model", "m", "--pretrained"])
     with pytest.raises(UserError, match="--model is missing"):
         parse_generate_label(["/imagenet", "out"])
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "mlflow", "trackio"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / name).mkdir()  # such as the ./wandb that W&B writes: no package
+    told = re.escape(f"--log-{name} needs {name}: pip install 'volo-tlt[{name}]'")
+    with pytest.raises(UserError, match=f"^{told}$"):
+        parse_train(["/d", f"--log-{name}"])
+    (tmp_path / name / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert getattr(parse_train(["/d", f"--log-{name}"]), f"log_{name}") is True
+    assert re.search(rf'^{name} = \["{name}>', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

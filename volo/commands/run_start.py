@@ -18,6 +18,7 @@ from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
 from volo.cluster.ranks import launch_id
+from volo.config.flag_rules import trackers_of
 from volo.memory.memory_budget import memory_report, step_shape
 from volo.record.logger import Logger
 from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
@@ -144,6 +145,7 @@ def open_run(
             logger.open(run_directory, training.schedule.total_updates)
             if dropped := run_directory.rewind(training.state.epoch, training.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
+            logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
             checkpoints = CheckpointDir(directory, args.checkpoint_hist, ranked_by(vars(args)))
     logger.open_events(directory)
     if checkpoints is not None and resumed is not None:

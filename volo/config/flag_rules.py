@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
@@ -12,7 +13,7 @@ from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
 from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
-from volo.config.flags_train import CUDA_GRAPH_MODES, mixes
+from volo.config.flags_train import CUDA_GRAPH_MODES, TRACKERS, mixes
 
 
 class _CompatNeed(NamedTuple):
@@ -99,7 +100,20 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
         raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
+    _check_trackers(args)
     return notes + _remarks(args)
+
+
+def trackers_of(args: Namespace) -> list[str]:
+    """Return the experiment trackers that are asked for."""
+    return [name for name in TRACKERS if getattr(args, f"log_{name}")]
+
+
+def _check_trackers(args: Namespace) -> None:
+    for name in trackers_of(args):
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder such as the ./wandb that it writes is no package
+            raise UserError(f"--log-{name} needs {name}: pip install 'volo-tlt[{name}]'")
 
 
 def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:

@@ -299,6 +299,10 @@ def _left_over(items: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to `name`, or None."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """Return the known name that is almost `name`, else the shortest one that has all of its words, else None."""
+    plain = {other: other.lstrip("-").replace("_", "-") for other in known}
+    asked = name.lstrip("-").replace("_", "-")
+    close = difflib.get_close_matches(asked, list(plain.values()), n=1, cutoff=0.8)
+    fitting = [other for other, text in plain.items() if text in close]
+    fitting += sorted((o for o, text in plain.items() if {*asked.split("-")} <= {*text.split("-")}), key=len)
+    return next(iter(fitting), None)

@@ -327,6 +327,33 @@ CHECKPOINTS = Group(
     ),
 )
 
+# Each is the name of its package and of its pip extra.
+TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "mlflow": "MLflow", "trackio": "Trackio"}
+TRACKED = Need("--log-wandb, --log-mlflow or --log-trackio", lambda a: a.log_wandb or a.log_mlflow or a.log_trackio)
+
+TRACKING = Group(
+    "Trackers",
+    (
+        *(switch(f"--log-{name}", help=f"send metrics to {title}") for name, title in TRACKERS.items()),
+        flag(
+            "--tracker-project",
+            "--wandb-project",
+            default="",
+            metavar="NAME",
+            help="project of W&B and Trackio, experiment of MLflow (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME or volo-tlt)",
+            needs=(TRACKED,),
+        ),
+        flag(
+            "--wandb-tags",
+            default=None,
+            nargs="+",
+            metavar="TAG",
+            help="tags of the W&B run",
+            needs=(Need("--log-wandb", lambda a: a.log_wandb),),
+        ),
+    ),
+)
+
 DISTRIBUTED = Group(
     "Distributed",
     (
@@ -367,5 +394,6 @@ TRAIN_GROUPS = (
     EMA,
     PRECISION,
     CHECKPOINTS,
+    TRACKING,
     DISTRIBUTED,
 )

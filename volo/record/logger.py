@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +17,11 @@ from tlt.data.dataset import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now
+from volo.record.machine_use import MachineUse
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.run_directory import RunDirectory
+from volo.record.trackers import FOLDER as TRACKERS
+from volo.record.trackers import Trackers
 
 
 class Logger:
@@ -32,6 +35,8 @@ class Logger:
         self.world = world
         self.directory: RunDirectory | None = None
         self.events = EventLog(world.rank)
+        self.trackers = Trackers()
+        self._machine = MachineUse(world.device)
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
@@ -46,9 +51,25 @@ class Logger:
             total_updates: Updates of the whole run, for the ETA.
         """
         self.directory, self._total_updates = directory, total_updates
+        self._machine.look()  # what follows is measured from here
         for text in self._before:
             directory.log(text)
         self._before.clear()
+
+    def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
+        """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
+        if self.directory is None or not names:
+            return
+        self.line(f"trackers: {', '.join(names)}; what they print is in {self.directory.path / TRACKERS}")
+        self._tracked(self.trackers.start(self.directory.path, names, project, tags))
+
+    def _tracked(self, failures: list[str]) -> None:
+        for text in failures:
+            self.warning(text)
+
+    def wait_for_trackers(self) -> None:
+        """Let the trackers send what is left; call it at the end of a run that is done, when no other rank waits."""
+        self._tracked(self.trackers.wait())
 
     def open_events(self, directory: Path) -> None:
         """Write events to the existing `directory` from now on; every rank calls it."""
@@ -64,7 +85,10 @@ class Logger:
 
     @contextmanager
     def end_noted(self) -> Iterator[None]:
-        """Add an `end` event with exit code and reason after the block, on rank 0 and on ranks that fail."""
+        """Add an `end` event with exit code and reason after the block, on rank 0 and on ranks that fail.
+
+        The trackers learn it, too.
+        """
         failure: BaseException | None = None
         try:
             yield
@@ -74,6 +98,7 @@ class Logger:
         finally:
             if self.world.is_primary or failure is not None:
                 self.event("end", exit_code=exit_code(failure), reason=reason(failure))
+            self.trackers.close(exit_code(failure))
 
     def line(self, text: str) -> None:
         """Print a line on rank 0, and add it to log.txt."""
@@ -145,8 +170,9 @@ class Logger:
             self._log(text)
             rate = f"{interval.images_per_second:.0f} images/s"
             self._bar.set_postfix_str(f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}")
-        more = {"images_per_second": interval.images_per_second, "time": utc_now()}
+        more = {"images_per_second": interval.images_per_second, **self._machine.look(), "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **more})
+        self._tracked(self.trackers.failures())
 
     def epoch(
         self,

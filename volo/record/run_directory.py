@@ -10,6 +10,7 @@ superseded-metrics.jsonl   records of updates that a resumed run does again
 curve.png        learning curves (where matplotlib is installed)
 first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
 validation_images.txt  the training images that are held out for validation (--val-fraction)
+trackers/        what experiment trackers were sent and have printed (`volo.record.trackers`)
 *.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
 """
 
@@ -41,8 +42,11 @@ from volo.record.json_lines import LineFile, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
-# Values in metrics.jsonl and summary.csv that differ between two runs that compute the same.
-TIME_KEYS = ("seconds", "wait_seconds", "images_per_second", "time")
+# Values in metrics.jsonl and summary.csv that may differ between two runs that compute the same.
+TIME_KEYS = (
+    *("seconds", "wait_seconds", "images_per_second", "time"),
+    *("cpu_share", "network_bytes_per_second", "gpu_memory_bytes"),
+)
 DEFAULT_ROOT = "output/train"
 _NOT_A_SETTING = {
     "config",

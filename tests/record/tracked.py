@@ -1,0 +1,145 @@
+"""Runs for the tests of trackers, and what each library's own files say afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from PIL import Image
+
+from volo.cluster.distributed import World
+from volo.record.logger import Logger
+from volo.record.metrics import EpochTotals, Evaluation, Interval
+from volo.record.run_directory import RunDirectory
+
+UPDATES = 3  # of an epoch
+SETTINGS = {"lr": 0.25, "model": "volo_d1", "mean": None, "scale": [0.08, 1.0], "experiment": ""}
+
+
+class Tracked(NamedTuple):
+    """What a library holds of the only run that it has."""
+
+    curves: dict[str, list[tuple[int, float]]]  # (update, value) in the order in which they were sent
+    settings: dict[str, Any]
+    pictures: int
+
+
+def open_run(run: Path, update: int, *trackers: str, project: str = "", tags: tuple[str, ...] = ()) -> Logger:
+    """Start a run, or resume it from a checkpoint of this update."""
+    directory = RunDirectory(run)
+    directory.record_start(Namespace(**SETTINGS), 1, "cpu")
+    directory.rewind(update // UPDATES, update)
+    Image.new("RGB", (4, 4), (255, 0, 0)).save(run / "first_batch.png")
+    logger = Logger(World(0, 0, 1, torch.device("cpu")))
+    logger.open(directory, 6)
+    logger.track(trackers, project, tags)
+    return logger
+
+
+def train(logger: Logger, updates: range) -> None:
+    """Report updates, numbered from 1, and each epoch after its last one. The loss is 10 x the update."""
+    for update in updates:
+        epoch, before = divmod(update - 1, UPDATES)
+        logger.interval(
+            Interval(epoch, update, before + 1, UPDATES, 1, 8, 10.0 * update, 1.0, 0.5, 0.1, float("nan"), 2.0, 0.5, 0)
+        )
+        if before + 1 == UPDATES:
+            totals = EpochTotals(24, 0, 6.0, 2.0, 1.0, 0.5, 0.1)
+            logger.epoch(epoch, totals, {"model": Evaluation(50.0 + epoch, 90.0, 1.0, 8, 0, 1.0)}, None)
+
+
+def end(logger: Logger, exit_code: int = 0) -> None:
+    """End a run as `volo.commands.train.run` does."""
+    logger.trackers.close(exit_code)
+    logger.wait_for_trackers()
+
+
+def read_tensorboard(run: Path) -> Tracked:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run / "tensorboard")).Reload()
+    curves = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert all(e.wall_time > 1.7e9 for tag in curves for e in read.Scalars(tag))
+    (text,) = read.Tensors("arguments/text_summary")
+    settings = yaml.safe_load(text.tensor_proto.string_val[0].decode())
+    return Tracked(curves, settings, len(read.Images("first_batch")))
+
+
+def read_mlflow(run: Path) -> Tracked:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    (one,) = client.search_runs([experiment.experiment_id])
+    assert one.info.run_name == run.name and one.info.status == "FINISHED"
+    curves = {key: client.get_metric_history(one.info.run_id, key) for key in one.data.metrics}
+    found = {key: [(m.step, m.value) for m in sorted(points, key=lambda m: m.step)] for key, points in curves.items()}
+    artifacts = [a.path for a in client.list_artifacts(one.info.run_id)]
+    return Tracked(found, one.data.params, artifacts.count("first_batch.png"))
+
+
+def read_trackio(run: Path) -> Tracked:
+    with sqlite3.connect(f"{os.environ['TRACKIO_DIR']}/mine.db") as database:
+        rows = database.execute("select step, metrics from metrics order by id").fetchall()
+        ((config,),) = database.execute("select config from configs").fetchall()
+        ((name,),) = database.execute("select distinct run_name from metrics").fetchall()
+    assert name.startswith(f"{run.name}-")
+    return _from_rows([(step, json.loads(values)) for step, values in rows], json.loads(config))
+
+
+def read_wandb(run: Path) -> Tracked:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows, config, ids = [], {}, set()
+    for file in sorted((run / "wandb").glob("offline-run-*/*.wandb")):
+        for data in _leveldb_records(file.read_bytes()):
+            record = Record.FromString(data)
+            items = record.history.item
+            if items:
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+                rows.append((row["update"], {k: v for k, v in row.items() if k != "update" and k[0] != "_"}))
+            if record.HasField("run"):
+                ids.add((record.run.run_id, record.run.display_name, record.run.project, *record.run.tags))
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+    assert len(ids) == 1 and next(iter(ids))[1:] == (run.name, "mine", "a", "b")
+    return _from_rows(rows, config)
+
+
+def _from_rows(rows: list[tuple[int, dict[str, Any]]], config: dict[str, Any]) -> Tracked:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for step, values in rows:
+        for key, value in values.items():
+            curves.setdefault(key, []).append((step, value))
+    return Tracked(curves, config, len(curves.pop("first_batch", [])))
+
+
+def _leveldb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB, behind the 7 bytes with which W&B's files begin."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no room for a header: the next block
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+READERS: dict[str, Callable[[Path], Tracked]] = {
+    "wandb": read_wandb,
+    "tensorboard": read_tensorboard,
+    "mlflow": read_mlflow,
+    "trackio": read_trackio,
+}

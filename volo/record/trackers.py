@@ -1,0 +1,363 @@
+"""Experiment trackers: Weights & Biases, TensorBoard, MLflow and Trackio, each fed by a process of its own.
+
+    python volo/record/trackers.py NAME RUN PROJECT [TAG ...]       which `Trackers` starts for every --log-NAME
+
+The process follows RUN/metrics.jsonl, so a library that is slow, hangs or crashes can't hold up training. It notes in
+RUN/trackers/NAME.json which record was sent last, and sends only later ones: a resumed run continues the curve without
+doubled points, and what a failed tracker has missed is sent by the next start. It is run as a file and imports nothing
+of this project, so that neither torch nor the models are imported for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+# Files of the run directory (`volo.record.run_directory`).
+METRICS, ARGUMENTS, PICTURE, FOLDER = "metrics.jsonl", "args.yaml", "first_batch.png", "trackers"
+DEFAULT_PROJECT = "volo-tlt"
+POLL_S = 1.0
+FINISH_S = 60  # that a tracker has after the end of the run, to send what is left
+WAIT_S = 30.0  # that a run waits for it after its last update
+_POSITION = {"event", "time", "epoch", "update", "update_in_epoch", "updates_per_epoch", "updates"}
+_OFF = "off: "  # begins the line that says why a process has ended
+
+
+class Trackers:
+    """The processes that send the records of a run; none before `start`. Use it on rank 0 only."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = Path()
+
+    def start(self, run: Path, names: Sequence[str], project: str = "", tags: Sequence[str] = ()) -> list[str]:
+        """Start the trackers `names` for the run directory `run`; return a warning for each that can't be started."""
+        self._folder, warnings = run / FOLDER, []
+        for name in names:
+            command = [sys.executable, __file__, name, str(run), project, *tags]
+            try:
+                self._folder.mkdir(exist_ok=True)
+                with (self._folder / f"{name}.log").open("wb") as log:
+                    # In a session of its own, because signals to stop the run are not meant for it.
+                    self._running[name] = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+            except OSError as error:
+                warnings.append(f"--log-{name} is off: {error.strerror}")
+        return warnings
+
+    def failures(self) -> list[str]:
+        """Return a warning for each tracker that has failed since the last call."""
+        ended = [name for name, process in self._running.items() if process.poll() is not None]
+        return [self._why(name, self._running.pop(name).returncode) for name in ended]
+
+    def close(self, exit_code: int) -> None:
+        """Tell the trackers how the run has ended; they send what is left and end by themselves, within FINISH_S."""
+        for process in self._running.values():
+            assert process.stdin is not None
+            with suppress(OSError), process.stdin as pipe:
+                pipe.write(b"%d" % exit_code)
+
+    def wait(self) -> list[str]:
+        """Wait for the trackers after `close`, at most WAIT_S; return a warning for each that has failed or goes on."""
+        until, warnings = time.monotonic() + WAIT_S, []
+        for name, process in self._running.items():
+            try:
+                if code := process.wait(max(0.0, until - time.monotonic())):
+                    warnings.append(self._why(name, code))
+            except subprocess.TimeoutExpired:
+                warnings.append(f"--log-{name} is still sending; it goes on without this run, for {FINISH_S} s at most")
+        return warnings
+
+    def _why(self, name: str, code: int) -> str:
+        log = self._folder / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+        reason = next((line for line in reversed(lines) if line.startswith(_OFF)), f"{_OFF}it ended with {code}")
+        return f"--log-{name} is {reason} ({log})"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a tracker is opened with.
+
+    Attributes:
+        run: The run directory, whose name is the run's name.
+        id: The tracker's `id` of an earlier start; "" for a new run.
+        step: The last update that was sent.
+        config: The run's arguments.
+    """
+
+    run: Path
+    id: str
+    step: int
+    project: str
+    tags: Sequence[str]
+    config: dict[str, Any]
+
+
+class Tracker(Protocol):
+    """One library. Every method may raise whatever the library raises, and may take its time.
+
+    Attributes:
+        id: What `Start.id` needs to continue this run.
+    """
+
+    id: str
+
+    def __init__(self, start: Start) -> None: ...
+
+    def log(self, values: dict[str, float], step: int, seconds: float) -> None:
+        """Send the values of an update; `seconds` is the time of the record, since 1970."""
+
+    def picture(self, file: Path, step: int) -> None:
+        """Send the picture of the first batch."""
+
+    def finish(self, exit_code: int) -> None:
+        """Send what is left, and how the run has ended."""
+
+
+class WandB:
+    """Weights & Biases; its files are in RUN/wandb."""
+
+    def __init__(self, start: Start) -> None:
+        import wandb
+
+        self.id = start.id or uuid.uuid4().hex[:8]
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=start.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+            id=self.id,
+            name=start.run.name,
+            tags=start.tags or None,
+            dir=str(start.run),
+            config=start.config,
+            allow_val_change=True,
+            resume="allow",
+            # Its measurements of CPU, GPU, memory and network are those of the process that trains.
+            settings={"console": "off", "x_stats_pid": os.getppid()},
+        )
+        # Not W&B's own step: a resumed run has to go beyond it, and an epoch has the number of its last update.
+        self._run.define_metric("*", step_metric="update")
+
+    def log(self, values: dict[str, float], step: int, seconds: float) -> None:
+        self._run.log({**values, "update": step})
+
+    def picture(self, file: Path, step: int) -> None:
+        self._run.log({"first_batch": self._image(str(file)), "update": step})
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard."""
+
+    id = ""
+
+    def __init__(self, start: Start) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        new = start.step < 0
+        # Readers drop what was written of later updates but not noted as sent.
+        self._writer = SummaryWriter(start.run / "tensorboard", purge_step=None if new else start.step + 1)
+        if new:
+            lines = yaml.safe_dump(start.config).splitlines()
+            self._writer.add_text("arguments", "\n".join(f"    {line}" for line in lines))  # Markdown of code
+
+    def log(self, values: dict[str, float], step: int, seconds: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, seconds)
+        self._writer.flush()
+
+    def picture(self, file: Path, step: int) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(file) as page:
+            self._writer.add_image("first_batch", np.asarray(page.convert("RGB")), step, dataformats="HWC")
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+class MLflow:
+    """MLflow, where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, start: Start) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric, self._client, self.id = Metric, mlflow.MlflowClient(), start.id
+        if self.id:
+            self._client.update_run(self.id, status="RUNNING")
+            return
+        name = start.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_PROJECT
+        experiment = mlflow.set_experiment(name).experiment_id
+        self.id = self._client.create_run(experiment, run_name=start.run.name).info.run_id
+        params = [Param(key, str(value)[:500]) for key, value in start.config.items()]
+        for first in range(0, len(params), 100):  # as many as a request may have
+            self._client.log_batch(self.id, params=params[first : first + 100])
+
+    def log(self, values: dict[str, float], step: int, seconds: float) -> None:
+        metrics = [self._metric(name, value, int(1000 * seconds), step) for name, value in values.items()]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def picture(self, file: Path, step: int) -> None:
+        self._client.log_artifact(self.id, str(file))
+
+    def finish(self, exit_code: int) -> None:
+        self._client.set_terminated(self.id, "FAILED" if exit_code else "FINISHED")
+
+
+class Trackio:
+    """Trackio, in TRACKIO_DIR or where TRACKIO_SPACE_ID says."""
+
+    def __init__(self, start: Start) -> None:
+        import trackio
+
+        # Trackio knows a run by its name, and another folder may hold a run of the same name.
+        self.id = start.id or f"{start.run.name}-{uuid.uuid4().hex[:8]}"
+        self._image = trackio.Image
+        self._run = trackio.init(start.project or DEFAULT_PROJECT, self.id, config=start.config, resume="allow")
+
+    def log(self, values: dict[str, float], step: int, seconds: float) -> None:
+        self._run.log(values, step)
+
+    def picture(self, file: Path, step: int) -> None:
+        self._run.log({"first_batch": self._image(str(file))}, step)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {"wandb": WandB, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
+
+
+class Sent:
+    """What a tracker has been sent, kept in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        noted = json.loads(file.read_text()) if file.exists() else {}
+        self.id: str = noted.get("id", "")
+        self.last: list[int] = noted.get("last", [-1, 0, -1])  # epoch, whether the record is of the whole epoch, update
+        self.picture: bool = noted.get("picture", False)
+
+    def save(self) -> None:
+        """Write the file."""
+        staged = self._file.with_suffix(".tmp")
+        staged.write_text(json.dumps({"id": self.id, "last": self.last, "picture": self.picture}))
+        staged.replace(self._file)
+
+
+def new_records(file: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield again and again the records that have been added to a file of JSON lines; damaged lines are left out."""
+    position = 0
+    while True:
+        records = []
+        with suppress(FileNotFoundError), file.open("rb") as lines:
+            lines.seek(position)
+            whole, newline, _ = lines.read().rpartition(b"\n")
+            position += len(whole) + len(newline)
+            for line in whole.splitlines():
+                with suppress(ValueError):
+                    records.append(json.loads(line))
+        yield records
+
+
+def values_of(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record of metrics.jsonl, such as `train/loss` and `epoch/eval_top1`."""
+    event = record["event"]
+    values = {key: record[key] for key in record.keys() - _POSITION if isinstance(record[key], (int, float))}
+    if event == "train":
+        values["epoch"] = record["epoch"] + record["update_in_epoch"] / record["updates_per_epoch"]
+        values["data_wait_share"] = record["wait_seconds"] / max(record["seconds"], 1e-9)
+    return {f"{event}/{key}": float(values[key]) for key in sorted(values)}
+
+
+def send(tracker: Tracker, records: list[dict[str, Any]], sent: Sent, picture: Path) -> None:
+    """Send the records that come after `sent.last`, and the picture before the first of them."""
+    step = sent.last[2]
+    for record in records:
+        step = record.get("update", step)
+        place = [record["epoch"], int(record["event"] == "epoch"), step]
+        if place <= sent.last:
+            continue
+        if not sent.picture and picture.is_file():
+            tracker.picture(picture, step)
+            sent.picture = True
+        tracker.log(values_of(record), step, datetime.fromisoformat(record["time"]).timestamp())
+        sent.last = place
+        sent.save()
+
+
+class End:
+    """Waits for the end of the run in a thread of its own; FINISH_S later the process ends, whatever it does then."""
+
+    def __init__(self) -> None:
+        self.exit_code = 1
+        self._training, self._seen = os.getppid(), threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        # A data worker may hold the other end of the pipe longer than the process that trains lives.
+        while not (told := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == self._training:
+            pass
+        signal.alarm(FINISH_S)
+        self.exit_code = int(os.read(sys.stdin.fileno(), 16) or 1) if told else 1
+        self._seen.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most; return whether the run has ended."""
+        return self._seen.wait(seconds)
+
+
+def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
+    """Send the records of a run until it ends; its exit code comes through stdin."""
+    end = End()
+    sent = Sent(run / FOLDER / f"{name}.json")
+    config = yaml.safe_load((run / ARGUMENTS).read_bytes())
+    tracker = TRACKERS[name](Start(run, sent.id, sent.last[2], project, tags, config))
+    sent.id = tracker.id
+    sent.save()
+    ended = False
+    for records in new_records(run / METRICS):
+        send(tracker, records, sent, run / PICTURE)
+        if ended:
+            break
+        ended = end.wait(POLL_S)
+    tracker.finish(end.exit_code)
+
+
+def main() -> None:
+    """Follow a run as the command line says; end with 1 and a line that begins with _OFF where that fails."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a job
+    os.nice(10)
+    name, run, project, *tags = sys.argv[1:]
+    try:
+        follow(name, Path(run), project, tags)
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:300]
+        print(f"\n{_OFF}{type(error).__name__}: {reason}", flush=True)
+        os._exit(1)  # what the library has registered for the end might wait for the network
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose modules have names that libraries may have, too
+    main()
