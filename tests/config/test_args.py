@@ -576,6 +576,7 @@ def test_validate_without_checkpoint_takes_the_published_weights() -> None:
         ("/d --checkpoint c --num-gpu 2", "torchrun"),
         ("/d --checkpoint c --pretrained", "keep one"),
         ("/d --model m --use-ema", "--use-ema has no effect without --checkpoint"),
+        ("/d --checkpoint c --use-ema --no-use-ema", "--use-ema and --no-use-ema contradict"),
         ("/d --checkpoint c --results-format json", "without --results-file"),
         ("/d --checkpoint c --dataset hfids/x", "hfds/x reads the same"),
         ("/d --checkpoint c --input-size 4 8 8", "RGB"),

@@ -61,7 +61,8 @@ def run(args: Namespace) -> int:
     print(*args.notes, sep="\n", end="\n" if args.notes else "")
     check_format(args.output)
     device = choose_device(args.device, 0)
-    built, recorded = load_annotator(args)
+    built, recorded, notes = load_annotator(args)
+    print(*notes, sep="\n", end="\n" if notes else "")
     model: Any = built  # with timm's interface
     layers = choose_layers(model, args.layers)
     settings = eval_settings(args, model, recorded)

@@ -113,6 +113,8 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         _check_compile(args)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
+    if args.use_ema and args.no_use_ema:
+        raise UserError("--use-ema and --no-use-ema contradict each other: keep one of them")
     if args.model is None and not args.checkpoint:
         raise UserError("--model is missing, or a --checkpoint that says what model it holds")
     if args.checkpoint or args.pretrained:

@@ -25,7 +25,12 @@ MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
     flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
     switch("--pretrained", help="the published weights"),
-    switch("--use-ema", help="the moving average in the checkpoint; an error where there is none", needs=(CHECKPOINT,)),
+    switch(
+        "--use-ema",
+        help="the moving average in the checkpoint, an error where there is none (what training selected by)",
+        needs=(CHECKPOINT,),
+    ),
+    switch("--no-use-ema", help="the plain weights, also where training selected by the average", needs=(CHECKPOINT,)),
     flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the model's own)"),
     flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
     flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
