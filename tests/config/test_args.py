@@ -18,6 +18,7 @@ from volo.config.args import (
     parse_generate_label,
     parse_train,
     parse_validate,
+    predict_parser,
     train_parser,
     validate_parser,
 )
@@ -494,7 +495,7 @@ def test_help_is_grouped_and_imports_nothing_heavy(program: str) -> None:
 
 
 def test_every_flag_has_a_help_line() -> None:
-    for parser in (train_parser(), validate_parser(), generate_label_parser()):
+    for parser in (train_parser(), validate_parser(), generate_label_parser(), predict_parser()):
         assert all(len(row.help) > 3 for row in parser.flags.values())
 
 

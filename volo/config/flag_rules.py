@@ -11,6 +11,7 @@ from tlt.errors import UserError
 from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
+from volo.config.flags_eval import EMBEDDING_FILES, OUTPUTS
 from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
 from volo.config.flags_train import CUDA_GRAPH_MODES, mixes
 
@@ -97,6 +98,20 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         UserError: As `check_train`.
     """
     _check_dataset(args, args.data, "DATA")
+    check_pixels(args)
+    _check_workers(args)
+    return check_weights(args, flags)
+
+
+def check_predict(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what `volo predict` cannot honour; return lines for the log.
+
+    Raises:
+        UserError: As `check_train`.
+    """
+    for dest, endings in (("output", OUTPUTS), ("embeddings", EMBEDDING_FILES)):
+        if (path := getattr(args, dest)) and not path.endswith(endings):
+            raise UserError(f"--{dest} {path}: end the name in {', '.join(endings[:-1])} or {endings[-1]}")
     check_pixels(args)
     _check_workers(args)
     return check_weights(args, flags)
