@@ -9,8 +9,7 @@ from typing import Any
 
 from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
-from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.wrap import dense_head_of, with_dense_head
+from tlt.models.wrap import TOKEN_LABEL_MODELS, dense_head_of, with_dense_head
 from volo.checkpoint.finetune import load_weights
 from volo.checkpoint.model_config import model_config_of
 from volo.checkpoint.train_state import selected_by_ema
@@ -120,6 +119,6 @@ def _build(
         if dense and dense_head_of(checkpoint, args.use_ema, path):
             model = with_dense_head(model, image_size_of(args))
         load_weights(model, path, args.use_ema, checkpoint)
-    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
+    if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
         model.set_dense_head(False)
     return model
