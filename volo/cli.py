@@ -40,6 +40,9 @@ COMMANDS = {
         "volo.config.args:parse_generate_label",
         "volo.commands.generate_label",
     ),
+    "predict": Program(
+        "classes, token maps and features of images", "volo.config.args:parse_predict", "volo.commands.predict"
+    ),
     "export": Program(
         "write a model as ONNX or torch.export", "volo.config.flags_tools:parse_export", "volo.commands.export"
     ),

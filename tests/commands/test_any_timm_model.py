@@ -64,12 +64,14 @@ def test_trains_and_is_plain_timm_afterwards(call: Call, data: Path, labels: Pat
     averaged = timm.create_model(name, **kwargs, checkpoint_path=str(run / "last.pth.tar"))  # timm takes the average
     assert all(torch.equal(v, averaged.state_dict()[n]) for n, v in model.state_dict().items())
     trained = metrics(run, "epoch")[-1]
-    for ema in ("", "--use-ema"):
+    for ema in ("--no-use-ema", "--use-ema", ""):
         ended = call("validate", f"{data} -b 4 -j 0 --results-format json {ema} --results-file", results,
                      "--checkpoint", run / "last.pth.tar")  # fmt: skip
         assert ended.code == 0, ended.err
         row = json.loads(results.read_text())[0]
-        assert row["loss"] == pytest.approx(trained["eval_loss_ema" if ema else "eval_loss"], rel=1e-4)
+        assert row["loss"] == pytest.approx(
+            trained["eval_loss" if ema == "--no-use-ema" else "eval_loss_ema"], rel=1e-4
+        )
 
 
 def test_a_resumed_run_ends_in_the_same_bits(call: Call, data: Path, labels: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import torch
 from PIL import Image
 
 from tests.commands.conftest import QUICK, Ended
+from tlt.io.weights import read_checkpoint
 from volo import cli
 from volo.commands import validate
 from volo.commands.validate import RealLabels
 from volo.record.metrics import Sums
+from volo.train.trained_model import choose_weights
 
 Call = Callable[..., Ended]
 
@@ -54,12 +57,39 @@ def test_a_directory_of_checkpoints(call: Call, trained: tuple[Path, Path], tmp_
 def test_ema_weights_are_other_weights(call: Call, trained: tuple[Path, Path]) -> None:
     data, run = trained
     flags = f"{data} -b 4 -j 0 --checkpoint {run / 'last.pth.tar'}"
-    plain, average = call("validate", flags), call("validate", f"{flags} --use-ema")
+    plain, average = call("validate", f"{flags} --no-use-ema"), call("validate", f"{flags} --use-ema")
     losses = [re.findall(r"loss ([\d.]+) over 8 images", ended.out) for ended in (plain, average)]
     assert len(losses[0]) == len(losses[1]) == 1 and losses[0] != losses[1]
-    # The average is what chose model_best: whoever gets the plain weights is told.
-    said = "holds a moving average of the weights too (--use-ema takes it)"
-    assert plain.out.count(said) == 1 and said not in average.out
+    assert "weights: " not in plain.out + average.out
+    assert [json.loads(ended.out.splitlines()[-1])["ema"] for ended in (plain, average)] == [False, True]
+    # The average is what chose model_best.
+    default = call("validate", flags)
+    assert "weights: EMA (training selected by it); --no-use-ema takes the plain ones" in default.out.splitlines()
+    assert re.findall(r"loss ([\d.]+) over 8 images", default.out) == losses[1]
+    assert json.loads(default.out.splitlines()[-1])["ema"] is True
+
+
+def test_the_weights_by_which_training_selected_are_the_default(tmp_path: Path) -> None:
+    """Files of timm have a Namespace `args`; its train.py ranks by the average unless that is kept on the CPU."""
+    entries = {"state_dict": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.ones(1)}}
+    cases = {
+        "ours": ({"args": {"model_ema": True}}, True, "weights: EMA (training selected by it)"),
+        "timm": ({"args": Namespace(model_ema=True, model_ema_force_cpu=False)}, True, "weights: EMA"),
+        "on the CPU": (
+            {"args": {"model_ema": True, "model_ema_force_cpu": True}}, False, "weights: plain (training selected by"
+        ),
+        "unknown": ({}, False, "weights: plain (the file does not say by which training selected); --use-ema takes"),
+        "foreign": ({"args": {"lr": 1.0}}, False, "weights: plain (the file does not say"),
+    }  # fmt: skip
+    for name, (more, ema, said) in cases.items():
+        torch.save(entries | more, tmp_path / name)
+        checkpoint = read_checkpoint(tmp_path / name)
+        flags = Namespace(use_ema=False, no_use_ema=False)
+        taken, (line,) = choose_weights(flags, checkpoint)
+        assert (taken, line[: len(said)]) == (ema, said), name
+        for use_ema in (True, False):
+            assert choose_weights(Namespace(use_ema=use_ema, no_use_ema=not use_ema), checkpoint) == (use_ema, [])
+        assert choose_weights(flags, {**checkpoint, "state_dict_ema": None}) == (False, [])
 
 
 def test_another_image_size(call: Call, trained: tuple[Path, Path], tmp_path: Path) -> None:

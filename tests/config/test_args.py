@@ -20,6 +20,7 @@ from volo.config.args import (
     parse_generate_label,
     parse_train,
     parse_validate,
+    predict_parser,
     train_parser,
     validate_parser,
 )
@@ -502,7 +503,7 @@ def test_help_is_grouped_and_imports_nothing_heavy(program: str) -> None:
 
 
 def test_every_flag_has_a_help_line() -> None:
-    for parser in (train_parser(), validate_parser(), generate_label_parser()):
+    for parser in (train_parser(), validate_parser(), generate_label_parser(), predict_parser()):
         assert all(len(row.help) > 3 for row in parser.flags.values())
 
 
@@ -584,6 +585,7 @@ def test_validate_without_checkpoint_takes_the_published_weights() -> None:
         ("/d --checkpoint c --num-gpu 2", "torchrun"),
         ("/d --checkpoint c --pretrained", "keep one"),
         ("/d --model m --use-ema", "--use-ema has no effect without --checkpoint"),
+        ("/d --checkpoint c --use-ema --no-use-ema", "--use-ema and --no-use-ema contradict"),
         ("/d --checkpoint c --results-format json", "without --results-file"),
         ("/d --checkpoint c --dataset hfids/x", "hfds/x reads the same"),
         ("/d --checkpoint c --input-size 4 8 8", "RGB"),

@@ -17,7 +17,7 @@ from benchmarks.flags_benchmark import benchmark_parser
 from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
 from volo import cli
-from volo.config.args import generate_label_parser, train_parser, validate_parser
+from volo.config.args import generate_label_parser, predict_parser, train_parser, validate_parser
 from volo.config.flags_preflight import preflight_parser
 from volo.config.flags_tools import attention_parser, export_parser, report_parser
 
@@ -26,6 +26,7 @@ PARSERS = {
     "train": train_parser,
     "validate": validate_parser,
     "label": generate_label_parser,
+    "predict": predict_parser,
     "export": export_parser,
     "attention": attention_parser,
     "preflight": preflight_parser,

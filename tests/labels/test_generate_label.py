@@ -86,6 +86,23 @@ def test_the_tree_says_what_it_is(command: list[str]) -> None:
     assert torch.load(out_of(command) / "blue" / "blue0.pt").shape == (2, 3, 2, 2)
 
 
+def test_the_average_labels_where_training_selected_by_it(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = torch.load(command[5])
+    average = {name: value + 0.1 if name == "fc.bias" else value for name, value in plain.items()}
+    torch.save({"state_dict": plain, "state_dict_ema": average, "args": {"model_ema": True}}, command[5])
+    top = {}
+    for flag, said in (("--no-use-ema", ""), ("--use-ema", ""), (None, "weights: EMA (training selected by it)")):
+        assert cli.run("label", [*command, "--overwrite", *([flag] if flag else [])]) == 0
+        assert said in capsys.readouterr().out
+        metadata = TreeMetadata.read(out_of(command) / "labels.json")
+        assert metadata is not None and metadata.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
+        top[flag] = read_map(out_of(command) / "red" / "red3.pt").values.astype(np.float32)
+    np.testing.assert_allclose(top["--use-ema"], top["--no-use-ema"] + 0.1, atol=2e-3)
+    assert (top[None] == top["--use-ema"]).all()
+
+
 def test_it_goes_on_where_it_was_stopped(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("label", command) == 0
     whole = {path: path.read_bytes() for path in out_of(command).rglob("*.pt")}

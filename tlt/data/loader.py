@@ -252,9 +252,9 @@ class EvalLoader:
                 yield batch
         if self._indices and not shown and not self.may_be_empty:
             path, reason = next(iter(self.skips.reasons.items()))
+            where = f" in {printable(self.dataset.root)}" if self.dataset.root else ""
             raise UserError(
-                f"not one of {len(self._indices)} images in {printable(self.dataset.root)} can be read, the first is "
-                f"{printable(path)} ({reason})"
+                f"not one of {len(self._indices)} images{where} can be read, the first is {printable(path)} ({reason})"
             )
 
     def _keys(self) -> Iterator[BatchKey]:

@@ -36,7 +36,10 @@ def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
     """Return the class names in a checkpoint; without them ImageNet's names for 1000 classes, else none."""
     if recorded.get("class_names"):
         return list(recorded["class_names"])
-    return [ImageNetInfo().index_to_description(i) for i in range(num_classes)] if num_classes == 1000 else []
+    if num_classes != 1000:
+        return []
+    imagenet = ImageNetInfo()  # reads a file
+    return [imagenet.index_to_description(number) for number in range(num_classes)]
 
 
 def _whole(value: Any, least: int = 1, most: int = 8192) -> bool:

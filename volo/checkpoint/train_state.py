@@ -215,6 +215,15 @@ def ranked_by(args: Mapping[str, Any]) -> str:
     return f"{args.get('eval_metric', 'top1')}{'_ema' if average else ''}"
 
 
+def selected_by_ema(checkpoint: Mapping[str, Any]) -> bool | None:
+    """Return whether training ranked its epochs by the moving average; None if the file does not say.
+
+    timm and the published code record arguments of the same names, and rank by the same rule.
+    """
+    args = checkpoint.get("args")
+    return ranked_by(args).endswith("_ema") if isinstance(args, dict) and "model_ema" in args else None
+
+
 def _of_ranks(checkpoint: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the sums of the current epoch and the statistics of the ranks; files of other programs have neither."""
     progress, statistics = checkpoint.get("progress", {}), checkpoint.get(STATISTICS_KEY, {})

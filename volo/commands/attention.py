@@ -61,7 +61,8 @@ def run(args: Namespace) -> int:
     print(*args.notes, sep="\n", end="\n" if args.notes else "")
     check_format(args.output)
     device = choose_device(args.device, 0)
-    built, recorded = load_annotator(args)
+    built, recorded, notes = load_annotator(args)
+    print(*notes, sep="\n", end="\n" if notes else "")
     model: Any = built  # with timm's interface
     layers = choose_layers(model, args.layers)
     settings = eval_settings(args, model, recorded)
@@ -124,7 +125,8 @@ def draw_attention(image: Pixels, seen: View, query: tuple[float, float], names:
         wspace=0.07,
         hspace=_LINES / height,
     )
-    _draw_answers([figure.add_subplot(grid[0, i]) for i in (0, 1)], figure.add_subplot(grid[0, 2:]), image, seen, names)
+    pictures, bars = [figure.add_subplot(grid[0, i]) for i in (0, 1)], figure.add_subplot(grid[0, 2:])
+    draw_answers(pictures, bars, image, seen, names, "image, and the query")
     figure.axes[0].plot(query[0] * image.shape[1], query[1] * image.shape[0], marker="+", color=_MARK, ms=11, mew=2)
     above = ""
     for row, (heading, maps) in enumerate(rows, start=1):
@@ -149,8 +151,10 @@ def _caption(axes: Axes, heading: str, title: str, note: str = "") -> None:
         axes.annotate(drawable(text), (0, 1), (0, 3 + 10 * line), parse_math=False, **place, **style)
 
 
-def _draw_answers(pictures: list[Axes], bars: Axes, image: Pixels, seen: View, names: Sequence[str]) -> None:
-    """The image, the dense head's classes over it, and the most probable classes."""
+def draw_answers(
+    pictures: list[Axes], bars: Axes, image: Pixels, seen: View, names: Sequence[str], caption: str
+) -> None:
+    """Draw the image under its caption, the dense head's classes over it, and the most probable classes."""
 
     def name(class_id: int) -> str:
         return names[class_id] if class_id < len(names) else f"class {class_id}"
@@ -159,14 +163,12 @@ def _draw_answers(pictures: list[Axes], bars: Axes, image: Pixels, seen: View, n
         axes.set(gid=gid)
         axes.set_axis_off()
     show_image(pictures[0], image)
-    _caption(pictures[0], "", "image, and the query")
+    _caption(pictures[0], "", caption)
     if seen.tokens is not None:
-        rows, cols = seen.tokens.ids.shape
-        box = (0.0, 0.0, float(cols * seen.token_cell), float(rows * seen.token_cell))
         shown = np.unique(seen.tokens.ids).tolist()
         show_image(pictures[1], image, muted=True)
-        draw_cells(pictures[1], seen.tokens, box, class_colours(shown))
-        name_regions(pictures[1], seen.tokens, box, {class_id: name(class_id) for class_id in shown})
+        draw_cells(pictures[1], seen.tokens, seen.token_box, class_colours(shown))
+        name_regions(pictures[1], seen.tokens, seen.token_box, {class_id: name(class_id) for class_id in shown})
         pictures[1].set(xlim=(0, image.shape[1]), ylim=(image.shape[0], 0))
         _caption(pictures[1], "", "dense head: first class of each token")
     _caption(bars, "", "most probable classes")

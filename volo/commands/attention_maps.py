@@ -55,13 +55,13 @@ class View:
     Attributes:
         top: (class id, probability) of the most probable classes.
         tokens: First class of each token by the dense head; None where there is no dense head.
-        token_cell: Side of a token in pixels.
+        token_box: x0, y0, x1, y1 in pixels of what the tokens show together.
         sections: A heading and its maps for each kind of attention.
     """
 
     top: list[tuple[int, float]]
     tokens: Cells | None
-    token_cell: int
+    token_box: tuple[float, float, float, float]
     sections: list[tuple[str, list[Heat]]]
 
 
@@ -225,7 +225,8 @@ def view(
     probabilities = model.forward_head(features)[0].float().softmax(-1)
     best = probabilities.topk(min(TOP, len(probabilities)))
     top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return View(top, _dense(model, features, grid), cell, [section for section in sections if section[1]])
+    box = (0.0, 0.0, float(grid[1] * cell), float(grid[0] * cell))
+    return View(top, _dense(model, features, grid), box, [section for section in sections if section[1]])
 
 
 def _outlook(

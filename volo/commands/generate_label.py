@@ -75,7 +75,9 @@ def label_folder(args: Namespace, world: World, board: Board) -> int:
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
         print(line, flush=True)
-    model, recorded = load_annotator(args)
+    model, recorded, notes = load_annotator(args)
+    for line in notes if world.is_primary else []:
+        print(line, flush=True)
     check_classes(args, model, folder, recorded)
     settings = label_settings(args, model, recorded)
     annotator = prepare_annotator(args, model, settings, world)

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.errors import UserError
-from volo.config.flag_rules import check_train, check_validate, resolve_aliases
+from volo.config.flag_rules import check_predict, check_train, check_validate, resolve_aliases
 from volo.config.flag_table import Flag, FlagParser
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
-from volo.config.flags_eval import GENERATE_LABEL_GROUPS, VALIDATE_GROUPS
+from volo.config.flags_eval import GENERATE_LABEL_GROUPS, PREDICT_GROUPS, VALIDATE_GROUPS
 from volo.config.flags_train import FITTED, TRAIN_GROUPS
 from volo.config.recipes import load_yaml
 
@@ -80,6 +80,16 @@ def generate_label_parser() -> FlagParser:
     )
 
 
+def predict_parser() -> FlagParser:
+    """The parser of `volo predict`."""
+    return FlagParser(
+        "predict",
+        "PATH [PATH ...] --checkpoint PATH [flags]",
+        "Predict the classes of images; write token maps and features.",
+        PREDICT_GROUPS,
+    )
+
+
 def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
 
@@ -114,6 +124,14 @@ def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
     parser = generate_label_parser()
     args = Namespace(**(parser.defaults() | parser.explicit(argv)))
     args.notes = resolve_aliases(args) + check_validate(args, parser.flags)
+    return args
+
+
+def parse_predict(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo predict`. Returns and raises as `parse_train` does."""
+    parser = predict_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    args.notes = resolve_aliases(args) + check_predict(args, parser.flags)
     return args
 
 

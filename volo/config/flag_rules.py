@@ -12,6 +12,7 @@ from tlt.errors import UserError
 from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
+from volo.config.flags_eval import EMBEDDING_FILES, OUTPUTS
 from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
 from volo.config.flags_train import CUDA_GRAPH_MODES, TRACKERS, mixes
 
@@ -128,6 +129,20 @@ def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     return check_weights(args, flags)
 
 
+def check_predict(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what `volo predict` cannot honour; return lines for the log.
+
+    Raises:
+        UserError: As `check_train`.
+    """
+    for dest, endings in (("output", OUTPUTS), ("embeddings", EMBEDDING_FILES)):
+        if (path := getattr(args, dest)) and not path.endswith(endings):
+            raise UserError(f"--{dest} {path}: end the name in {', '.join(endings[:-1])} or {endings[-1]}")
+    check_pixels(args)
+    _check_workers(args)
+    return check_weights(args, flags)
+
+
 def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     """Decide where the weights come from, for all programs except train.py; return lines for the log.
 
@@ -139,6 +154,8 @@ def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         _check_compile(args)
     if args.checkpoint and args.pretrained:
         raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
+    if args.use_ema and args.no_use_ema:
+        raise UserError("--use-ema and --no-use-ema contradict each other: keep one of them")
     if args.model is None and not args.checkpoint:
         raise UserError("--model is missing, or a --checkpoint that says what model it holds")
     if args.checkpoint or args.pretrained:

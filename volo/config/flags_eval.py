@@ -1,4 +1,4 @@
-"""The flags of `validate.py` and `generate_label.py`; what both have stands in one table.
+"""The flags of `validate.py`, `generate_label.py` and `volo predict`; what all have stands in one table.
 
 validate.py keeps the 33 flags of the published program. `--model` has no default: a checkpoint of this project says
 what it is.
@@ -26,12 +26,18 @@ IMAGE_LIST = flag(
 )
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
+EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
 ARCHIVE = Need("--format archive", lambda a: a.format == "archive")
 MODEL = (
     flag("-m", "--model", default=None, metavar="NAME", help="model (what the checkpoint says)"),
     flag("--checkpoint", default="", metavar="PATH", help="weights: .pth, .pth.tar or .safetensors"),
     switch("--pretrained", help="the published weights"),
-    switch("--use-ema", help="the moving average in the checkpoint; an error where there is none", needs=(CHECKPOINT,)),
+    switch(
+        "--use-ema",
+        help="the moving average in the checkpoint, an error where there is none (what training selected by)",
+        needs=(CHECKPOINT,),
+    ),
+    switch("--no-use-ema", help="the plain weights, also where training selected by the average", needs=(CHECKPOINT,)),
     flag("--num-classes", default=None, type=POSITIVE, help="number of classes (the model's own)"),
     flag("--gp", default=None, choices=POOLS, metavar="POOL", help=f"global pooling: {', '.join(POOLS)}"),
     flag("--model-kwargs", default={}, nargs="*", key_values=True, metavar="K=V", help="more arguments for the model"),
@@ -54,10 +60,13 @@ _IMAGES = (
     *LIMITS,
 )
 
-_PRECISION = (
+_DEVICE = (
     flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
     *MIXED_PRECISION,
     CHANNELS_LAST,
+)
+_PRECISION = (
+    *_DEVICE,
     *COMPILE,
     OUTLOOK_KERNEL,
     switch("--torchscript", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),
@@ -175,4 +184,48 @@ GENERATE_LABEL_GROUPS = (
     ),
     Group("Precision and speed", _PRECISION),
     Group("Distributed", (BIND,)),
+)
+
+# The endings that files of predictions and of embeddings have.
+OUTPUTS, EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".npz")
+PREDICT_GROUPS = (
+    Group(
+        "Images",
+        (
+            flag("paths", default=None, nargs="+", metavar="PATH", help="images, and folders with images at any depth"),
+            _batch_size(64),
+            # Any number of unreadable images is told and left out.
+            *(row for row in _IMAGES if row.dest != "max_bad_images"),
+        ),
+    ),
+    Group("Model", MODEL, "--checkpoint also takes the directory of a run: its model_best.pth.tar, or last.pth.tar."),
+    Group(
+        "Predictions",
+        (
+            flag("--topk", default=5, type=POSITIVE, metavar="K", help="most probable classes of an image"),
+            flag(
+                "-o",
+                "--output",
+                default="",
+                metavar="FILE",
+                help="write them there: .csv, .json or .parquet (a table on the terminal)",
+            ),
+            flag(
+                "--class-names",
+                default="",
+                metavar="FILE",
+                help="a name per line, or JSON (the checkpoint's; ImageNet's for 1000 classes)",
+            ),
+            flag("--token-maps", default="", metavar="DIR", help="a picture of what the dense head says of each token"),
+            flag(
+                "--embeddings",
+                default="",
+                metavar="FILE",
+                help=".safetensors or .npz: features, pooled and of every token, which wait in memory",
+            ),
+            switch("--embeddings-pooled-only", help="without the features of the tokens", needs=(EMBEDDINGS,)),
+            DEBUG,
+        ),
+    ),
+    Group("Precision and speed", (*_DEVICE, OUTLOOK_KERNEL)),
 )

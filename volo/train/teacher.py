@@ -75,6 +75,7 @@ class Teacher:
         device: The device of the batches.
         exact_tail: `--label-tail exact` (`tlt.labels.label_tail`).
         record: What checkpoints record about the teacher.
+        averaged: The annotator's weights are a moving average.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Teacher:
         device: torch.device,
         exact_tail: bool = False,
         record: dict[str, Any] | None = None,
+        averaged: bool = False,
     ) -> None:
         self.annotator, self.num_classes, self.exact_tail, self.record = (
             annotator,
@@ -96,7 +98,7 @@ class Teacher:
         )
         (mean, std), (own_mean, own_std) = (tuple(_colours(each, device) for each in pair) for pair in (student, own))
         self._scale, self._shift = std / own_std, (mean - own_mean) / own_std
-        self.device = device
+        self.device, self.averaged = device, averaged
         self._affine = torch.eye(2, 3, device=device)
         self._area, self._visible = (torch.tensor(part, device=device) for part in (area, FULL_AREA))
         self._watch, self._images = Stopwatch(device), 0
@@ -123,8 +125,9 @@ class Teacher:
         model = self.annotator.model
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         step = _gflops(student, input_size, backward=True, **({"dense": True} if dense else {}))
+        name = f"{self.record.get('teacher')}{' (EMA)' if self.averaged else ''}"
         return (
-            f"teacher {self.record.get('teacher')}: {parameters:.2f} M parameters, {_gflops(model, input_size)} an "
+            f"teacher {name}: {parameters:.2f} M parameters, {_gflops(model, input_size)} an "
             f"image; forward and backward pass of the student: {step} (a multiply-add is 2)"
         )
 
@@ -145,10 +148,11 @@ def load_teacher(
     if not args.token_label_teacher:
         return None
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
-    asked = Namespace(model=name, checkpoint=path, pretrained=not path, use_ema=False, num_classes=None, gp=None)
+    asked = Namespace(model=name, checkpoint=path, pretrained=not path, num_classes=None, gp=None)
+    asked.use_ema, asked.no_use_ema = False, False
     asked.img_size, asked.input_size, asked.model_kwargs = tuple(settings["input_size"][1:]), None, {}
     try:
-        model, recorded = load_annotator(asked, student.num_classes)
+        model, recorded, _ = load_annotator(asked, student.num_classes)
         model = place_model(model.eval().requires_grad_(False), args, world)
         _check(model, name, settings["input_size"], world.device)
     except UserError as error:
@@ -160,7 +164,10 @@ def load_teacher(
     own = eval_settings(asked, model, recorded)
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
     area = labelled_area(model, settings["input_size"][1:])
-    return Teacher(annotator, *pixels, student.num_classes, area, world.device, args.label_tail == "exact", record)
+    exact_tail = args.label_tail == "exact"
+    return Teacher(
+        annotator, *pixels, student.num_classes, area, world.device, exact_tail, record, averaged=asked.use_ema
+    )
 
 
 def teacher_costs(teacher: Teacher | None, training_seconds: float, tell: Callable[[str], None]) -> dict[str, float]:

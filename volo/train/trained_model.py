@@ -9,10 +9,10 @@ from typing import Any
 
 from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
-from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.wrap import dense_head_of, with_dense_head
+from tlt.models.wrap import TOKEN_LABEL_MODELS, dense_head_of, with_dense_head
 from volo.checkpoint.finetune import load_weights
 from volo.checkpoint.model_config import model_config_of
+from volo.checkpoint.train_state import selected_by_ema
 from volo.train.model import TimmModel, build_model, eval_settings, image_size_of
 
 
@@ -40,13 +40,8 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
-    model = _build(args, config, checkpoint, path, args.use_ema, dense)
-    notes = []
-    if not args.use_ema and any(key in checkpoint for key in EMA_KEYS):
-        # Where the average is validated, it is what a run's epochs are ranked by.
-        notes.append(
-            f"{path} holds a moving average of the weights too (--use-ema takes it): these are the plain weights"
-        )
+    args.use_ema, notes = choose_weights(args, checkpoint)
+    model = _build(args, config, checkpoint, path, dense)
     return TrainedModel(model.eval(), args, config, eval_settings(args, model, config), notes)
 
 
@@ -68,19 +63,35 @@ def with_recorded(
     return filled
 
 
-def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any]]:
-    """Load an annotator; return it and the `model_config` of its checkpoint.
+def choose_weights(args: Namespace, checkpoint: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Return whether to take the moving average, and lines for the user.
+
+    Without `--use-ema` and `--no-use-ema` it is the one by which training selected its best epoch; the plain weights,
+    as in timm's validate.py, where the file does not say.
+    """
+    if args.use_ema or args.no_use_ema or not any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS):
+        return args.use_ema, []
+    selected = selected_by_ema(checkpoint)
+    if selected:
+        return True, ["weights: EMA (training selected by it); --no-use-ema takes the plain ones"]
+    why = "training selected by them" if selected is False else "the file does not say by which training selected"
+    return False, [f"weights: plain ({why}); --use-ema takes the EMA"]
+
+
+def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any], list[str]]:
+    """Load an annotator; return it, the `model_config` of its checkpoint and lines for the user.
 
     Args:
-        args: `model`, `checkpoint`, `pretrained`, `use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
-            `model_kwargs`. Missing values are filled in, in place, from the checkpoint.
+        args: `model`, `checkpoint`, `pretrained`, `use_ema`, `no_use_ema`, `num_classes`, `img_size`, `input_size`,
+            `gp` and `model_kwargs`. Missing values and the choice of weights are filled in, in place, from the
+            checkpoint.
         num_classes: Used for a checkpoint that does not record its class count.
 
     Raises:
         UserError: The model or file does not exist, or the weights don't fit.
     """
     if not args.checkpoint:
-        return build_model(args), {}
+        return build_model(args), {}, []
     checkpoint = read_checkpoint(args.checkpoint)
     recorded = model_config_of(checkpoint, args.checkpoint) or {}
     args.model = args.model or recorded.get("name")
@@ -90,7 +101,8 @@ def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[Tim
     if args.img_size is None and args.input_size is None:
         args.img_size = recorded.get("img_size")
     dense = bool(recorded.get("dense_head"))
-    return _build(args, recorded, checkpoint, args.checkpoint, args.use_ema or None, dense), recorded
+    args.use_ema, notes = choose_weights(args, checkpoint)
+    return _build(args, recorded, checkpoint, args.checkpoint, dense), recorded, notes
 
 
 def _build(
@@ -98,16 +110,15 @@ def _build(
     config: dict[str, Any],
     checkpoint: dict[str, Any],
     path: str | Path | None,
-    use_ema: bool | None,
     dense: bool,
 ) -> TimmModel:
     """Build the model of `args` with the arguments that its checkpoint records, and load the weights of `path`."""
     kwargs = config.get("kwargs") if args.model == config.get("name") else None
     model = build_model(args, kwargs, count_weights(checkpoint))
     if path is not None:
-        if dense and dense_head_of(checkpoint, use_ema, path):
+        if dense and dense_head_of(checkpoint, args.use_ema, path):
             model = with_dense_head(model, image_size_of(args))
-        load_weights(model, path, use_ema, checkpoint)
-    if config.get("dense_head") is False and isinstance(model, TokenLabelModel):
+        load_weights(model, path, args.use_ema, checkpoint)
+    if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
         model.set_dense_head(False)
     return model

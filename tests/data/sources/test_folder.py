@@ -79,6 +79,13 @@ def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
         paths = [str(path.relative_to(root)) for path in root.rglob("*.jpg") if path not in hidden]
         assert listing.names == sorted(paths, key=lambda path: (timm_key(path), path))
         assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
+        outside = ["m9.jpg", "m10.jpg", "B.jpg", "n1.jpg", "01.jpg"]
+        for name in outside:
+            (root / name).touch()
+        listing = list_folder(root, classes=False)
+        assert listing.names == sorted([*paths, *outside], key=lambda path: (timm_key(path), path))
+        assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
+        assert list_folder(root).names == sorted(paths, key=lambda path: (timm_key(path), path))
 
 
 def test_natural_order_of_many_folders_at_once() -> None:

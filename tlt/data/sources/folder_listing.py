@@ -54,23 +54,26 @@ class FolderListing:
             return False
 
 
-def list_folder(root: str | os.PathLike[str], found: Callable[[str, int], None] | None = None) -> FolderListing:
+def list_folder(
+    root: str | os.PathLike[str], found: Callable[[str, int], None] | None = None, classes: bool = True
+) -> FolderListing:
     """Find all images below `root`.
 
     Args:
         found: Called often, with what is done and how many images were found; None: lines are printed if it takes long.
+        classes: Folders are classes, so that images in `root` itself belong to none and are left out.
 
     Raises:
         UserError: A missing or unreadable folder.
     """
-    walk = _Walk(os.fspath(root), found or SearchProgress())
+    walk = _Walk(os.fspath(root), found or SearchProgress(), classes)
     walk.run()
     number = {folder: row for row, folder in enumerate(walk.leaves)}
     blocks: list[bytes] = []
     lengths: list[int] = []
     leaf: list[np.ndarray] = []
     for folder, names in _in_order(walk.images):
-        prefix = os.fsencode(folder) + b"/"
+        prefix = os.fsencode(os.path.join(folder, ""))
         blocks.append(prefix + prefix.join(names))
         lengths.extend(len(prefix) + len(name) for name in names)
         leaf.append(np.full(len(names), number[folder], np.uint32))
@@ -107,7 +110,7 @@ def _each_in_order(folders: list[str], images: dict[str, list[bytes]]) -> Iterat
 
 
 def _folder_key(folder: str) -> list[str | int]:
-    return natural_key(folder + "/")
+    return natural_key(os.path.join(folder, ""))
 
 
 def _intertwined(folders: list[str]) -> Iterator[list[str]]:
@@ -130,8 +133,8 @@ def _intertwined(folders: list[str]) -> Iterator[list[str]]:
 class _Walk:
     """One pass over the folders, which are relative to root."""
 
-    def __init__(self, root: str, found: Callable[[str, int], None]) -> None:
-        self.root, self.found, self.count = root, found, 0
+    def __init__(self, root: str, found: Callable[[str, int], None], classes: bool) -> None:
+        self.root, self.found, self.classes, self.count = root, found, classes, 0
         self.extensions = image_extensions()
         usual = sorted(self.extensions, key=lambda suffix: suffix[1:] not in _USUAL)
         self.endings = tuple(os.fsencode(each) for suffix in usual for each in (suffix, suffix.upper()))
@@ -164,18 +167,19 @@ class _Walk:
         except OSError as error:
             where = printable(os.fsdecode(error.filename or path))
             raise UserError(
-                f"{where} can't be read ({error.strerror}): mend its permissions or the link; leaving it out would "
-                "change the class numbers"
+                f"{where} can't be read ({error.strerror}): mend its permissions or the link"
+                + ("; leaving it out would change the class numbers" if self.classes else "")
             ) from error
         self.found(f"listing {printable(self.root)}", self.count)
-        if folder and (folder in self.images or not subfolders):
+        if (folder or not self.classes) and (folder in self.images or not subfolders):
             self.leaves.append(folder)
         return subfolders[::-1]
 
     def _sort(self, folder: str, entries: list[os.DirEntry[bytes]]) -> list[str]:
-        endings, dot = self.endings, ord(".")
-        images = [entry.name for entry in entries if entry.name.endswith(endings) and entry.is_file()] if folder else []
-        images = [name for name in images if name[0] != dot]
+        endings, dot, images = self.endings, ord("."), list[bytes]()
+        if folder or not self.classes:
+            images = [entry.name for entry in entries if entry.name.endswith(endings) and entry.is_file()]
+            images = [name for name in images if name[0] != dot]
         subfolders = []
         if len(images) < len(entries):
             taken = set(images)
@@ -203,7 +207,7 @@ class _Walk:
             self.other_example = self.other_example or relative
         elif not entry.is_file():
             self.irregular.append(relative)
-        elif not folder:
+        elif self.classes and not folder:
             self.stray.append(relative)
         else:
             return True

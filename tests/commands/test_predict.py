@@ -1,0 +1,332 @@
+"""`volo predict` as a user runs it, against timm's own transform and forward pass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import timm
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from safetensors import safe_open
+from timm.data import create_transform, resolve_data_config
+from timm.utils.misc import natural_key as timm_key
+from torch import Tensor, nn
+
+import volo  # noqa: F401  registers the models
+from tests.commands.conftest import QUICK, ROOT, Ended
+from volo.commands import predict
+from volo.commands.predictions import Table
+
+Call = Callable[..., Ended]
+NAMES = list("abcdef")
+FLAGS = "--device cpu -j 0 -b 3"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Five images in and below a folder, one that is none, and other files."""
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "photos"
+    (folder / "day2").mkdir(parents=True)
+    (folder / "day10").mkdir()
+    for name, size in (
+        ("b10.png", (90, 70)), ("b9.jpg", (64, 100)), ("day2/x.webp", (80, 80)), ("day10/ä.JPEG", (50, 75)),
+        ("day10/y.png", (120, 66)),
+    ):  # fmt: skip
+        pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(folder / name)
+    (folder / "day2" / "broken.jpg").write_bytes(b"\xff\xd8 nothing")
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., tuple[nn.Module, Path]]:
+    """Return `trained(name)`: a model for six classes and its checkpoint, which says what it is."""
+
+    def save(name: str) -> tuple[nn.Module, Path]:
+        torch.manual_seed(0)
+        model = timm.create_model(name, num_classes=6).eval()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None and module.running_var is not None
+                module.running_mean.normal_(std=0.1)
+                module.running_var.uniform_(0.5, 2)
+        config = {"name": name, "num_classes": 6, "class_names": NAMES, "dense_head": None}
+        torch.save({"state_dict": model.state_dict(), "model_config": config}, tmp_path / f"{name}.pth")
+        return model, tmp_path / f"{name}.pth"
+
+    return save
+
+
+def readable(photos: Path) -> list[Path]:
+    """The images in the order of timm's readers."""
+    files = [path for path in photos.rglob("*.*") if path.name not in ("broken.jpg", "notes.txt")]
+    return sorted(files, key=lambda path: timm_key(str(path)))
+
+
+def timms_images(model: nn.Module, files: list[Path]) -> Tensor:
+    """(B, 3, H, W) by timm's validation transform."""
+    transform: Any = create_transform(**resolve_data_config({}, model=model))
+    return torch.stack([transform(Image.open(file).convert("RGB")) for file in files])
+
+
+@torch.no_grad()
+def expected(model: nn.Module, files: list[Path]) -> np.ndarray:
+    return model(timms_images(model, files)).softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("name", ["volo_test", "test_resnet"])
+@pytest.mark.parametrize("backend", ["pil", "torchvision"])
+def test_predictions_are_those_of_timms_transform_and_the_model(
+    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, name: str, backend: str
+) -> None:
+    model, checkpoint = trained(name)
+    flags = f"--checkpoint {checkpoint} {FLAGS} --topk 9 --data-backend {backend} -o {tmp_path}/out.csv"
+    ended = call("predict", flags, photos)
+    assert ended.code == 0, ended.err
+    assert "5 images predicted, 1 could not be read" in ended.out and ended.out.count("broken.jpg: ") == 1
+    rows, files = pandas.read_csv(tmp_path / "out.csv"), readable(photos)
+    assert rows["path"].tolist() == [str(file) for file in files for _ in range(6)]
+    assert rows["rank"].tolist() == [1, 2, 3, 4, 5, 6] * 5
+    assert rows["class_name"].tolist() == [NAMES[each] for each in rows["class_id"]]
+    got = np.zeros((5, 6))
+    np.put_along_axis(got, rows["class_id"].to_numpy().reshape(5, 6), rows["probability"].to_numpy().reshape(5, 6), 1)
+    assert (np.diff(rows["probability"].to_numpy().reshape(5, 6)) <= 0).all()
+    # torchvision's pixels are at most one level off Pillow's.
+    np.testing.assert_allclose(got, expected(model, files), atol=1e-5 if backend == "pil" else 3e-5)
+
+
+def test_the_three_formats_hold_the_same_rows_and_a_short_table_is_printed(
+    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path
+) -> None:
+    _, checkpoint = trained("volo_test")
+    read = {"csv": pandas.read_csv, "json": pandas.read_json, "parquet": pandas.read_parquet}
+    tables = {}
+    for ending in read:
+        ended = call("predict", f"--checkpoint {checkpoint} {FLAGS} --topk 2 -o {tmp_path}/new/out.{ending}", photos)
+        assert ended.code == 0, ended.err
+        tables[ending] = read[ending](tmp_path / "new" / f"out.{ending}")
+        assert len(tables[ending]) == 10
+        pandas.testing.assert_frame_equal(tables[ending], tables["csv"], rtol=0, atol=1e-8)
+    shown = [line for line in ended.out.splitlines() if line.endswith(" %")]
+    assert len(shown) == 10 and shown[0].startswith(str(readable(photos)[0])) and shown[1].startswith("   ")
+    rows = tables["csv"]
+    assert [line.split()[-4:-2] for line in shown] == [
+        [str(i), name] for i, name in zip(rows["class_id"], rows["class_name"], strict=True)
+    ]
+
+
+def test_parquet_without_pyarrow_is_refused_at_once(
+    call: Call,
+    photos: Path,
+    trained: Callable[..., tuple[nn.Module, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    ended = call("predict", f"--checkpoint {trained('volo_test')[1]} -o {tmp_path}/out.parquet", photos)
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and "pip install 'volo-tlt[parquet]'" in ended.err
+
+
+@pytest.mark.parametrize("name", ["volo_test", "lvvit_test", "test_resnet", "test_vit", "test_convnext"])
+def test_embeddings_are_the_models_features(
+    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, name: str
+) -> None:
+    model, checkpoint = trained(name)
+    flags = f"--checkpoint {checkpoint} {FLAGS} --data-backend pil --embeddings {tmp_path}/e"
+    assert call("predict", f"{flags}.safetensors", photos).code == 0
+    assert call("predict", f"{flags}.npz --embeddings-pooled-only", photos).code == 0
+    files = readable(photos)
+    with torch.no_grad():
+        last: Any = model.forward_features(timms_images(model, files))  # type: ignore[operator]
+        pooled = model.forward_head(last, pre_logits=True)  # type: ignore[operator]
+    tokens = last[:, 1:] if last.ndim == 3 else last.flatten(2).transpose(1, 2)  # one class token
+    with safe_open(tmp_path / "e.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["paths"]) == list(map(str, files))
+        got = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert set(got) == {"pooled", "tokens"}
+    torch.testing.assert_close(got["pooled"], pooled, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got["tokens"], tokens, atol=1e-4, rtol=1e-4)
+    with np.load(tmp_path / "e.npz") as arrays:
+        assert sorted(arrays) == ["paths", "pooled"] and arrays["paths"].tolist() == list(map(str, files))
+        np.testing.assert_array_equal(arrays["pooled"], got["pooled"].numpy())
+
+
+def test_a_model_without_classes_gives_embeddings(call: Call, photos: Path, tmp_path: Path) -> None:
+    torch.save(timm.create_model("test_vit", num_classes=0).state_dict(), tmp_path / "vit.pth")
+    flags = f"--model test_vit --model-kwargs num_classes=0 --checkpoint {tmp_path}/vit.pth {FLAGS}"
+    ended = call("predict", f"{flags} --embeddings {tmp_path}/e.npz", photos)
+    assert ended.code == 0 and "pooled 5 x 64, tokens 5 x 100 x 64" in ended.out, ended.err
+    ended = call("predict", flags, photos)
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and "has no classes: ask for --embeddings" in ended.err
+
+
+def test_token_maps_show_what_the_dense_head_says(
+    call: Call,
+    photos: Path,
+    trained: Callable[..., tuple[nn.Module, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, checkpoint = trained("volo_test")
+    model.aux_head.weight.data *= 20  # type: ignore[operator,union-attr]
+    torch.save(torch.load(checkpoint) | {"state_dict": model.state_dict()}, checkpoint)
+    seen: dict[str, Any] = {}
+    page = predict.token_map_page
+
+    def keep(image: np.ndarray, view: Any, names: list[str], title: str) -> Figure:
+        seen[title.split(":")[0]] = image, view
+        return page(image, view, names, title)
+
+    monkeypatch.setattr(predict, "token_map_page", keep)
+    maps = tmp_path / "maps"
+    ended = call("predict", f"--checkpoint {checkpoint} {FLAGS} --data-backend pil --token-maps {maps}", photos)
+    assert ended.code == 0, ended.err
+    files = readable(photos)
+    assert {str(path.relative_to(maps)) for path in maps.rglob("*.png")} == {
+        f"{file.relative_to(photos)}.png" for file in files
+    }
+    inputs = timms_images(model, files)
+    with torch.no_grad():
+        dense = model(inputs, dense=True)[1].softmax(-1)
+    assert len(dense.argmax(-1).unique()) > 2
+    for file, tokens, image in zip(files, dense, inputs, strict=True):
+        pixels, view = seen[str(file.relative_to(photos))]
+        assert (view.tokens.ids == tokens.argmax(-1).view(4, 4).numpy()).all()
+        np.testing.assert_allclose(view.tokens.probability, tokens.amax(-1).view(4, 4).numpy(), atol=1e-5)
+        mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))  # type: ignore
+        np.testing.assert_allclose(pixels, ((image * std + mean) * 255).permute(1, 2, 0).numpy(), atol=0.51)
+
+
+def test_a_model_without_dense_head_has_no_token_maps(
+    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path
+) -> None:
+    ended = call("predict", f"--checkpoint {trained('test_resnet')[1]} --token-maps {tmp_path}/maps", photos)
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and not (tmp_path / "maps").exists()
+    assert "--token-maps: test_resnet has no trained dense head" in ended.err
+
+
+@pytest.mark.parametrize("dense_head", [True, False])
+def test_token_maps_of_a_timm_model_that_was_trained_with_token_labels(
+    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, dense_head: bool
+) -> None:
+    model, checkpoint = trained("test_resnet")
+    content = torch.load(checkpoint)
+    weight, bias = torch.randn(6, model.num_features), torch.zeros(6)  # type: ignore[call-overload]
+    content["dense_head"] = {"aux_head.weight": weight, "aux_head.bias": bias}
+    content["model_config"]["dense_head"] = dense_head  # False: --token-label-size 1 trains none
+    torch.save(content, checkpoint)
+    ended = call("predict", f"--checkpoint {checkpoint} {FLAGS} --token-maps {tmp_path}/maps", photos / "b9.jpg")
+    assert (ended.code == 0) == dense_head == (tmp_path / "maps" / "b9.jpg.png").exists()
+    assert dense_head or "--token-maps: test_resnet has no trained dense head" in ended.err
+
+
+def test_a_run_says_everything_and_its_best_epochs_average_is_taken(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset()
+    ended = call("train", f"{data} {QUICK} --epochs 2 --lr 2e-3 --model-ema --output {tmp_path} --experiment run")
+    assert ended.code == 0, ended.err
+    checkpoint = torch.load(tmp_path / "run" / "model_best.pth.tar")
+    files = sorted((data / "validation").rglob("*.jpg"), key=lambda path: timm_key(str(path)))
+    flags = f"--checkpoint {tmp_path}/run {FLAGS} --data-backend pil -o {tmp_path}/out.csv"
+    for flag, entry in (("", "state_dict_ema"), ("--no-use-ema", "state_dict")):
+        ended = call("predict", f"{flags} {flag}", data / "validation")
+        assert ended.code == 0 and f"{tmp_path}/run: model_best.pth.tar" in ended.out, ended.err
+        assert ("weights: EMA (training selected by it)" in ended.out) == (flag == "")
+        model = timm.create_model("volo_test", num_classes=4, img_size=32).eval()
+        model.load_state_dict(checkpoint[entry])
+        first = pandas.read_csv(tmp_path / "out.csv").query("rank == 1")
+        assert first["path"].tolist() == list(map(str, files))
+        assert set(first["class_name"]) <= {"blue", "green", "grey", "red"}
+        np.testing.assert_allclose(first["probability"], expected(model, files).max(1), atol=1e-5)
+
+
+def test_class_names(call: Call, photos: Path, tmp_path: Path) -> None:
+    torch.save(timm.create_model("volo_test", num_classes=3).state_dict(), tmp_path / "v.pth")
+    (tmp_path / "names.txt").write_text("küche\nflur\nbad\n", encoding="utf-8")
+    (tmp_path / "names.json").write_text('["küche", "flur", "bad"]', encoding="utf-8")
+    (tmp_path / "ids.json").write_text('{"0": "küche", "2": "bad", "1": "flur"}', encoding="utf-8")
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    flags = f"--model volo_test --num-classes 3 --checkpoint {tmp_path}/v.pth {FLAGS} {photos}/b9.jpg"
+    plain = call("predict", flags)
+    assert {line.split()[-3] for line in plain.out.splitlines() if line.endswith(" %")} == {"0", "1", "2"}
+    for file in ("names.txt", "names.json", "ids.json"):
+        ended = call("predict", f"{flags} --class-names {tmp_path}/{file}")
+        named = {tuple(line.split()[-4:-2]) for line in ended.out.splitlines() if line.endswith(" %")}
+        assert named == {("0", "küche"), ("1", "flur"), ("2", "bad")}, ended.err
+    ended = call("predict", f"{flags} --class-names {tmp_path}/two.txt")
+    assert ended.code == 2 and "two.txt holds 2 entries: give the names of the model's 3 classes" in ended.err
+
+
+def test_a_model_of_a_thousand_classes_has_imagenets_names(call: Call, photos: Path, tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet")
+    model.fc.bias.data[281] += 100
+    torch.save(model.state_dict(), tmp_path / "m.pth")
+    ended = call("predict", f"--model test_resnet --checkpoint {tmp_path}/m.pth {FLAGS} --topk 1", photos / "b9.jpg")
+    assert "281  tabby, tabby cat  100.0 %" in ended.out
+
+
+def test_nothing_is_written_where_no_image_can_be_read(
+    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path
+) -> None:
+    flags = f"--checkpoint {trained('volo_test')[1]} {FLAGS} -o {tmp_path}/out.csv"
+    ended = call("predict", flags, photos / "day2" / "broken.jpg")
+    assert ended.code == 2 and ended.err.count("\n") == 1 and not (tmp_path / "out.csv").exists()
+    assert "not one of 1 images can be read, the first is " in ended.err and "broken.jpg" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("{photos}/none.jpg", "none.jpg: no such file or folder"),
+        ("{photos}/empty", "no images in "),
+        ("{photos} -o out.txt", "--output out.txt: end the name in .csv, .json or .parquet"),
+        ("{photos} --embeddings out.pt", "--embeddings out.pt: end the name in .safetensors or .npz"),
+        ("{photos} --embeddings-pooled-only", "has no effect without --embeddings"),
+        ("{photos} {photos} --token-maps maps", "images would share the picture photos/"),
+        ("{photos} --checkpoint {photos}", "no file in it ends in"),
+        ("{photos} --topk 0", "0 is out of range"),
+        ("", "the following arguments are required: PATH"),
+    ],
+)
+def test_mistakes_are_one_line(
+    flags: str, told: str, call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]]
+) -> None:
+    (photos / "empty").mkdir()
+    ended = call("predict", f"--checkpoint {trained('volo_test')[1]} {flags.format(photos=photos)} --device cpu")
+    assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1, ended.err
+
+
+def test_features_that_no_memory_could_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(10**12)
+    with pytest.raises(predict.UserError, match="tokens of 1000000000000 images take .* --embeddings-pooled-only"):
+        table.add({"tokens": torch.zeros(2, 196, 384)})
+
+
+def test_images_of_several_paths_come_in_the_order_given(photos: Path) -> None:
+    found = predict.find_images([str(photos / "day10" / "y.png"), str(photos)])
+    everything = sorted([*readable(photos), photos / "day2" / "broken.jpg"], key=lambda path: timm_key(str(path)))
+    assert found.paths == [str(photos / "day10" / "y.png"), *map(str, everything)]
+    assert found.names[:2] == ["y.png", f"photos/{everything[0].relative_to(photos)}"]
+    assert len(found.warnings) == 1 and "notes.txt" in found.warnings[0]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nsys.argv = ['volo', 'predict', '--help']\nfrom volo.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('HEAVY', sorted({'torch', 'timm', 'numpy', 'pyarrow'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout and "--token-maps" in done.stdout
