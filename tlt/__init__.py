@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlt._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tlt.api import (
         AugmentConfig,
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
         open_labels,
         with_dense_head,
     )
-
-__version__ = "0.1.0"  # as in pyproject.toml
 
 __all__ = [
     "AugmentConfig",
