@@ -1,10 +1,48 @@
 """Token-labeling toolbox: label maps from archive to loss, and the LV-ViT models.
 
-Importing it registers `lvvit_t`, `lvvit_s`, `lvvit_m` and `lvvit_l` with timm. It imports nothing from `volo`.
+Importing it registers `lvvit_t`, `lvvit_s`, `lvvit_m` and `lvvit_l` with timm. It imports nothing from `volo`. The
+names of `__all__` are for training loops of one's own (docs/python_api.md); they are loaded when first asked for.
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tlt._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from tlt.api import (
+        AugmentConfig,
+        Batch,
+        LabelBatch,
+        Loader,
+        StepKey,
+        Targets,
+        TokenLabelLoss,
+        UserError,
+        draw_box,
+        make_targets,
+        open_images,
+        open_labels,
+        with_dense_head,
+    )
+
+__all__ = [
+    "AugmentConfig",
+    "Batch",
+    "LabelBatch",
+    "Loader",
+    "StepKey",
+    "Targets",
+    "TokenLabelLoss",
+    "UserError",
+    "draw_box",
+    "make_targets",
+    "open_images",
+    "open_labels",
+    "with_dense_head",
+]
 
 _SCRIPTS = ("train.py", "validate.py", "generate_label.py", "benchmark.py")  # at the root of a checkout
 _COMMANDS = ("volo", "tlt")
@@ -29,3 +67,13 @@ starts_program = _starts_program()
 
 if not starts_program:
     from tlt import models as models
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("tlt.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,6 +3,7 @@
 Importing it registers `volo_d1` ... `volo_d5` with timm.
 """
 
+from tlt import __version__ as __version__
 from tlt import starts_program
 
 if not starts_program:

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt._version import __version__
 from tlt.errors import UserError
 from volo.cluster.preempt import STOP
 from volo.commands.console import run_program
@@ -82,8 +83,11 @@ def main() -> int:
     """`volo COMMAND [flags]`. Returns the exit code."""
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: volo COMMAND [flags]      volo COMMAND --help\n")
+        print("usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n")
         print("\n".join(f"  {name:<12}{command.does}" for name, command in COMMANDS.items()))
+        return 0
+    if name == "--version":
+        print(f"volo-tlt {__version__}")
         return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)

@@ -54,7 +54,7 @@ def flags_of(program: str) -> set[str]:
     parsers = [benchmark_parser(name or None)] if kind == "benchmark" else [PARSERS[kind]()]
     rows = [row for parser in parsers for row in parser.flags.values()]
     names = {name for row in rows for name in row.names if name.startswith("-")}
-    return names | {f"--no-{row.label[2:]}" for row in rows if row.switch} | {"--help"}
+    return names | {f"--no-{row.label[2:]}" for row in rows if row.switch} | {"--help", "--version"}
 
 
 def blocks(language: str) -> Iterator[tuple[str, str]]:

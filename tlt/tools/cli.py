@@ -19,6 +19,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from tlt._version import __version__
 from tlt.errors import UserError
 from tlt.upstream.rows import LABEL_ROWS
 
@@ -29,6 +30,7 @@ def parser() -> ArgumentParser:
     """The parser of all commands."""
     description = __doc__.split("\n\n", 1)
     top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
+    top.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _pack(commands.add_parser("pack", help="a tree of label files into one archive", description=_PACK))
     _unpack(commands.add_parser("unpack", help="an archive into the tree it was packed from", description=_UNPACK))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
+from tlt._version import __version__
 from tlt.errors import UserError
 
 
@@ -216,6 +217,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
         name = _started_as(program)
         super().__init__(name, f"{name} {usage}", description, formatter_class=_HelpFormat, allow_abbrev=False)
+        self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
         for group in groups:
             section = self.add_argument_group(group.title, group.note)
@@ -258,7 +260,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, item: str) -> str:
         name = item.partition("=")[0]
-        near = nearest(name, ["--help", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))])
+        near = nearest(name, ["--help", "--version", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))])
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
 
 

@@ -12,18 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
-from tlt import mixtoken
-from tlt.data.augment.counter import key
+from tlt.api import Grid, StepKey, TokenLabelLoss, draw_box
 from tlt.data.loader import Batch
 from tlt.errors import UserError
-from tlt.label_map import FULL_AREA, Area
-from tlt.loss import LossTerms, token_label_loss
+from tlt.label_map import FULL_AREA
+from tlt.loss import LossTerms
 from tlt.mix import Mixup, Shares
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets, make_targets
@@ -31,29 +29,7 @@ from tlt.upstream import behaviour
 from volo.train.model import TimmModel
 from volo.train.teacher import Teacher
 
-# Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream).
-_TORCH_STREAM, _MIX_BOX_STREAM, _MIXUP_STREAM = 0x57E9, 0x57EA, 0x57EB
-
-
-@dataclass(frozen=True)
-class StepKey:
-    """Identifies one forward pass of the run: every random number drawn in it is a function of these four numbers."""
-
-    seed: int
-    update: int
-    micro_batch: int
-    rank: int
-
-    def seed_torch(self) -> None:
-        """Seed dropout and stochastic depth: torch's generators restart with the seed of this step."""
-        torch.manual_seed(int(self._key(_TORCH_STREAM)) >> 1)  # 63 bits
-
-    def generator(self, stream: int) -> np.random.Generator:
-        """Return the generator of one random stream of this step."""
-        return np.random.Generator(np.random.Philox(key=int(self._key(stream))))
-
-    def _key(self, stream: int) -> np.uint64:
-        return key(self.seed, stream, self.update, self.micro_batch, self.rank)
+_MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt.api`
 
 
 @dataclass(frozen=True)
@@ -87,64 +63,28 @@ class Criterion(Protocol):
         """Return the loss of the model's outputs: means over the batch."""
 
 
-Grid = tuple[int, int]
-
-
-def box_of_step(step: StepKey, grid: Grid) -> Sequence[int]:
-    """Draw MixToken's box of a step from its own random stream."""
-    return mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), grid)
-
-
 @dataclass(frozen=True)
-class TokenLabelCriterion:
+class TokenLabelCriterion(TokenLabelLoss):
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
-        grid: Token rows and columns of the model at the training resolution.
-        num_classes: Outputs of both heads.
-        token_label_size: None: one label per token; 1: one label per crop, no dense loss (ReLabel mode).
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
-        uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
-        window: The part of an image that the tokens cover (`tlt.models.token_places`).
-        make_targets, draw_box: Functions that make targets and draw boxes; `--compat` has others.
+        draw_box: Draws boxes; `--compat` has another.
         teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
+        The others: as `tlt.api.TokenLabelLoss`.
     """
 
-    grid: Grid
-    num_classes: int
-    token_label_size: int | None = None
-    smoothing: float = 0.1
-    cls_weight: float = 1.0
-    dense_weight: float = 0.5
-    ground_truth: bool = False
-    gt_weight_agree: float = 0.5
-    gt_weight_disagree: float = 0.1
     dense: bool = True
     mix_token: bool = True
     mix: Mixup | None = None
-    uncovered: str = "ignore"
-    window: Area = FULL_AREA
-    make_targets: behaviour.TargetMaker = make_targets
-    draw_box: Callable[[StepKey, Grid], Sequence[int]] = box_of_step
+    draw_box: Callable[[StepKey, Grid], Sequence[int]] = draw_box
     teacher: Teacher | None = None
 
     def targets(self, batch: Batch) -> Targets:
         # Before the forward pass, so that the memory of the teacher's activations is free again.
-        batch = batch if self.teacher is None else self.teacher.label(batch)
-        return self.make_targets(
-            batch.labels,
-            batch.affine,
-            batch.visible,
-            batch.classes,
-            self.grid,
-            self.num_classes,
-            self.smoothing,
-            self.token_label_size,
-            self.uncovered,
-            self.window,
-        )
+        return super().targets(batch if self.teacher is None else self.teacher.label(batch))
 
     def draw(self, batch: Batch, step: StepKey) -> Mixed:
         box = _on_device(self.draw_box(step, self.grid), batch.images.device) if self.mix_token else None
@@ -156,20 +96,9 @@ class TokenLabelCriterion:
     def arguments(self, mixed: Mixed) -> dict[str, Any]:
         return {"dense": True, "mix_box": mixed.box} if self.dense else {"mix_box": mixed.box}
 
-    def __call__(self, outputs: Any, targets: Targets, mixed: Mixed) -> LossTerms:
+    def __call__(self, outputs: Any, targets: Targets, mixed: Mixed) -> LossTerms:  # type: ignore[override]
         cls_logits, token_logits = outputs if self.dense else (outputs, None)
-        terms = token_label_loss(
-            cls_logits,
-            token_logits,
-            targets,
-            mixed.box,
-            mixed.shares,
-            cls_weight=self.cls_weight,
-            dense_weight=self.dense_weight,
-            ground_truth=self.ground_truth,
-            gt_weight_agree=self.gt_weight_agree,
-            gt_weight_disagree=self.gt_weight_disagree,
-        )
+        terms = super().__call__((cls_logits, token_logits), targets, mixed.box, mixed.shares)
         if token_logits is not None and not self.dense_weight:
             # A dense head that is on but not trained gets zero gradients, as published: weight decay still shrinks it.
             terms = terms._replace(total=terms.total + 0 * token_logits.sum())
@@ -255,7 +184,7 @@ def make_criterion(
         uncovered=args.uncovered,
         window=FULL_AREA if "token-places" in rows else model.token_places(image_size).window(grid, image_size),
         make_targets=behaviour.target_maker(rows, make_targets),
-        draw_box=_upstream_boxes(args, grid, rank) if "mixtoken-rng" in rows else box_of_step,
+        draw_box=_upstream_boxes(args, grid, rank) if "mixtoken-rng" in rows else draw_box,
         teacher=teacher,
     )
 

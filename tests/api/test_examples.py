@@ -1,0 +1,75 @@
+"""The example programs train as `volo train` does: the same weights, for the same seed, images and labels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.commands.conftest import QUICK, ROOT, metrics
+from volo import cli
+
+OPTIONS: dict[str, Any] = {"size": (64, 64), "epochs": 2, "batch_size": 8, "workers": 0}
+
+
+def example(name: str) -> ModuleType:
+    """A file of examples/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def data(make_dataset: Callable[..., Path]) -> Path:
+    return make_dataset(train=20)  # the last batch of an epoch has 4 images
+
+
+@pytest.fixture
+def labels(data: Path, make_labels: Callable[..., Path]) -> Path:
+    return make_labels(data)
+
+
+@pytest.fixture
+def trained(data: Path, labels: Path, tmp_path: Path) -> Callable[[str], tuple[dict[str, torch.Tensor], list[float]]]:
+    """Return `trained(name)`: the weights that `volo train` makes of a model, dense head included, and its losses."""
+
+    def trained(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+        flags = QUICK.replace("--model volo_test --img-size 32", f"--model {name} --img-size 64 --sched constant --lr 1e-3")
+        run = f"--epochs 2 --device cpu --output {tmp_path} --experiment run --token-label --token-label-data {labels}"
+        assert cli.run("train", [str(data), *flags.split(), *run.split()]) == 0
+        saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)
+        return saved["state_dict"] | saved.get("dense_head", {}), [each["loss"] for each in metrics(tmp_path / "run")]
+
+    return trained
+
+
+Trained = Callable[[str], tuple[dict[str, torch.Tensor], list[float]]]
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "lvvit_test"])
+def test_plain_pytorch(name: str, data: Path, labels: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    model = example("plain_pytorch").train(data, labels, name, **OPTIONS)
+    told = capsys.readouterr().out
+    weights, losses = trained(name)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=1e-5, atol=1e-6)
+    assert f"update 0: loss {losses[0]:.4f} " in told
+
+
+def test_accelerate(data: Path, labels: Path, trained: Trained) -> None:
+    pytest.importorskip("accelerate")
+    model = example("accelerate_loop").train(data, labels, "test_resnet", **OPTIONS)
+    torch.testing.assert_close(model.state_dict(), trained("test_resnet")[0], rtol=1e-5, atol=1e-6)
+
+
+def test_lightning(data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    model = example("lightning_module").train(data, labels, name="test_resnet", trainer=quiet, **OPTIONS)
+    torch.testing.assert_close(model.state_dict(), trained("test_resnet")[0], rtol=1e-5, atol=1e-6)
