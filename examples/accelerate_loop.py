@@ -1,6 +1,6 @@
 """Train a timm model with token labels with Hugging Face Accelerate, on any number of processes.
 
-    accelerate launch examples/accelerate_loop.py pictures labels
+accelerate launch examples/accelerate_loop.py pictures labels
 """
 
 import sys

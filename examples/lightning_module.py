@@ -1,6 +1,6 @@
 """Train a timm model with token labels with Lightning, on any number of processes.
 
-    python examples/lightning_module.py pictures labels
+python examples/lightning_module.py pictures labels
 """
 
 import sys

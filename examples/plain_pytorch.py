@@ -1,6 +1,6 @@
 """Train a timm model with token labels in plain PyTorch.
 
-    python examples/plain_pytorch.py pictures labels    # pictures/train/CLASS/IMAGE.jpg, and what `volo label` made of them
+python examples/plain_pytorch.py pictures labels    # pictures/train/CLASS/IMAGE.jpg, and what `volo label` made of them
 """
 
 import sys
