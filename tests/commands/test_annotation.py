@@ -95,6 +95,19 @@ def test_on_whole_images_a_teacher_says_what_its_label_files_say(
     assert losses(tmp_path / "none")[0] != pytest.approx(losses(tmp_path / "files")[0], rel=1e-2)
 
 
+def test_a_teachers_average_labels_where_its_training_selected_by_it(
+    train: Callable[..., Ended], weights: Path, tmp_path: Path
+) -> None:
+    plain = timm.create_model("resnet10t", num_classes=4).state_dict()
+    content = {"state_dict": plain, "state_dict_ema": torch.load(weights), "args": {"model_ema": True}}
+    torch.save(content, tmp_path / "both.pth")
+    for name, said in (("both", "teacher resnet10t (EMA): "), ("teacher", "teacher resnet10t: ")):
+        teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {tmp_path}/{name}.pth"
+        ended = train(f"{teacher} --experiment {name}")
+        assert ended.code == 0 and said in ended.out, ended.err
+    assert losses(tmp_path / "both") == losses(tmp_path / "teacher")
+
+
 def test_it_is_recorded_and_costed_and_no_part_of_the_model(
     train: Callable[..., Ended], weights: Path, tmp_path: Path
 ) -> None:
