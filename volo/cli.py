@@ -47,6 +47,9 @@ COMMANDS = {
     "export": Program(
         "write a model as ONNX or torch.export", "volo.config.flags_tools:parse_export", "volo.commands.export"
     ),
+    "push": Program(
+        "upload a model to the Hugging Face Hub", "volo.config.flags_tools:parse_push", "volo.commands.push"
+    ),
     "report": Program("what happened to a run", "volo.config.flags_tools:parse_report", "volo.commands.report"),
     "attention": Program(
         "draw what the attention layers look at",

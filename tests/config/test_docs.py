@@ -19,7 +19,14 @@ from tlt.tools.cli import parser as tlt_parser
 from volo import cli
 from volo.config.args import generate_label_parser, predict_parser, train_parser, validate_parser
 from volo.config.flags_preflight import preflight_parser
-from volo.config.flags_tools import attention_parser, completion_parser, export_parser, report_parser, slurm_parser
+from volo.config.flags_tools import (
+    attention_parser,
+    completion_parser,
+    export_parser,
+    push_parser,
+    report_parser,
+    slurm_parser,
+)
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 PARSERS = {
@@ -32,6 +39,7 @@ PARSERS = {
     "preflight": preflight_parser,
     "report": report_parser,
     "launch": train_parser,
+    "push": push_parser,
     "slurm": slurm_parser,
     "completion": completion_parser,
 }

@@ -31,6 +31,7 @@ from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names
+from volo.commands.model_card import write_folder
 from volo.train.convolutions import check_convolutions
 from volo.train.trained_model import TrainedModel, load_trained
 
@@ -169,6 +170,12 @@ def _quiet() -> Iterator[None]:
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    if args.to_hf:
+        trained = load_trained(args, args.checkpoint or None)
+        print(*trained.notes, sep="\n", end="\n" if trained.notes else "")
+        for line in write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url):
+            print(line)
+        return 0
     path, kind = Path(args.output), FORMATS[args.format]
     check_path(path)
     for package in kind.packages:

@@ -206,7 +206,7 @@ def build(
     )
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
-    metadata = {"arch": args.model, "args": settings_of(args), "model_config": config}
+    metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
     metadata |= {DATA_KEY: data, BATCH_KEY: batch}
     optimizer = create_optimizer(args, model, world.device)
     ema = create_ema(model, args)

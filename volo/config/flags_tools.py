@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 from tlt.errors import UserError
 from volo.config.flag_rules import check_pixels, check_weights
-from volo.config.flag_table import POSITIVE, SHARE, FlagParser, Group, Number, flag, switch
+from volo.config.flag_table import POSITIVE, SHARE, FlagParser, Group, Need, Number, flag, switch
 from volo.config.flags_eval import DEBUG, MODEL, PREPROCESSING
 
 # The endings that files of a format have.
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 OPSET = 18  # the lowest that torch's exporter writes, so the one that most runtimes know
+
+TO_HF = Need("--to-hf", lambda a: bool(a.to_hf))
 
 _EXPORT_GROUPS = (
     Group(
@@ -27,6 +29,9 @@ _EXPORT_GROUPS = (
                 help="ONNX, or torch.export's .pt2 (what the file's ending says)",
             ),
             flag("--opset", default=OPSET, type=Number(int, low=OPSET), metavar="N", help="of ONNX"),
+            flag("--to-hf", default="", metavar="DIR", help="a folder for the Hugging Face Hub in place of a file"),
+            flag("--licence", "--license", default="", metavar="NAME", help="for the model card", needs=(TO_HF,)),
+            flag("--origin-url", default="", metavar="URL", help="for the model card", needs=(TO_HF,)),
             switch("--dense", help="two outputs: class logits (B, K) and token logits (B, N, K)"),
             flag(
                 "--model-dtype",
@@ -60,7 +65,9 @@ def parse_export(argv: Sequence[str] | None = None) -> Namespace:
     """
     parser = export_parser()
     args = Namespace(**(parser.defaults() | parser.explicit(argv)))
-    args.format = _format(args.output, args.format)
+    if args.to_hf and (args.output or args.format or args.dense or args.model_dtype != "float32"):
+        raise UserError("--to-hf writes the weights as they are: leave out -o, --format, --dense and --model-dtype")
+    args.format = None if args.to_hf else _format(args.output, args.format)
     if args.opset != OPSET and args.format != "onnx":
         raise UserError(f"--opset {args.opset} has no effect without --format onnx")
     if args.model_dtype == "bfloat16" and args.format == "onnx":
@@ -231,4 +238,33 @@ def parse_launch(argv: Sequence[str] | None = None) -> Namespace:
     args: Namespace = launch_parser().parse_args(words[:1])
     named = words[1:2] in (["train"], ["label"], ["validate"])
     args.command, args.flags = (words[1], words[2:]) if named else ("train", words[1:])
+    return args
+
+
+_PUSH_GROUPS = (
+    Group(
+        "Push",
+        (
+            flag("repository", default=None, metavar="ORG/NAME", help="on the Hub; it is made where it is not there"),
+            flag("--from", default="", metavar="DIR", renamed="folder", help="what volo export --to-hf wrote"),
+            switch("--private", help="make the repository private"),
+            flag("--revision", default="", metavar="NAME", help="branch (main)"),
+            flag("--message", default="Upload model", metavar="TEXT", help="of the commit"),
+            switch("--dry-run", help="list the files, send nothing"),
+            DEBUG,
+        ),
+    ),
+)
+
+
+def push_parser() -> FlagParser:
+    """The parser of `volo push`."""
+    return FlagParser("push", "ORG/NAME --from DIR", "Upload a model to the Hugging Face Hub.", _PUSH_GROUPS)
+
+
+def parse_push(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo push`. Raises UserError: no repository or no folder."""
+    args: Namespace = push_parser().parse_args(argv)
+    if not args.folder:
+        raise UserError("--from DIR is missing: the folder that volo export --to-hf wrote")
     return args

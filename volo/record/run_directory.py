@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import socket
 import sys
 from argparse import Namespace
@@ -100,7 +101,7 @@ def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callabl
         UserError: The directory holds checkpoints of another run without `--resume`, or is not in ROOT.
     """
     root = Path(args.output or DEFAULT_ROOT)
-    suffix = f"-{args.model.replace('/', '_')}-{max(image_size)}"
+    suffix = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
     resumed = Path(args.resume).parent if args.resume not in ("", "auto") else None
     if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
         return resumed

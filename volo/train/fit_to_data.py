@@ -14,6 +14,7 @@ import timm
 from volo.checkpoint.resume import BATCH_KEY
 from volo.config.args import TrainArgs
 from volo.config.flag_rules import check_drop_path
+from volo.train.stored_model import architecture_of
 
 _LEAST_UPDATES = 4  # in an epoch
 
@@ -74,5 +75,7 @@ def _batch_size(images: int) -> int:
 
 
 def _own_classes(name: str) -> int | None:
+    name, kwargs, _ = architecture_of(name)
     config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    return None if config is None else config.num_classes
+    found: int | None = kwargs.get("num_classes", None if config is None else config.num_classes)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from argparse import Namespace
 from typing import Any
@@ -20,6 +21,7 @@ from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
 from volo.models import VOLO
 from volo.train.compilation import compile_model
+from volo.train.stored_model import architecture_of
 
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
 TimmModel = Any
@@ -55,18 +57,18 @@ def build_model(args: Namespace, recorded: dict[str, Any] | None = None, weights
             can't run with, a model that is too large, published weights that don't exist or can't be fetched, or a flag
             for a part that the model doesn't have.
     """
-    name = args.model
+    name, stored, source = architecture_of(args.model)
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3)
         raise UserError(
             f"--model {name}: timm knows no such model" + (f"; did you mean {', '.join(near)}?" if near else "")
         )
-    kwargs = (recorded or {}) | _model_kwargs(args)
+    kwargs = stored | (recorded or {}) | _model_kwargs(args)
     fetched = kwargs.get("pretrained")
     try:
         if recorded or kwargs.get("num_classes", 0) > _MANY_CLASSES:
             _refuse_huge(name, kwargs, weights if recorded else None)
-        model = timm.create_model(name, **kwargs)
+        model = timm.create_model(name, pretrained_cfg=copy.deepcopy(source), **kwargs)
         if getattr(args, "model_kwargs", None):
             with torch.no_grad():  # contradictory arguments fail here, not in the first step
                 model.eval()(torch.zeros(1, *eval_settings(args, model)["input_size"]))
@@ -136,6 +138,7 @@ def _model_kwargs(args: Namespace) -> dict[str, Any]:
 
 def _takes_image_size(name: str) -> bool:
     """Whether the model is built for one image size, as ours and timm's vision transformers are."""
+    name = architecture_of(name).name
     if is_ours(name):
         return True
     config = timm.get_pretrained_cfg(name)
@@ -281,6 +284,13 @@ def init_heads(model: TimmModel, scale: float | None, bias: float | None) -> Non
                 head.bias.fill_(bias)
 
 
+def _recorded_kwargs(args: Namespace) -> dict[str, Any]:
+    """The arguments with which the model is built again; those that a checkpoint records elsewhere are left out."""
+    kwargs = architecture_of(args.model).kwargs.items()
+    stored = {name: value for name, value in kwargs if name not in ("num_classes", "in_chans", "img_size")}
+    return stored | ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs
+
+
 def label_settings(args: Namespace) -> dict[str, Any] | None:
     """Return how a run reads its token labels; None for a run without them."""
     if not args.token_label:
@@ -302,8 +312,8 @@ def model_config(
     """
     labels = label_settings(args)
     return {
-        "name": args.model,
-        "kwargs": ({"global_pool": args.gp} if args.gp else {}) | args.model_kwargs,
+        "name": architecture_of(args.model).name,
+        "kwargs": _recorded_kwargs(args),
         "num_classes": model.num_classes,
         "img_size": list(settings["input_size"][1:]),
         "in_chans": settings["input_size"][0],

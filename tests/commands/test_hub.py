@@ -1,0 +1,141 @@
+"""Models from and for the Hugging Face Hub: folders that describe them, and uploading."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import yaml
+
+from tests.commands.conftest import QUICK, Ended
+from tests.conftest import LIMIT
+
+Call = Callable[..., Ended]
+# A folder is loaded where neither package is there.
+LOAD = """
+import sys
+sys.modules["volo"] = sys.modules["tlt"] = None
+import timm, torch
+model = timm.create_model(f"local-dir:{sys.argv[1]}", pretrained=True).eval()
+x = torch.randn(2, *model.pretrained_cfg["input_size"], generator=torch.Generator().manual_seed(0))
+torch.save({"weights": model.state_dict(), "logits": model(x).detach(), "cfg": dict(model.pretrained_cfg)}, sys.argv[2])
+"""
+
+
+def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, data = tmp_path / "described", make_dataset()
+    torch.manual_seed(0)
+    start = timm.create_model("test_resnet", num_classes=4, global_pool="max")
+    timm.models.save_for_hf(start, folder, safe_serialization=True)
+    flags = QUICK.replace("volo_test", f"local-dir:{folder}")
+    line = f"{data} {flags} --pretrained --lr 0 --min-lr 0 --output {tmp_path} --experiment run"
+    ended = call("train", f"{line} --epochs 1")
+    assert ended.code == 0, ended.err
+    checkpoint = tmp_path / "run" / "last.pth.tar"
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["model_config"]["name"] == saved["arch"] == "test_resnet"
+    assert torch.equal(saved["state_dict"]["fc.weight"], start.state_dict()["fc.weight"])
+    assert call("train", f"{line.replace('--pretrained', '')} --epochs 2 --resume auto").code == 0
+
+    (folder / "config.json").rename(tmp_path / "moved.json")  # a checkpoint stands for itself
+    measured = call("validate", f"{data} --checkpoint {checkpoint} -j 0")
+    assert measured.code == 0 and "over 8 images" in measured.out, measured.err
+    gone = flags.replace(str(folder), str(tmp_path / "gone"))
+    refused = call("train", f"{data} {gone} --epochs 1 --output {tmp_path} --experiment other")
+    assert refused.code == 2 and "local-dir:" in refused.err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("model", ["volo_d1", "test_resnet"])
+def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, model: str
+) -> None:
+    size = "--img-size 64" if model == "volo_d1" else ""
+    flags = f"{QUICK.replace('--model volo_test --img-size 32', f'--model {model} {size}')} -b 4 --epochs 1 --lr 1e-3"
+    labels = "--token-label --token-label-size 4" if model == "volo_d1" else "--token-label"
+    ended = call("train", f"{make_dataset()} {flags} {labels} --output {tmp_path} --experiment run")
+    assert ended.code == 0, ended.err
+    checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "hub"
+    line = f"--checkpoint {checkpoint} --to-hf {folder} --licence apache-2.0 --origin-url https://example.org/mine"
+    ended = call("export", line)
+    assert ended.code == 0 and "timm alone loads it" in ended.out, ended.err
+
+    command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "loaded.pt")]
+    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert loaded.returncode == 0, loaded.stderr
+    found = torch.load(tmp_path / "loaded.pt", weights_only=False)
+    saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert found["weights"].keys() <= saved.keys()
+    assert all(torch.equal(weight, saved[name]) for name, weight in found["weights"].items())
+    assert found["cfg"]["label_names"] == saved_classes(checkpoint)
+    if model == "volo_d1":
+        ours = timm.create_model("volo_d1", img_size=64, num_classes=4).eval()
+        ours.load_state_dict(saved)
+        x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(found["logits"], ours(x).detach(), atol=1e-5, rtol=1e-5)
+
+    text = (folder / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["license"] == "apache-2.0" and "of 8 validation images" in text and "https://example.org/mine" in text
+    assert f"volo train DATA --model {model}" in text and "--token-label" in text
+    refused = call("export", line)
+    assert refused.code == 2 and "not empty" in refused.err
+
+
+def saved_classes(checkpoint: Path) -> list[str]:
+    """The class names in a checkpoint."""
+    names: list[str] = torch.load(checkpoint, weights_only=True)["model_config"]["class_names"]
+    return names
+
+
+def test_what_timm_lacks_is_told(call: Call, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = tmp_path / "weights.pth"
+    torch.save(timm.create_model("lvvit_test").state_dict(), weights)
+    ended = call("export", f"--model lvvit_test --checkpoint {weights} --to-hf {tmp_path / 'hub'}")
+    assert ended.code == 0 and "import tlt first" in ended.out, ended.err
+    assert "import tlt\nimport timm" in (tmp_path / "hub" / "README.md").read_text()
+    assert json.loads((tmp_path / "hub" / "config.json").read_text())["architecture"] == "lvvit_test"
+    again = timm.create_model(f"local-dir:{tmp_path / 'hub'}", pretrained=True)
+    assert torch.equal(again.head.weight, torch.load(weights, weights_only=True)["head.weight"])
+
+
+def test_push_uploads_the_folder_or_lists_it(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    done: list[tuple[str, dict[str, Any]]] = []
+
+    class Api:
+        def create_repo(self, name: str, **more: Any) -> None:
+            done.append((name, more))
+            if name == "nobody/x":
+                raise OSError("401 Client Error")
+
+        def upload_folder(self, **more: Any) -> Namespace:
+            done.append(("upload", more))
+            return Namespace(commit_url="https://hub/commit/1")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    folder = tmp_path / "hub"
+    refused = call("push", f"me/model --from {folder}")
+    assert refused.code == 2 and "--to-hf" in refused.err
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    listed = call("push", f"me/model --from {folder} --dry-run")
+    assert listed.code == 0 and "model.safetensors" in listed.out and not done
+    ended = call("push", f"me/model --from {folder} --private --revision next")
+    assert ended.code == 0 and "https://hub/commit/1" in ended.out
+    assert done[0] == ("me/model", {"private": True, "exist_ok": True})
+    assert done[1][1]["repo_id"] == "me/model" and done[1][1]["revision"] == "next"
+    failed = call("push", f"nobody/x --from {folder}")
+    assert failed.code == 2 and "401 Client Error" in failed.err and "HF_TOKEN" in failed.err

@@ -1,0 +1,141 @@
+"""A trained model as a folder for the Hugging Face Hub: weights, config.json and a model card."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import timm
+import yaml
+from timm.models import save_for_hf
+
+from tlt.errors import UserError
+from tlt.io.weights import peek_checkpoint
+from volo.checkpoint.model_config import class_names
+from volo.record.run_directory import read_summary
+from volo.train.model import is_ours
+from volo.train.trained_model import TrainedModel
+
+_SETTINGS = (
+    *(
+        "epochs",
+        "batch_size",
+        "opt",
+        "lr",
+        "lr_base",
+        "weight_decay",
+        "drop_path",
+        "aa",
+        "mixup",
+        "cutmix",
+        "smoothing",
+    ),
+    *("token_label", "token_label_data", "token_label_teacher", "dense_weight", "model_ema", "seed"),
+)
+
+
+def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: str, origin_url: str) -> list[str]:
+    """Write the folder; return lines for the user.
+
+    Args:
+        checkpoint: The file of the weights, whose run tells accuracy and settings; "": published weights.
+        licence: As the Hub names licences (`apache-2.0`); "": the card says that none is stated.
+        origin_url: Where the model comes from; "": not told.
+
+    Raises:
+        UserError: The folder holds something already, or can't be written.
+    """
+    name = name_in_timm(trained)
+    names = class_names(trained.config, trained.model.num_classes)
+    settings = {key: trained.settings[key] for key in ("mean", "std", "crop_pct", "crop_mode", "interpolation")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UserError(f"--to-hf {folder} is not empty: name a new folder")
+        source = {"origin_url": origin_url} if origin_url else {}
+        known = {"label_names": names} if names else {}
+        save_for_hf(trained.model, str(folder), model_config=known, safe_serialization=True, data_config=settings)
+        config = json.loads((folder / "config.json").read_text())
+        config["architecture"] = name
+        config["pretrained_cfg"] = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS} | source
+        if name != trained.args.model:  # timm's function of that name knows the size of its images alone
+            config["model_args"] = {
+                "img_size": trained.settings["input_size"][1:],
+                "num_classes": trained.model.num_classes,
+            }
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "README.md").write_text(card(trained, name, checkpoint, names, licence, origin_url))
+    except OSError as error:
+        raise UserError(f"--to-hf {folder} can't be written: {error.strerror}") from error
+    needs = needed_import(name)
+    return [
+        f"wrote {folder}: {name}, {len(names) or trained.model.num_classes} classes; {needs or 'timm alone loads it'}"
+    ]
+
+
+_OF_OTHERS = ("url", "hf_hub_id", "origin_url", "paper_ids", "paper_name", "notes", "license", "tag", "file", "source")
+
+
+def name_in_timm(trained: TrainedModel) -> str:
+    """Return the architecture's name, timm's own where its model computes the same: it needs no further package."""
+    model = trained.model
+    theirs = f"{trained.args.model}_224"
+    kwargs = trained.config.get("kwargs") or trained.args.model_kwargs
+    same = trained.args.model in {f"volo_d{n}" for n in range(1, 6)} and model.dense_head and not kwargs
+    return theirs if same and timm.is_model(theirs) else str(model.pretrained_cfg["architecture"])
+
+
+def needed_import(name: str) -> str:
+    """Return the import before which timm does not know the architecture; "" where timm has it."""
+    if not is_ours(name):
+        return ""
+    return f"import {timm.model_entrypoint(name).__module__.split('.')[0]} first (pip install volo-tlt)"
+
+
+def card(trained: TrainedModel, name: str, checkpoint: str, names: list[str], licence: str, origin_url: str) -> str:
+    """Return the model card: what the Hub reads in its head, then text for people."""
+    head: dict[str, Any] = {"library_name": "timm", "tags": ["image-classification", "timm"]}
+    if licence:
+        head["license"] = licence
+    size = " x ".join(map(str, trained.settings["input_size"][1:]))
+    lines = [f"# {trained.args.model}", ""]
+    parameters = sum(p.numel() for p in trained.model.parameters())
+    lines.append(f"{parameters / 1e6:.1f} M parameters, images of {size} px, {trained.model.num_classes} classes.")
+    lines += _accuracy(checkpoint)
+    lines += [f"Origin: {origin_url}"] if origin_url else []
+    lines += [f"Licence: {licence or 'not stated'}.", "", "```python"]
+    needs = needed_import(name)
+    lines += [needs.partition(" first")[0]] if needs else []
+    lines += ["import timm", "", 'model = timm.create_model("hf-hub:ORG/NAME", pretrained=True).eval()', "```", ""]
+    settings = (peek_checkpoint(checkpoint).get("args") or {}) if checkpoint else {}
+    told = {key: settings[key] for key in _SETTINGS if settings.get(key) not in (None, "", False, {})}
+    if told:
+        flags = " ".join(_flag(key, value) for key, value in told.items())
+        lines += ["## Training", "", "```bash", f"volo train DATA --model {trained.args.model} {flags}", "```", ""]
+    if names:
+        lines += [
+            "## Classes",
+            "",
+            ", ".join(names[:100]) + (f" and {len(names) - 100} more" if len(names) > 100 else ""),
+        ]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
+
+
+def _flag(key: str, value: Any) -> str:
+    shown = f"--{key.replace('_', '-')}"
+    return shown if value is True else f"{shown} {shlex.quote(str(value))}"
+
+
+def _accuracy(checkpoint: str) -> list[str]:
+    """A sentence about the epoch of the checkpoint, from the summary of its run."""
+    if not checkpoint:
+        return []
+    epoch = peek_checkpoint(checkpoint).get("epoch")
+    for row in read_summary(Path(checkpoint).parent / "summary.csv"):
+        if isinstance(epoch, int) and int(row["epoch"]) == epoch and row.get("eval_top1"):
+            average = row.get("eval_top1_ema")
+            more = f" ({float(average):.2f} % with averaged weights)" if average else ""
+            return [f"Top-1 {float(row['eval_top1']):.2f} %{more} of {row['eval_images']} validation images."]
+    return []
