@@ -41,7 +41,9 @@ def trained(data: Path, labels: Path, tmp_path: Path) -> Callable[[str], tuple[d
     """Return `trained(name)`: the weights that `volo train` makes of a model, dense head included, and its losses."""
 
     def trained(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-        flags = QUICK.replace("--model volo_test --img-size 32", f"--model {name} --img-size 64 --sched constant --lr 1e-3")
+        flags = QUICK.replace(
+            "--model volo_test --img-size 32", f"--model {name} --img-size 64 --sched constant --lr 1e-3"
+        )
         run = f"--epochs 2 --device cpu --output {tmp_path} --experiment run --token-label --token-label-data {labels}"
         assert cli.run("train", [str(data), *flags.split(), *run.split()]) == 0
         saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)
@@ -54,7 +56,9 @@ Trained = Callable[[str], tuple[dict[str, torch.Tensor], list[float]]]
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "lvvit_test"])
-def test_plain_pytorch(name: str, data: Path, labels: Path, trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_pytorch(
+    name: str, data: Path, labels: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = example("plain_pytorch").train(data, labels, name, **OPTIONS)
     told = capsys.readouterr().out
     weights, losses = trained(name)

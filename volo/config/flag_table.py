@@ -260,7 +260,9 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, item: str) -> str:
         name = item.partition("=")[0]
-        near = nearest(name, ["--help", "--version", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))])
+        near = nearest(
+            name, ["--help", "--version", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))]
+        )
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
 
 
