@@ -1,6 +1,8 @@
 """Train a timm model with token labels with Hugging Face Accelerate, on any number of processes.
 
-accelerate launch examples/accelerate_loop.py pictures labels
+    accelerate launch examples/accelerate_loop.py pictures labels
+
+Arguments as of plain_pytorch.py, which trains to the same weights.
 """
 
 import sys
@@ -53,4 +55,5 @@ def train(
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    data, labels = sys.argv[1:]
+    train(data, labels)

@@ -1,6 +1,8 @@
 """Train a timm model with token labels with Lightning, on any number of processes.
 
-python examples/lightning_module.py pictures labels
+    python examples/lightning_module.py pictures labels
+
+Arguments as of plain_pytorch.py, which trains to the same weights.
 """
 
 import sys
@@ -64,4 +66,5 @@ def train(data: str, labels: str, epochs: int = 100, trainer: dict[str, Any] | N
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    data, labels = sys.argv[1:]
+    train(data, labels)

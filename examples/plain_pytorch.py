@@ -1,6 +1,8 @@
 """Train a timm model with token labels in plain PyTorch.
 
-python examples/plain_pytorch.py pictures labels    # pictures/train/CLASS/IMAGE.jpg, and what `volo label` made of them
+    python examples/plain_pytorch.py pictures labels
+
+`pictures/train` holds class folders, `labels` what `volo label` made of them.
 """
 
 import sys
@@ -48,4 +50,5 @@ def train(
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    data, labels = sys.argv[1:]
+    train(data, labels)

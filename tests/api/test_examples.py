@@ -68,12 +68,12 @@ def test_plain_pytorch(
 
 def test_accelerate(data: Path, labels: Path, trained: Trained) -> None:
     pytest.importorskip("accelerate")
-    model = example("accelerate_loop").train(data, labels, "test_resnet", **OPTIONS)
-    torch.testing.assert_close(model.state_dict(), trained("test_resnet")[0], rtol=1e-5, atol=1e-6)
+    model = example("accelerate_loop").train(data, labels, "lvvit_test", **OPTIONS)
+    torch.testing.assert_close(model.state_dict(), trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)
 
 
 def test_lightning(data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    model = example("lightning_module").train(data, labels, name="test_resnet", trainer=quiet, **OPTIONS)
-    torch.testing.assert_close(model.state_dict(), trained("test_resnet")[0], rtol=1e-5, atol=1e-6)
+    model = example("lightning_module").train(data, labels, name="lvvit_test", trainer=quiet, **OPTIONS)
+    torch.testing.assert_close(model.state_dict(), trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)

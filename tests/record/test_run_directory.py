@@ -174,12 +174,16 @@ def test_damaged_records_do_not_keep_a_run_from_starting(tmp_path: Path) -> None
 
 
 def test_the_learning_curve_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the curve needs matplotlib (extra: plot)")
+    matplotlib = pytest.importorskip("matplotlib", reason="the curve needs matplotlib (extra: plot)")
     directory = RunDirectory(tmp_path)
     for epoch in range(3):
         directory.summary({"epoch": epoch, "train_loss": 2.0 - epoch, "eval_top1": 30.0 * epoch})
+    backend = matplotlib.get_backend()
+    matplotlib.use("svg")  # as a notebook's own, which is left to it
     file = directory.draw_curve()
-    assert file is not None and file.read_bytes()[:4] == b"\x89PNG"
+    found = matplotlib.get_backend()
+    matplotlib.use(backend)
+    assert file.read_bytes()[:4] == b"\x89PNG" and found == "svg"
 
 
 def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:

@@ -280,9 +280,6 @@ class RunDirectory:
 
     def draw_curve(self) -> Path:
         """Draw curve.png from summary.csv. Raises whatever matplotlib raises."""
-        import matplotlib
-
-        matplotlib.use("Agg")
         return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
 
 
@@ -334,9 +331,10 @@ def plain(value: Any) -> Any:
 
 
 def _draw(rows: list[dict[str, str]], file: Path) -> Path:
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
 
-    figure, (losses, accuracy) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    losses, accuracy = figure.subplots(1, 2)
     for axes, names, label in (
         (losses, ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"), "loss"),
         (accuracy, ("eval_top1", "eval_top5", "eval_top1_ema"), "accuracy (%)"),
@@ -354,7 +352,6 @@ def _draw(rows: list[dict[str, str]], file: Path) -> Path:
         if axes.lines:
             axes.legend()
     figure.savefig(file, dpi=120)
-    plt.close(figure)
     return file
 
 

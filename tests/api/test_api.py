@@ -1,0 +1,135 @@
+"""The public names of `tlt`: they are there, typed, loaded late, and the documents' loop runs as it is printed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+import tlt
+import volo
+from tests.commands.conftest import ROOT
+from volo.config.args import parse_train
+from volo.train.data import augment_config
+
+PAGE = (ROOT / "docs" / "python_api.md").read_text()
+SMALL = {
+    '"resnet26d"': '"test_resnet"',
+    "(224, 224)": "(64, 64)",
+    "batch_size=64": "batch_size=8, workers=0",
+    "range(100)": "range(2)",
+}
+
+
+@pytest.fixture
+def images(make_dataset: Callable[..., Path]) -> Any:
+    return tlt.open_images(str(make_dataset(train=20)), "train")
+
+
+def test_the_names_are_those_of_the_page_and_every_one_says_what_it_is() -> None:
+    named = re.findall(r"^\| `(\w+)|, `(\w+)` \| its argument", PAGE, re.MULTILINE)
+    assert {name for pair in named for name in pair if name} == set(tlt.__all__)
+    for name in tlt.__all__:
+        each = getattr(tlt, name)
+        assert inspect.getdoc(each) and name in dir(tlt), name
+        for function in [each, *vars(each).values()] if inspect.isclass(each) else [each]:
+            if inspect.isfunction(function) and not function.__name__.startswith("_"):
+                assert "return" in function.__annotations__, (name, function)
+    with pytest.raises(AttributeError, match="has no attribute 'labels_of'"):
+        _ = tlt.labels_of  # type: ignore[attr-defined]
+
+
+def test_importing_registers_models_and_loads_the_rest_on_demand() -> None:
+    code = (
+        "import sys, tlt, timm; assert timm.is_model('lvvit_s') and timm.create_model('lvvit_test');"
+        "found = {'tlt.api', 'tlt.data.loader', 'tlt.labels.store'} & set(sys.modules);"
+        "assert not found, found; tlt.open_labels; assert 'tlt.labels.store' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_loop_of_readme_and_page_runs(
+    device: str, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (loop,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert loop in (ROOT / "README.md").read_text()
+    for published, small in {**SMALL, '"cuda"': f'"{device}"', ".cuda()": f".{device}()"}.items():
+        assert published in loop
+        loop = loop.replace(published, small)
+    data = make_dataset(train=20)
+    make_labels(data)
+    monkeypatch.chdir(data.parent)
+    data.rename("pictures")
+    found: dict[str, Any] = {}
+    exec(compile(loop, "README.md", "exec"), found)
+    assert found["update"] == 5 and found["loss"].total.isfinite() and found["loss"].dense > 0
+    assert found["outputs"][1].shape == (4, found["criterion"].grid[0] * found["criterion"].grid[1], 4)
+
+
+def test_a_loader_passes_from_epoch_to_epoch_and_goes_on_within_one(images: Any) -> None:
+    def loader(**options: Any) -> tlt.Loader:
+        return tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, seed=3, workers=0, **options)
+
+    whole = loader()
+    first, second = [batch.images for batch in whole], [batch.images for batch in whole]
+    assert [len(each) for each in first] == [8, 8, 4] and len(whole) == 3
+    assert not torch.equal(first[0], second[0])
+    again = loader()
+    again.sampler.set_epoch(1)
+    assert all(map(torch.equal, [batch.images for batch in again], second))
+    resumed = [batch.images for _, _, batch in loader().epoch(1, 2)]
+    assert len(resumed) == 1 and torch.equal(resumed[0], second[2])
+    halves = [[batch.indices for batch in loader(world_size=2, rank=rank)] for rank in range(2)]
+    assert sorted(torch.cat([*halves[0], *halves[1]]).tolist()) == list(range(20))
+    assert len(loader(drop_last=True)) == 2
+
+
+def test_augmentation_is_that_of_volo_train_by_default() -> None:
+    args = parse_train(["data", "--model", "lvvit_s"])
+    settings = {"input_size": (3, 224, 224), "mean": (0.485, 0.456, 0.406)}
+    assert tlt.AugmentConfig((224, 224)) == augment_config(args, settings)
+
+
+def test_mistakes_are_one_line(images: Any) -> None:
+    model = timm.create_model("test_resnet", num_classes=4)
+    with pytest.raises(tlt.UserError, match=r"ResNet has no dense head: call tlt.with_dense_head\(model, img_size\)$"):
+        tlt.TokenLabelLoss.of(model, (64, 64))
+    with pytest.raises(tlt.UserError, match="fewer than one global batch of 64"):
+        tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 32, world_size=2)
+    with pytest.raises(tlt.UserError, match="--data-backend jpg: known ones"):
+        tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, backend="jpg")
+
+
+def test_a_criterion_of_a_model_knows_where_its_tokens_lie() -> None:
+    model = tlt.with_dense_head(timm.create_model("test_resnet", num_classes=4), (64, 64))
+    criterion = tlt.TokenLabelLoss.of(model, (64, 64), dense_weight=0.25)
+    assert criterion.grid == model.token_grid((64, 64)) and criterion.dense_weight == 0.25
+    assert criterion.window == model.token_places((64, 64)).window(criterion.grid, (64, 64)) != (0, 0, 1, 1)
+    assert replace(criterion, num_classes=5).window == criterion.window
+
+
+def test_versions_agree_and_both_packages_are_typed() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert tlt.__version__ == volo.__version__ and f'\nversion = "{tlt.__version__}"\n' in project
+    assert f"\nversion: {tlt.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    for package in ("tlt", "volo"):
+        assert (ROOT / package / "py.typed").is_file() and f'\n{package} = ["py.typed"]\n' in project
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["-m volo", "-m tlt", "-m volo report", "train.py", "validate.py", "generate_label.py", "benchmark.py"],
+)
+def test_every_program_tells_its_version(program: str) -> None:
+    told = subprocess.run([sys.executable, *program.split(), "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (told.returncode, told.stdout, told.stderr) == (0, f"volo-tlt {tlt.__version__}\n", "")
