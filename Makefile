@@ -1,5 +1,6 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
 # make test-versions   the tests on every promised Python that is here, on the oldest with the oldest packages (uv)
+# make test-newest   the tests with the newest torch, torchvision and timm there are
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
@@ -19,7 +20,7 @@ PART ?= 1 2 3 4
 DEVICE ?= cuda
 BENCHMARK_ARGS ?=
 
-.PHONY: demo docs house test test-versions test-faults test-slurm test-docker benchmark-gpu lint clean
+.PHONY: demo docs house test test-versions test-newest test-faults test-slurm test-docker benchmark-gpu lint clean
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
@@ -36,6 +37,13 @@ test: $(VENV)/.installed-test
 
 test-versions:
 	.ci/test-versions $(PARALLEL) $(TEST_ARGS)
+
+# For a job that runs once a week: what upstream has released breaks here first.
+test-newest:
+	$(PYTHON) -m venv --clear .venv-versions/newest
+	.venv-versions/newest/bin/python -m pip install --quiet --upgrade --editable ".[test]" torch torchvision timm
+	.venv-versions/newest/bin/python -m pip list | grep -E "^(torch|torchvision|timm) "
+	.venv-versions/newest/bin/python -m pytest $(PARALLEL) $(TEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "" -k test_fault $(TEST_ARGS)
