@@ -1,17 +1,7 @@
 """Token labeling for a training loop of one's own: the names that `import tlt` offers, those of other modules included.
 
-    images = tlt.open_images("pictures", "train")
-    labels = tlt.open_labels("labels", images.paths)
-    loader = tlt.Loader(images, labels, tlt.AugmentConfig((224, 224)), batch_size=64)
-    criterion = tlt.TokenLabelLoss.of(model, (224, 224))
-    for batch in loader:
-        step = tlt.StepKey(seed, update)
-        box = tlt.draw_box(step, criterion.grid)
-        outputs = model(batch.images, dense=True, mix_box=box)
-        loss = criterion(outputs, criterion.targets(batch), box).total
-
 `volo train` uses the same targets, boxes and loss (`volo.train.criterion`) and makes the same batches: equal seeds give
-equal numbers. docs/python_api.md has the whole loop.
+equal numbers. docs/python_api.md has such a loop, examples/ whole programs.
 
 Shapes: B images, N tokens, C classes.
 """
