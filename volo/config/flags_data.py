@@ -197,7 +197,7 @@ TOKEN_LABELS = Group(
             default=None,
             nargs="+",
             metavar="ROW",
-            help="do as the published code does: upstream, or rows of docs/flags.md; no-ROW takes one out of upstream",
+            help="do as the published code does: upstream, or rows of docs/parity.md; no-ROW takes one out of upstream",
         ),
         flag(
             "--dense-weight",
