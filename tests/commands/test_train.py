@@ -21,6 +21,7 @@ from tests.commands.conftest import QUICK, ROOT, Ended, metrics
 from tests.conftest import LIMIT
 from tlt.io.progress import SearchProgress
 from tlt.io.weights import read_checkpoint
+from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
 from volo.commands.report import without_times
@@ -54,6 +55,11 @@ def test_a_run_leaves_all_its_records(
     assert [record["update"] for record in metrics(run)] == [1, 2, 3, 4]
     record = metrics(run)[0]
     assert record["loss"] == pytest.approx(record["cls_loss"] + 0.5 * record["dense_loss"], rel=1e-6)
+    config = torch.load(run / "last.pth.tar", weights_only=True)["model_config"]
+    model = timm.create_model("volo_test", num_classes=config["num_classes"], img_size=config["img_size"])
+    # Counted as three forward passes: of a model this small, the images' own gradient would be a large part.
+    work = flops_per_image(model.train(), (3, *config["img_size"]), backward=True, dense=True)
+    assert record["tflops_per_second"] == pytest.approx(record["images_per_second"] * work / 1e12, rel=0.1)
     assert "over 8 images" in ended.out and "class" in ended.out and "dense" in ended.out
     assert "learning rate 1.25e-05 = --lr-base 0.0016 x global batch 8 / 1024" in ended.out
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from volo.record import machine_use
-from volo.record.machine_use import MachineUse
+from volo.record.machine_use import Arithmetic, MachineUse, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -53,6 +53,30 @@ def test_a_container_has_interfaces_without_cards(tmp_path: Path, monkeypatch: p
 
 def test_what_the_system_does_not_tell_is_left_out(tmp_path: Path) -> None:
     assert MachineUse(CPU, tmp_path).look() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("Tesla V100-SXM2-32GB", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GeForce RTX 9090", None),
+        ("", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_sheet(name: str, peak: float | None) -> None:
+    assert peak_flops(name, torch.bfloat16) == peak
+    assert peak_flops(name, None) is None
+
+
+def test_a_share_is_told_where_the_peak_is_known() -> None:
+    assert Arithmetic(2e9, 100e12).use(5000.0) == pytest.approx({"tflops_per_second": 10.0, "mfu": 0.1})
+    assert Arithmetic(2e9, None).use(5000.0) == pytest.approx({"tflops_per_second": 10.0})
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tlt.errors import UserError
+from tlt.models.flops import flops_per_image
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import DATA_KEY, Resume, changed_labels, check_same_data, find_resume
 from volo.checkpoint.saver import SavePolicy, Saver
@@ -21,12 +22,14 @@ from volo.cluster.ranks import launch_id
 from volo.config.flag_rules import trackers_of
 from volo.memory.memory_budget import memory_report, step_shape
 from volo.record.logger import Logger
+from volo.record.machine_use import Arithmetic, peak_flops
 from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.record.run_lock import RunLock
 from volo.train.criterion import TokenLabelCriterion
 from volo.train.held_out import LIST, as_list
-from volo.train.loop import Training
+from volo.train.loop import Training, set_train_mode
 from volo.train.meter import Meter
+from volo.train.precision import compute_dtype
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -142,7 +145,7 @@ def open_run(
             lock.acquire()
             more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}
             run_directory.record_start(args, world.size, str(world.device), launch_id(), more)
-            logger.open(run_directory, training.schedule.total_updates)
+            logger.open(run_directory, training.schedule.total_updates, arithmetic(args, training, world.device))
             if dropped := run_directory.rewind(training.state.epoch, training.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
@@ -199,6 +202,26 @@ def describe(args: Namespace, training: Training, world: World, logger: Logger) 
         f"learning rate {training.lr_formula}; {args.opt} on {world.size} x {world.device.type}, "
         f"{precision}, {torch.get_num_threads()} threads"
     )
+
+
+def arithmetic(args: Namespace, training: Training, device: torch.device) -> Arithmetic | None:
+    """Count the arithmetic of a step without computing or drawing anything; None where torch can't."""
+    model, config = training.state.model, training.state.metadata["model_config"]
+    size = (config["in_chans"], *config["img_size"])
+    shape = step_shape(training.criterion, size, device, training.precision.amp_dtype)
+    modes = [(module, module.training) for module in model.modules()]
+    set_train_mode(model, training.freeze_bn)  # with `--drop-path-mode subset`, dropped branches are not computed
+    try:
+        forward = flops_per_image(model, size, images=args.batch_size, **({"dense": True} if shape.dense else {}))
+    except (NotImplementedError, RuntimeError):  # an operation that needs a tensor's contents
+        return None
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    # Every product of the forward pass has two in the backward pass, unless its parameters are frozen.
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, device)))
 
 
 def tell_memory(args: Namespace, training: Training, world: World, logger: Logger) -> None:

@@ -17,7 +17,7 @@ from tlt.data.dataset import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now
-from volo.record.machine_use import MachineUse
+from volo.record.machine_use import Arithmetic, MachineUse
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.run_directory import RunDirectory
 from volo.record.trackers import FOLDER as TRACKERS
@@ -37,6 +37,7 @@ class Logger:
         self.events = EventLog(world.rank)
         self.trackers = Trackers()
         self._machine = MachineUse(world.device)
+        self._arithmetic: Arithmetic | None = None
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
@@ -44,13 +45,14 @@ class Logger:
         self._before: list[str] = []  # lines for log.txt from before `open`
         self._seconds, self._updates = 0.0, 0
 
-    def open(self, directory: RunDirectory, total_updates: int) -> None:
+    def open(self, directory: RunDirectory, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
         """Write records to `directory` from now on; earlier lines go to its log.txt, too.
 
         Args:
             total_updates: Updates of the whole run, for the ETA.
+            arithmetic: Of a step; None where it can't be counted.
         """
-        self.directory, self._total_updates = directory, total_updates
+        self.directory, self._total_updates, self._arithmetic = directory, total_updates, arithmetic
         self._machine.look()  # what follows is measured from here
         for text in self._before:
             directory.log(text)
@@ -170,7 +172,8 @@ class Logger:
             self._log(text)
             rate = f"{interval.images_per_second:.0f} images/s"
             self._bar.set_postfix_str(f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}")
-        more = {"images_per_second": interval.images_per_second, **self._machine.look(), "time": utc_now()}
+        use = self._machine.look() | (self._arithmetic.use(per_device) if self._arithmetic else {})
+        more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **more})
         self._tracked(self.trackers.failures())
 

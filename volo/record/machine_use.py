@@ -1,14 +1,48 @@
-"""How busy the machine of rank 0 is: CPUs, network and GPU memory, from files of Linux alone."""
+"""How busy the machine of rank 0 is: its CPUs, network and GPU, and what share of the GPU's arithmetic a run uses."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 _RDMA_WORD = 4  # bytes, in which InfiniBand counts
+# 10^12 FLOP/s of dense products of bfloat16 or float16, from NVIDIA's data sheets. The first name that fits counts.
+_PEAKS = {
+    **{"GB200": 2500, "B200": 2250, "GH200": 989, "H200": 989},
+    **{"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148},
+    **{"A100": 312, "A800": 312, "A30": 165, "A10G": 70, "A10": 125, "A40": 150},
+    **{"L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65},
+}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The arithmetic of a training step.
+
+    Attributes:
+        flops_per_image: Floating-point operations of the model, forwards and backwards, without what is recomputed.
+        peak: FLOP/s of a device; None where it isn't known.
+    """
+
+    flops_per_image: float
+    peak: float | None
+
+    def use(self, images_per_second: float) -> dict[str, float]:
+        """Return `tflops_per_second`, and `mfu`, its share of the peak in [0, 1], of a device with so many images."""
+        rate = images_per_second * self.flops_per_image
+        return {"tflops_per_second": rate / 1e12} | ({"mfu": rate / self.peak} if self.peak else {})
+
+
+def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
+    """Return the FLOP/s of a GPU by its data sheet; None for other devices, and for float32 (`dtype` None)."""
+    if dtype is None:
+        return None
+    words = device_name.replace("-", " ").split()
+    return next((1e12 * peak for name, peak in _PEAKS.items() if set(name.split()) <= set(words)), None)
 
 
 class MachineUse:
@@ -27,7 +61,8 @@ class MachineUse:
 
         - `cpu_share`: of all CPUs of the machine, in [0, 1];
         - `network_bytes_per_second`: sent and received by network cards, RDMA (InfiniBand, RoCE) included;
-        - `gpu_memory_bytes`: the most that tensors have occupied on this rank's GPU in the whole run.
+        - `gpu_memory_bytes`: the most that tensors have occupied on this rank's GPU in the whole run;
+        - `gpu_share`: of the last moment's time in which this rank's GPU was busy, in [0, 1]; needs nvidia-ml-py.
         """
         (idle_before, all_before, bytes_before, before), self._before = self._before, self._now()
         idle, ticks, sent, now = self._before
@@ -38,6 +73,8 @@ class MachineUse:
             found["network_bytes_per_second"] = max(0, sent - bytes_before) / (now - before)
         if self._device.type == "cuda":
             found["gpu_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+            with suppress(Exception):  # the library is missing or older than the driver: no run may end because of it
+                found["gpu_share"] = torch.cuda.utilization(self._device) / 100
         return found
 
     def _now(self) -> tuple[int, int, int, float]:
