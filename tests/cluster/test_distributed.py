@@ -74,7 +74,7 @@ def test_device_names_are_checked() -> None:
     assert choose_device("cpu", 0) == torch.device("cpu")
     with pytest.raises(UserError, match="--device warp9"):
         choose_device("warp9", 0)
-    with pytest.raises(UserError, match="--device meta: cpu, cuda and cuda:N"):
+    with pytest.raises(UserError, match="--device meta: cpu, cuda, cuda:N, mps and xpu"):
         choose_device("meta", 0)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="--device cuda"):

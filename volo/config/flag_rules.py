@@ -325,7 +325,8 @@ def _remarks(args: Namespace) -> list[str]:
         notes.append("MixToken mixes what --mixup or --cutmix mixed; --no-mix-token would leave it at that")
     if args.aa and args.aa != "none" and args.color_jitter != 0.4:
         notes.append(f"--color-jitter {args.color_jitter:g} is not used beside --aa {args.aa}; --aa '' would use it")
-    if "warmup_epochs" not in args.defaulted and args.warmup_epochs >= args.epochs and not args.warmup_prefix:
+    fitted = getattr(args, "defaulted", ())  # no flags of train.py: all are as given
+    if "warmup_epochs" not in fitted and args.warmup_epochs >= args.epochs and not args.warmup_prefix:
         notes.append(f"--warmup-epochs {args.warmup_epochs} covers all of --epochs {args.epochs}")
     if args.lr is not None and args.lr < args.min_lr and args.sched in CYCLIC_SCHEDULES:
         notes.append(f"--lr {args.lr:g} is below --min-lr {args.min_lr:g}: the learning rate rises to it")
