@@ -154,6 +154,13 @@ def test_slow_data_is_told_once_an_epoch() -> None:
     told = "data wait 38 % of the step: raise --workers"
     assert events == ["looked", "looked", "data-wait", told, "looked", "looked", "data-wait", told]
 
+    events.clear()
+    for _ in range(3):  # an epoch of few images: each interval waits for data, but 3 s in all are not worth a word
+        pace.interval(2, 1.0, 1.0, 2.0)
+    assert events == ["looked"] * 3
+    pace.interval(2, 1.0, 1.0, 2.0)
+    assert events[4:] == ["data-wait", "data wait 50 % of the step: raise --workers"]
+
 
 @pytest.mark.parametrize(
     ("own", "reason"), [(True, "stopped by SIGUSR1"), (False, "stopped because another rank had to")]

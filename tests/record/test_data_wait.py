@@ -123,6 +123,7 @@ def test_a_run_that_waits_is_told_what_to_do(
     make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "WAIT_SHARE", 0.0)
+    monkeypatch.setattr(pace, "WAIT_SECONDS", 0.0)
     assert cli.run("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run".split()) == 0
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (wait,) = (event for event in events if event["kind"] == "data-wait")

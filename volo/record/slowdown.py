@@ -19,6 +19,7 @@ from volo.cluster.distributed import World, from_all
 from volo.record.logger import Logger
 
 WAIT_SHARE = 0.2  # of an interval, waiting for data
+WAIT_SECONDS = 3.0  # of an epoch: in short epochs, workers that begin would be most of it
 STRAGGLER_FACTOR = 1.5  # over the median of the ranks
 STRAGGLER_SHARE = 0.1  # of an interval, that the median rank loses
 
@@ -229,12 +230,15 @@ class SlowdownWatch:
     ) -> None:
         self.world, self.advisor, self.logger, self.gather = world, advisor, logger, gather
         self._warned: dict[str, int] = {}  # epoch of the newest warning
+        self._waited = (-1, 0.0)  # epoch, and its seconds so far
 
     def interval(self, epoch: int, own_seconds: float, wait_seconds: float, seconds: float) -> None:
         """Check an interval of `seconds`, in which this rank waited `wait_seconds` for data."""
         self.advisor.look()
         share = wait_seconds / max(seconds, 1e-9)
-        if share > WAIT_SHARE and self._first("data-wait", epoch):
+        before = self._waited[1] if self._waited[0] == epoch else 0.0
+        self._waited = (epoch, before + wait_seconds)
+        if share > WAIT_SHARE and self._waited[1] > WAIT_SECONDS and self._first("data-wait", epoch):
             advice = self.advisor.advice()
             self.logger.event("data-wait", share=round(share, 3), advice=advice)
             self.logger.warning(f"data wait {100 * share:.0f} % of the step: {advice}")
