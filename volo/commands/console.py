@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 import traceback
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -32,6 +33,8 @@ def run_program(
     """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
     return the exit code of its `run(args)`."""
     adopt_mpi(os.environ)
+    # torch's remark on more workers than CPUs: where they cost time, `volo.record.slowdown` says so.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
         code = _run(parse, module, argv)
