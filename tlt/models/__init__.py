@@ -1,6 +1,7 @@
 """LV-ViT and what all models trained with token labels share. Importing it registers the models with timm."""
 
 from tlt.models import lvvit as lvvit
+from tlt.models import transformers_vit as transformers_vit
 from tlt.models.fit_weights import adapt_state_dict
 from tlt.models.lvvit import ENTRYPOINTS, LVViT
 from tlt.models.pos_embed import resize_pos_embed

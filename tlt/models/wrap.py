@@ -26,6 +26,7 @@ from tlt.models.mix_point import EmbeddingCells, MixPoint, add_mix_point, layer_
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_places import Size, TokenPlaces, places_of, shrinking_layers
+from tlt.models.transformers_vit import from_transformers
 
 # Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
@@ -257,8 +258,11 @@ def split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Ten
 def joined_state_dict(
     model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None = None, path: Any = "the checkpoint"
 ) -> dict[str, Tensor]:
-    """As `state_dict_of`, with the dense head that belongs to those weights if `model` has one like it."""
-    state = state_dict_of(checkpoint, use_ema, path)
+    """As `state_dict_of`, with the dense head that belongs to those weights if `model` has one like it.
+
+    The weights of a ViT of Hugging Face's Transformers get timm's names.
+    """
+    state = from_transformers(state_dict_of(checkpoint, use_ema, path))
     if not isinstance(unwrap(model), WithDenseHead):
         return state
     return state | dense_head_of(checkpoint, use_ema, path)

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
 from timm.models import load_model_config_from_hf
-from timm.models._hub import load_model_config_from_path
+from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_config_from_path
 
 from tlt.errors import UserError
+from tlt.models import transformers_vit
 
-_PREFIXES = {"local-dir:": load_model_config_from_path, "hf-hub:": load_model_config_from_hf}
+
+class _Place(NamedTuple):
+    """Where models are described.
+
+    Attributes:
+        load: timm's function for its own descriptions.
+        file_of: Returns the path of one file; OSError where it is missing.
+        source: The part of `pretrained_cfg` by which timm finds the weights.
+    """
+
+    load: Callable[[str], tuple[dict[str, Any], str, dict[str, Any]]]
+    file_of: Callable[[str, str], str]
+    source: Callable[[str], dict[str, str]]
+
+
+_PLACES = {
+    "local-dir": _Place(
+        load_model_config_from_path,
+        lambda folder, name: str(Path(folder, name)),
+        lambda folder: {"file": folder, "source": "local-dir"},
+    ),
+    "hf-hub": _Place(load_model_config_from_hf, download_from_hf, lambda name: {"hf_hub_id": name, "source": "hf-hub"}),
+}
 
 
 class Architecture(NamedTuple):
@@ -29,11 +54,17 @@ def architecture_of(model: str) -> Architecture:
     Raises:
         UserError: The folder or the repository can't be read, or describes no model that timm knows here.
     """
-    load = next((function for prefix, function in _PREFIXES.items() if model.startswith(prefix)), None)
-    if load is None:
+    prefix, colon, name = model.partition(":")
+    if not colon or prefix not in _PLACES:
         return Architecture(model, {}, None)
+    place = _PLACES[prefix]
     try:
-        config, name, kwargs = load(model.partition(":")[2])
+        described = load_cfg_from_json(place.file_of(name, "config.json"))
+        if transformers_vit.describes_vit(described):
+            return _transformers_vit(described, name, place)
+        config, name, kwargs = place.load(name)
+    except UserError as error:
+        raise UserError(f"--model {model}: {error}") from error
     except KeyError as error:
         raise UserError(f"--model {model}: its config.json does not tell {error}") from error
     except Exception as error:  # huggingface_hub and requests derive theirs from nothing narrower
@@ -42,3 +73,12 @@ def architecture_of(model: str) -> Architecture:
     if not timm.is_model(name):
         raise UserError(f"--model {model} is a {name}, which timm does not know: install the package that registers it")
     return Architecture(name, kwargs or {}, config)
+
+
+def _transformers_vit(described: dict[str, Any], name: str, place: _Place) -> Architecture:
+    try:
+        processor = load_cfg_from_json(place.file_of(name, "preprocessor_config.json"))
+    except OSError:  # it has none; huggingface_hub's errors derive from it
+        processor = {}
+    kwargs, config = transformers_vit.timm_config(described, processor)
+    return Architecture(transformers_vit.NAME, kwargs, config | place.source(name))

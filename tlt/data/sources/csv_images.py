@@ -59,7 +59,7 @@ def _rows(file: str) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"--dataset csv: {printable(file)} can't be read as a table: {error}") from error
     if not rows or not {"path", "class"} <= rows[0].keys():
-        raise UserError(f"{printable(file)} is no table with columns 'path' and 'class' in its first line")
+        raise UserError(f"{printable(file)} is no table, with commas, of columns 'path' and 'class' in its first line")
     short = [number for number, row in enumerate(rows, 2) if not row["path"] or not row["class"]]
     if short:
         raise UserError(f"{printable(file)}, line {short[0]}: a row needs a path and a class")

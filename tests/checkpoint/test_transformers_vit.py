@@ -1,0 +1,97 @@
+"""Vision transformers of Hugging Face's Transformers: the logits are those of its own models."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+from tests.commands.conftest import QUICK
+from tlt.errors import UserError
+from volo import cli
+from volo.checkpoint.finetune import load_finetune
+from volo.config.args import parse_train
+from volo.train.model import build_model, eval_settings
+
+transformers = pytest.importorskip("transformers")
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 32}
+
+
+def _saved(kind: str, folder: Path, **settings: Any) -> torch.nn.Module:
+    torch.manual_seed(1)
+    # Weights far larger than those of a fresh model: an error in any of them shows in the logits.
+    config = transformers.ViTConfig(**SMALL | {"patch_size": 8, "initializer_range": 0.2} | settings)
+    model = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def _args(*flags: str) -> Namespace:
+    return parse_train(["data", *flags])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_labels": 3},
+        {"num_labels": 5, "patch_size": 4, "qkv_bias": False, "num_channels": 1},
+        {"num_labels": 7, "hidden_size": 192, "num_hidden_layers": 12, "patch_size": 16},
+    ],
+)
+def test_logits_are_those_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    theirs = _saved("ViTForImageClassification", tmp_path, **settings)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4], "image_std": [0.3]}))
+    args = _args("--model", f"local-dir:{tmp_path}", "--pretrained")
+    ours = build_model(args).eval()
+    images = torch.randn(3, settings.get("num_channels", 3), 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(images), theirs(images).logits, rtol=1e-5, atol=1e-5)
+    looks = eval_settings(args, ours)
+    assert looks["input_size"] == tuple(images.shape[1:]) and (looks["mean"][0], looks["std"][0]) == (0.4, 0.3)
+    assert (looks["interpolation"], looks["crop_pct"]) == ("bilinear", 1.0)
+
+
+@pytest.mark.parametrize("of_file", [True, False], ids=["names of files", "names of modules"])
+def test_fine_tuning_takes_the_backbone_without_the_heads_for_pretraining(of_file: bool, tmp_path: Path) -> None:
+    theirs = _saved("ViTModel", tmp_path)
+    path = tmp_path / "model.safetensors"
+    if not of_file:
+        path = tmp_path / "weights.pth"
+        torch.save(theirs.state_dict(), path)
+    # A head of two layers: Transformers calls the first one pooler.
+    ours = timm.create_model(
+        "vit_transformers", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, mlp_ratio=1.5
+    ).eval()
+    report = load_finetune(ours, path)
+    assert sorted(report.dropped) == ["pooler.dense.bias", "pooler.dense.weight"]
+    assert report.missing == ["head.weight", "head.bias"] and report.share == 1
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = theirs(images).last_hidden_state
+        torch.testing.assert_close(ours.forward_features(images), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_is_trained_and_validated(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
+    theirs = _saved("ViTForImageClassification", tmp_path / "vit", num_labels=2)
+    data, flags = make_dataset(), QUICK.replace("volo_test", f"local-dir:{tmp_path / 'vit'}").split()
+    flags += ["--output", str(tmp_path), "--epochs", "1", "--lr", "0"]
+    assert cli.run("train", [str(data), *flags, "--finetune", str(tmp_path / "vit"), "--experiment", "run"]) == 0
+    trained = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["state_dict"]
+    query = theirs.state_dict()["vit.layers.1.attention.q_proj.weight"]
+    torch.testing.assert_close(trained["blocks.1.attn.qkv.weight"][:32], query)
+    assert cli.run("validate", [str(data), "--checkpoint", str(tmp_path / "run" / "last.pth.tar"), "-j", "0"]) == 0
+
+
+def test_what_timm_lacks_is_told(tmp_path: Path) -> None:
+    _saved("ViTForImageClassification", tmp_path, hidden_act="relu")
+    with pytest.raises(UserError, match="hidden_act relu, this ViT has gelu"):
+        build_model(_args("--model", f"local-dir:{tmp_path}"))

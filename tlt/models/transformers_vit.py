@@ -1,0 +1,127 @@
+"""Vision transformers as Hugging Face's Transformers stores them (`google/vit-...`), for timm's VisionTransformer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from tlt.errors import UserError
+
+# Names in files of Transformers 4 and 5, and those of the modules of version 5.
+_NAMES = (
+    (r"^embeddings\.cls_token$", "cls_token"),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
+    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
+    (r"\.(?:intermediate\.dense|mlp\.fc1)\.", ".mlp.fc1."),
+    (r"\.(?:output\.dense|mlp\.fc2)\.", ".mlp.fc2."),
+    (r"\.layernorm_before\.", ".norm1."),
+    (r"\.layernorm_after\.", ".norm2."),
+    (r"^layernorm\.", "norm."),
+    (r"^classifier\.", "head."),
+)
+_PART = re.compile(r"\.attention\.(?:attention\.)?(query|q_proj|key|k_proj|value|v_proj)\.(weight|bias)$")
+_PATCHES = "embeddings.patch_embeddings.projection.weight"
+
+NAME = "vit_transformers"
+_EPS = 1e-12  # added to the variances of LayerNorm; timm's models add 1e-6
+_RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+
+
+def from_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under timm's names if they are those of a ViT of Transformers, otherwise `state` itself.
+
+    Queries, keys and values are joined, as timm has them. What timm's model lacks keeps its name: the pooler (a second
+    layer of the head, for pre-training) and the mask token.
+    """
+    prefix = next((p for p in ("vit.", "") if p + _PATCHES in state), None)
+    if prefix is None:
+        return state
+    found: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, value in state.items():
+        name = name.removeprefix(prefix)
+        for pattern, ours in _NAMES:
+            name = re.sub(pattern, ours, name)
+        if part := _PART.search(name):
+            joined = f"{name[: part.start()]}.attn.qkv.{part[2]}"
+            parts.setdefault(joined, {})[part[1][0]] = value  # q, k or v
+        else:
+            found[name] = value
+    return found | {name: torch.cat([each[key] for key in "qkv"]) for name, each in parts.items() if len(each) == 3}
+
+
+def describes_vit(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a ViT of Transformers."""
+    return config.get("model_type") == "vit" and "architecture" not in config
+
+
+def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of `vit_transformers` for a config.json, and its `pretrained_cfg` without a source.
+
+    Args:
+        processor: The preprocessor_config.json beside it; empty where there is none.
+
+    Raises:
+        UserError: timm has no such model; the message names the setting.
+    """
+    if config.get("hidden_act", "gelu") != "gelu":
+        raise UserError(f"its config.json has hidden_act {config['hidden_act']}, this ViT has gelu")
+    width, size, channels = config["hidden_size"], config["image_size"], config.get("num_channels", 3)
+    classifies = "ViTForImageClassification" in (config.get("architectures") or ())
+    kwargs = {
+        **{"img_size": size, "patch_size": config["patch_size"], "in_chans": channels, "embed_dim": width},
+        **{"depth": config["num_hidden_layers"], "num_heads": config["num_attention_heads"]},
+        **{"mlp_ratio": config["intermediate_size"] / width, "qkv_bias": config.get("qkv_bias", True)},
+        "norm_eps": config.get("layer_norm_eps", _EPS),
+    }
+    # The image processor resizes both sides to the model's size; without one, images are scaled to [-1, 1].
+    half = [0.5] * channels
+    looks = {
+        **_LOOKS,
+        **{"input_size": (channels, size, size), "num_classes": len(config.get("id2label", "..")) if classifies else 0},
+        **{"mean": tuple(processor.get("image_mean") or half), "std": tuple(processor.get("image_std") or half)},
+        "interpolation": _RESAMPLING.get(processor.get("resample", 2), "bilinear"),
+    }
+    return kwargs | ({"num_classes": looks["num_classes"]} if classifies else {}), looks
+
+
+_LOOKS = {
+    **{"input_size": (3, 224, 224), "fixed_input_size": True, "crop_pct": 1.0, "crop_mode": "squash"},
+    **{"interpolation": "bilinear", "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
+    **{"first_conv": "patch_embed.proj", "classifier": "head", "num_classes": 1000},
+}
+default_cfgs = generate_default_cfgs({NAME: _LOOKS})
+
+
+@register_model
+def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs: Any) -> nn.Module:
+    """timm's VisionTransformer with the LayerNorm of Transformers; further arguments are timm's.
+
+    Args:
+        norm_eps: Added to the variances of LayerNorm. At timm's 1e-6 logits differ by up to 5e-4.
+    """
+    model: nn.Module = build_model_with_cfg(
+        VisionTransformer,
+        NAME,
+        pretrained,
+        pretrained_filter_fn=_filter,
+        feature_cfg={"out_indices": 3, "feature_cls": "getter"},
+        norm_layer=partial(nn.LayerNorm, eps=norm_eps),
+        **kwargs,
+    )
+    return model
+
+
+def _filter(state: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
+    """Convert a file's weights as timm does it for its own models: to the model's names and image size."""
+    known = {n: v for n, v in from_transformers(state).items() if not n.startswith(("pooler.", "embeddings.mask"))}
+    return cast(dict[str, Tensor], checkpoint_filter_fn(known, model))
