@@ -239,14 +239,14 @@ def test_a_run_says_everything_and_its_best_epochs_average_is_taken(
     assert ended.code == 0, ended.err
     checkpoint = torch.load(tmp_path / "run" / "model_best.pth.tar")
     files = sorted((data / "validation").rglob("*.jpg"), key=lambda path: timm_key(str(path)))
-    flags = f"--checkpoint {tmp_path}/run {FLAGS} --data-backend pil -o {tmp_path}/out.csv"
+    flags = f"--checkpoint {tmp_path}/run {FLAGS} --data-backend pil -o {tmp_path}"
     for flag, entry in (("", "state_dict_ema"), ("--no-use-ema", "state_dict")):
-        ended = call("predict", f"{flags} {flag}", data / "validation")
+        ended = call("predict", f"{flags}/{entry}.csv {flag}", data / "validation")
         assert ended.code == 0 and f"{tmp_path}/run: model_best.pth.tar" in ended.out, ended.err
         assert ("weights: EMA (training selected by it)" in ended.out) == (flag == "")
         model = timm.create_model("volo_test", num_classes=4, img_size=32).eval()
         model.load_state_dict(checkpoint[entry])
-        first = pandas.read_csv(tmp_path / "out.csv").query("rank == 1")
+        first = pandas.read_csv(tmp_path / f"{entry}.csv").query("rank == 1")
         assert first["path"].tolist() == list(map(str, files))
         assert set(first["class_name"]) <= {"blue", "green", "grey", "red"}
         np.testing.assert_allclose(first["probability"], expected(model, files).max(1), atol=1e-5)
@@ -306,6 +306,17 @@ def test_mistakes_are_one_line(
     (photos / "empty").mkdir()
     ended = call("predict", f"--checkpoint {trained('volo_test')[1]} {flags.format(photos=photos)} --device cpu")
     assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1, ended.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "file"), [("--output", "x.csv"), ("--embeddings", "x.npz"), ("--token-maps", "b9.jpg.png")]
+)
+def test_what_is_there_is_not_overwritten(flag: str, file: str, call: Call, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / file).write_text("kept")
+    given = tmp_path if flag == "--token-maps" else tmp_path / file
+    ended = call("predict", f"--model volo_test {FLAGS} {flag} {given}", photos / "b9.jpg")
+    assert ended.code == 2 and f"{flag}" in ended.err and f"{file} exists already: remove it" in ended.err
+    assert (tmp_path / file).read_text() == "kept"
 
 
 def test_features_that_no_memory_could_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,12 @@ def check_outputs(args: Namespace, found: Found) -> None:
     """Check before the work that its results can be written.
 
     Raises:
-        UserError: A folder is not writable, a package is missing, or two token maps would have one name.
+        UserError: A file is there already, a folder is not writable, a package is missing, or two token maps would
+            have one name.
     """
     for flag, path in (("--output", args.output), ("--embeddings", args.embeddings)):
+        if path and os.path.lexists(path):
+            raise UserError(f"{flag} {printable(path)} exists already: remove it, or choose another name")
         if path:
             check_writable(Path(path).parent, flag)
     if args.output.endswith(".parquet"):
@@ -143,6 +146,9 @@ def check_outputs(args: Namespace, found: Found) -> None:
                 f"--token-maps: {count} images would share the picture {printable(name)}.png: predict their folders "
                 "one after the other"
             )
+        pictures = (os.path.join(args.token_maps, f"{name}.png") for name in found.names)
+        if taken := next(filter(os.path.lexists, pictures), None):
+            raise UserError(f"--token-maps: {printable(taken)} exists already: remove it, or choose another folder")
 
 
 def checkpoint_of(spec: str) -> Path | None:

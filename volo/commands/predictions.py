@@ -87,7 +87,7 @@ class Predictions:
         return table([("image", "id", "class", "probability"), *rows])
 
     def write(self, path: Path) -> None:
-        """Write the rows as .csv, .json (a list of objects) or .parquet, replacing the file in one step.
+        """Write the rows as .csv, .json (a list of objects) or .parquet, in one step.
 
         Raises:
             NotWrittenError: The old file is unchanged.
@@ -115,7 +115,7 @@ class Predictions:
 
 
 def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Tensor]) -> None:
-    """Write (N, ...) tensors and the N paths of their rows, replacing the file in one step.
+    """Write (N, ...) tensors and the N paths of their rows, in one step.
 
     The paths are the array `paths` in .npz, and in .safetensors the JSON list `paths` of the metadata.
 
