@@ -47,6 +47,11 @@ def signals_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are CPUs: many tests wait for processes and signals."""
+    return (os.cpu_count() or 1) + 1
+
+
 def free_port() -> int:
     """A port to listen on that no connection is given meanwhile: below those that Linux hands out."""
     while True:
