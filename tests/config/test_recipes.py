@@ -61,7 +61,20 @@ def header_command(name: str) -> tuple[int, list[str], str]:
 
 
 def test_every_recipe_is_in_the_tables() -> None:
-    assert {path.stem for path in (ROOT / "configs").iterdir()} == {*FROM_SCRATCH, *FINE_TUNED}
+    assert {path.stem for path in (ROOT / "configs").iterdir()} == {*FROM_SCRATCH, *FINE_TUNED, "finetune_small"}
+
+
+def test_few_images_are_fine_tuned_by_the_headers_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    gpus, argv, header = header_command("finetune_small")
+    args = parse_train(argv)
+    assert gpus == 1 and args.notes == [] and args.config == "configs/finetune_small.yaml"
+    assert (args.batch_size, args.finetune, args.val_fraction, args.token_label) == (16, "/path/to/weights", 0.1, False)
+    assert resolve_lr(args, 16)[0] == 5e-4
+    schedule = LrSchedule(args, 5e-4, updates_per_epoch=4)
+    assert schedule.total_epochs == 60 and 4.8e-4 < max(schedule(t) for t in range(240)) <= 5e-4
+    assert schedule(1) != schedule(2), "the rate changes at every update"
+    assert "Hardware:" in header and "Source:" in header
 
 
 @pytest.mark.parametrize("name", [*FROM_SCRATCH, *FINE_TUNED])
