@@ -51,6 +51,30 @@ FINE_TUNED = {
 }
 
 
+class OfOthers(NamedTuple):
+    """What another system published: images per update, optimizer, peak rate, epochs, and a figure of its table."""
+
+    batch: int
+    opt: str
+    rate: float
+    epochs: int
+    told: str
+    nodes: int = 1
+    images: int = 1_281_167
+
+
+OF_OTHERS = {
+    "vit_b16_224": OfOthers(4096, "adamw", 3e-3, 304, "7,129 images/s, 15.0 h"),
+    "vit_b16_384": OfOthers(512, "momentum", 3e-3, 8, "1,841 images/s, 1.5 h"),
+    "vit_b16_224_adafactor": OfOthers(4096, "adafactorbv", 3e-3, 304, "arXiv:2106.04560"),
+    "vit_b16_224_lamb": OfOthers(32768, "lamb", 1.8e-2, 300, "78.58 h"),
+    "vit_b32_224_lamb": OfOthers(32768, "lamb", 1.8e-2, 300, "14.58 h"),
+    "vit_l32_224_lamb": OfOthers(32768, "lamb", 1.8e-2, 300, "37.83 h"),
+    "vit_b16_azure": OfOthers(1024, "adamw", 1e-3, 310, "1,507 images/s by InfiniBand", nodes=4),
+    "vit_b16_cifar10": OfOthers(8704, "momentum", 0.03, 333, "2,000 updates of 8,704 images", images=50_000),
+}
+
+
 def header_command(name: str) -> tuple[int, list[str], str]:
     """GPUs, arguments of train.py and text of the header of configs/NAME.yaml."""
     lines = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()
@@ -61,7 +85,30 @@ def header_command(name: str) -> tuple[int, list[str], str]:
 
 
 def test_every_recipe_is_in_the_tables() -> None:
-    assert {path.stem for path in (ROOT / "configs").iterdir()} == {*FROM_SCRATCH, *FINE_TUNED, "finetune_small"}
+    own = {*FROM_SCRATCH, *FINE_TUNED, "finetune_small"}
+    assert {path.stem for path in (ROOT / "configs").iterdir()} == own | OF_OTHERS.keys()
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_the_headers_command_gives_the_run_of_another_system(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    expected = OF_OTHERS[name]
+    gpus, argv, header = header_command(name)
+    args = parse_train(argv)
+    assert args.notes == [] and args.config == f"configs/{name}.yaml"
+    assert expected.told in header and "Top-1:" in header and "Source:" in header
+    global_batch = expected.nodes * gpus * args.batch_size * args.grad_accum_steps
+    lr, _ = resolve_lr(args, global_batch)
+    assert (global_batch, args.opt, lr) == (expected.batch, expected.opt, expected.rate)
+    assert bool(args.finetune) == (name in ("vit_b16_384", "vit_b16_cifar10"))
+    updates = -(-expected.images // global_batch)
+    schedule = LrSchedule(args, lr, updates)
+    rates = [schedule(update) for update in range(0, schedule.total_updates, updates)]
+    assert len(rates) == expected.epochs and max(rates) == pytest.approx(lr, rel=0.02)
+    # The rate falls from its peak, whatever the warm-up takes.
+    peak = args.warmup_epochs if args.warmup_prefix or not args.warmup_epochs else None
+    assert peak is None or rates[peak] == lr and sorted(rates[:peak]) == rates[:peak]
+    assert sorted(rates[expected.epochs // 2 :], reverse=True) == rates[expected.epochs // 2 :]
 
 
 def test_few_images_are_fine_tuned_by_the_headers_command(monkeypatch: pytest.MonkeyPatch) -> None:
