@@ -22,12 +22,13 @@ BENCHMARK_ARGS ?=
 
 .PHONY: demo docs house test test-versions test-newest test-faults test-slurm test-docker benchmark-gpu lint clean
 
-# One stamp per set of extras: installing again is skipped until pyproject.toml changes.
+# One stamp per set of extras: installing again is skipped until pyproject.toml changes. `dev` has what `test` has. Python
+# compiles what is imported; pip would compile everything, which takes a minute.
 $(VENV)/.installed-%: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	  echo "python3 -m venv failed: install it with 'apt-get install python3-venv'" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
-	@touch $@
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[$*]"
+	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-test)
 
 demo: $(VENV)/.installed-demo
 	PYTHON=$(BIN)/python $(BIN)/python demo/digits.py $(DEMO_ARGS)

@@ -20,11 +20,8 @@ SMALL = (
 @pytest.mark.parametrize(
     ("name", "state"),
     [
-        ("vit_b16_224", {"exp_avg", "exp_avg_sq"}),
-        ("vit_b16_384", {"momentum_buffer"}),
         ("vit_b16_224_adafactor", {"exp_avg", "exp_avg_sq_r", "exp_avg_sq_c"}),
         ("vit_b32_224_lamb", {"exp_avg", "exp_avg_sq"}),
-        ("vit_b16_azure", {"exp_avg", "exp_avg_sq"}),
         ("vit_b16_cifar10", {"momentum_buffer"}),
     ],
 )

@@ -27,7 +27,6 @@ RANKS = {1: "--grad-accum-steps 2", 2: "--dist-bn reduce"}
     ("ranks", "kills"),
     [
         pytest.param(1, 6, id="1 rank"),
-        pytest.param(2, 3, id="2 ranks"),
         pytest.param(1, 140, id="1 rank, many", marks=pytest.mark.faults),
         pytest.param(2, 80, id="2 ranks, many", marks=pytest.mark.faults),
     ],

@@ -45,9 +45,7 @@ def data(tmp_path: Path) -> Path:
 
 STORES: dict[str, Callable[[Path, ImageFolder], Path]] = {
     "tree": make_tree,
-    "tree, centre": lambda root, images: make_tree(root, images, TreeMetadata(2, (3, 4), 5, "center")),
     "tree, part": lambda root, images: make_tree(root, images, TreeMetadata(2, (3, 4), 5, (0.1, 0.2, 0.9, 1.0))),
-    "archive": make_archive,
     "archive, centre": lambda root, images: make_archive(root, images, "center"),
     "archive, transposed": lambda root, images: make_archive(root, images, transposed=True),
 }
