@@ -47,6 +47,11 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
     assert torch.equal(saved["state_dict"]["fc.weight"], start.state_dict()["fc.weight"])
     assert call("train", f"{line.replace('--pretrained', '')} --epochs 2 --resume auto").code == 0
 
+    assert call("export", f"--checkpoint {checkpoint} --to-hf {tmp_path / 'hub'}").code == 0
+    image = next((data / "validation" / "blue").iterdir())
+    told = call("predict", f"--model local-dir:{tmp_path / 'hub'} --pretrained -j 0", image)
+    assert told.code == 0 and "blue" in told.out.split("probability")[1].replace(str(image), ""), told.err
+
     (folder / "config.json").rename(tmp_path / "moved.json")  # a checkpoint stands for itself
     measured = call("validate", f"{data} --checkpoint {checkpoint} -j 0")
     assert measured.code == 0 and "over 8 images" in measured.out, measured.err

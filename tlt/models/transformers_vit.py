@@ -77,6 +77,7 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
         raise UserError(f"its config.json has hidden_act {config['hidden_act']}, this ViT has gelu")
     width, size, channels = config["hidden_size"], config["image_size"], config.get("num_channels", 3)
     classifies = "ViTForImageClassification" in (config.get("architectures") or ())
+    names = {int(number): name for number, name in config.get("id2label", {0: "", 1: ""}).items()}
     kwargs = {
         **{"img_size": size, "patch_size": config["patch_size"], "in_chans": channels, "embed_dim": width},
         **{"depth": config["num_hidden_layers"], "num_heads": config["num_attention_heads"]},
@@ -87,9 +88,10 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
     half = [0.5] * channels
     looks = {
         **_LOOKS,
-        **{"input_size": (channels, size, size), "num_classes": len(config.get("id2label", "..")) if classifies else 0},
+        **{"input_size": (channels, size, size), "num_classes": len(names) if classifies else 0},
         **{"mean": tuple(processor.get("image_mean") or half), "std": tuple(processor.get("image_std") or half)},
         "interpolation": _RESAMPLING.get(processor.get("resample", 2), "bilinear"),
+        "label_names": [names[number] for number in sorted(names)] if classifies else None,
     }
     return kwargs | ({"num_classes": looks["num_classes"]} if classifies else {}), looks
 

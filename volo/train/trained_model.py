@@ -22,7 +22,7 @@ class TrainedModel:
 
     model: TimmModel  # on the CPU, in evaluation
     args: Namespace  # the flags, completed from the checkpoint
-    config: dict[str, Any]  # the checkpoint's `model_config`, empty where it has none
+    config: dict[str, Any]  # the checkpoint's `model_config`; without it at most the class names of a described model
     settings: dict[str, Any]  # how images are prepared, from `eval_settings`
     notes: list[str]  # lines for the user
 
@@ -42,6 +42,9 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
     args = with_recorded(args, config, checkpoint, path)
     args.use_ema, notes = choose_weights(args, checkpoint)
     model = _build(args, config, checkpoint, path, dense)
+    described = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
+    if not config and described and len(described) == model.num_classes:
+        config = {"class_names": list(described)}
     return TrainedModel(model.eval(), args, config, eval_settings(args, model, config), notes)
 
 
