@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 
 from tests.commands.conftest import QUICK
 from tlt.errors import UserError
@@ -81,12 +82,13 @@ def test_fine_tuning_takes_the_backbone_without_the_heads_for_pretraining(of_fil
 
 
 def test_a_folder_is_trained_and_validated(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
-    theirs = _saved("ViTForImageClassification", tmp_path / "vit", num_labels=2)
+    _saved("ViTForImageClassification", tmp_path / "vit", num_labels=2)
     data, flags = make_dataset(), QUICK.replace("volo_test", f"local-dir:{tmp_path / 'vit'}").split()
     flags += ["--output", str(tmp_path), "--epochs", "1", "--lr", "0"]
     assert cli.run("train", [str(data), *flags, "--finetune", str(tmp_path / "vit"), "--experiment", "run"]) == 0
     trained = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["state_dict"]
-    query = theirs.state_dict()["vit.layers.1.attention.q_proj.weight"]
+    file = load_file(tmp_path / "vit" / "model.safetensors")
+    query = file["vit.encoder.layer.1.attention.attention.query.weight"]
     torch.testing.assert_close(trained["blocks.1.attn.qkv.weight"][:32], query)
     assert cli.run("validate", [str(data), "--checkpoint", str(tmp_path / "run" / "last.pth.tar"), "-j", "0"]) == 0
 

@@ -56,10 +56,11 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
             raise UserError(f"--to-hf {folder} is not empty: name a new folder")
         source = {"origin_url": origin_url} if origin_url else {}
         known = {"label_names": names} if names else {}
-        save_for_hf(trained.model, str(folder), model_config=known, safe_serialization=True, data_config=settings)
+        save_for_hf(trained.model, str(folder), model_config=known, safe_serialization=True)
         config = json.loads((folder / "config.json").read_text())
         config["architecture"] = name
-        config["pretrained_cfg"] = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS} | source
+        theirs = {k: v for k, v in config["pretrained_cfg"].items() if k not in _OF_OTHERS}
+        config["pretrained_cfg"] = theirs | settings | source
         if name != trained.args.model:  # timm's function of that name knows the size of its images alone
             config["model_args"] = {
                 "img_size": trained.settings["input_size"][1:],

@@ -129,7 +129,7 @@ def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Ten
             return save_file(embeddings, staged, metadata={"paths": json.dumps(shown)})
         arrays = {"paths": np.array(shown), **{name: tensor.numpy() for name, tensor in embeddings.items()}}
         with staged.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     _replace(path, fill, sum(tensor.numel() * tensor.element_size() for tensor in embeddings.values()))
 
