@@ -99,7 +99,15 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("more", ["", "--grad-compression bf16", "--model-dtype bfloat16 -b 2 --grad-accum-steps 2"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--grad-compression bf16",
+        "--model-dtype bfloat16 -b 2 --grad-accum-steps 2",
+        "--shard 2 --clip-grad 1 -b 2 --grad-accum-steps 2",
+    ],
+)
 def test_fault_11_interrupted_on_two_ranks(
     make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path, more: str
 ) -> None:

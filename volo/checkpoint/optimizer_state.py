@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.weights import first_non_finite
+from volo.cluster.shard import divided_like
 
 # Keys that schedules and layer decay write into parameter groups.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
@@ -54,9 +55,25 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[st
         groups.append({**merged, "params": theirs["params"]})
         changed = [k for k in compared if _differ(theirs.get(k), own[k])]
         messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    optimizer.load_state_dict({"state": _own_parts(optimizer, saved), "param_groups": groups})
     _match_layout(optimizer)
     return list(dict.fromkeys(messages))
+
+
+def _own_parts(optimizer: Optimizer, saved: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Return the saved state by index; of parameters that are divided among ranks, this rank's part."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    like = dict(zip(indices, parameters, strict=True))
+    return {
+        index: {
+            key: divided_like(value, like[index])
+            if isinstance(value, Tensor) and value.shape == like[index].shape
+            else value
+            for key, value in state.items()
+        }
+        for index, state in saved["state"].items()
+    }
 
 
 def _match_layout(optimizer: Optimizer) -> None:

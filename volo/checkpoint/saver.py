@@ -178,6 +178,7 @@ class Saver:
             self._reserving is None
             and self.checkpoints is not None
             and not self.policy.synchronous
+            and not self.state.is_sharded
             and self._snapshot.empty
         ):
             # After the first update, when the optimizer has its state.
@@ -189,6 +190,7 @@ class Saver:
 
         Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.decide`).
         """
+        self.state.gather()
         if self.checkpoints is None:
             return None
         self._settle()
@@ -273,6 +275,7 @@ class Saver:
         if self._thread is not None:
             self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
             self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
+            self.state.gathered = None  # as large as a checkpoint
             return
         self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason, in_place)
 
@@ -283,7 +286,7 @@ class Saver:
         self._give_up()
         save = decide(self.checkpoints)
         in_place = in_place or self.policy.synchronous
-        if not in_place:
+        if not in_place and not self.state.is_sharded:
             self._copy(save)
         self._last_save = began
         self._job = _Job(save, reason, self._clock() - began)
@@ -303,7 +306,7 @@ class Saver:
         if wait:
             self._thread.join()
             self._job.blocked += self._job.seconds
-            if isinstance(self._job.error, NotWrittenError):  # for the attempts to come
+            if isinstance(self._job.error, NotWrittenError) and not self.state.is_sharded:  # for the attempts to come
                 self._copy(self._job.save)
             self._settle()
 

@@ -21,6 +21,7 @@ from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
+from volo.cluster.shard import divided_like, gather_whole, is_sharded
 from volo.record.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
@@ -64,10 +65,19 @@ class TrainState:
     progress: dict[str, Any] = field(default_factory=dict)  # sums of the current epoch, of plain types
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
     statistics: dict[str, Tensor] = field(default_factory=dict)  # BatchNorm's of every rank, where they differ
+    gathered: dict[str, Any] | None = None  # of a model divided among ranks, the whole tensors for the next payload
     updates_per_epoch: int = field(kw_only=True)
 
     def state_dict(self, metric: float | None = None) -> dict[str, Any]:
-        """Return the payload of a checkpoint. Tensors are shared with the model, everything else is of plain types."""
+        """Return the payload of a checkpoint. Tensors are shared with the model, everything else is of plain types.
+
+        If the model is divided among ranks, the payload has what `gather` has collected, and only once.
+        """
+        if self.is_sharded:
+            tensors, self.gathered = self.gathered, None
+            assert tensors is not None, "a part of the weights would be saved in place of all"
+        else:
+            tensors = self._tensors()
         payload = {
             **plain(self.metadata),
             "version": _FORMAT,
@@ -79,27 +89,42 @@ class TrainState:
             "scores": {epoch: dict(scores) for epoch, scores in self.scores.items()},
             "outdated": list(self.outdated),
             "progress": plain(self.progress),
-            "optimizer": self.optimizer.state_dict(),
+            **tensors,
             "optimizer_class": type(self.optimizer).__name__,
         }
         if self.statistics:
             payload[STATISTICS_KEY] = dict(self.statistics)
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
-        for entry, model in self._models().items():
-            payload[entry], dense = split_state_dict(model)
-            if dense:
-                payload[DENSE_ENTRIES[entry]] = dense
         return payload
+
+    def _tensors(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+        for entry, model in self._models().items():
+            tensors[entry], dense = split_state_dict(model)
+            if dense:
+                tensors[DENSE_ENTRIES[entry]] = dense
+        return tensors
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights and optimizer state are divided among ranks (`--shard`)."""
+        return is_sharded(self.model)
+
+    def gather(self) -> None:
+        """Before any save, collect the parts of all ranks in the memory of rank 0; every rank calls this."""
+        if self.is_sharded:
+            self.gathered = gather_whole(self._tensors(), keep=dist.get_rank() == 0)
 
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
 
     def collect_ranks(self, progress: dict[str, Any]) -> None:
-        """Before a save within an epoch, store its sums so far and gather the statistics of all ranks, which all call
-        this."""
+        """Before a save within an epoch, store its sums so far and collect what ranks have of their own; every rank
+        calls this."""
         self.progress = progress
         self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
+        self.gather()
 
     def end_epoch(self) -> None:
         """Count the epoch; call it after the ranks have shared their statistics."""
@@ -130,7 +155,7 @@ class TrainState:
         position = _position(checkpoint, self.updates_per_epoch, path)
         progress, statistics = _of_ranks(checkpoint, path)
 
-        load_clean(self.model, weights)
+        load_clean(self.model, self._own_parts(weights))
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
             messages += load_optimizer_state(self.optimizer, checkpoint["optimizer"])
@@ -157,10 +182,14 @@ class TrainState:
         # Counters that are missing in old files keep their value.
         return {**clean_state_dict(self.model), **weights}
 
+    def _own_parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = clean_state_dict(self.model)
+        return {name: divided_like(value, own[name]) for name, value in weights.items()}
+
     def _load_ema(self, weights: dict[str, Tensor], from_file: bool) -> list[str]:
         if self.ema is None:
             return ["its EMA weights are left out, --model-ema is off"] if from_file else []
-        load_clean(self.ema.module, weights)
+        load_clean(self.ema.module, self._own_parts(weights))
         return [] if from_file else ["it holds no EMA weights: the average starts from its plain weights"]
 
     def _load_scaler(self, saved: Any) -> list[str]:

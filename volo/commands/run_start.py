@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
@@ -25,7 +26,7 @@ from volo.record.logger import Logger
 from volo.record.machine_use import Arithmetic, peak_flops
 from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
 from volo.record.run_lock import RunLock
-from volo.train.criterion import TokenLabelCriterion
+from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.held_out import LIST, as_list
 from volo.train.loop import Training, set_train_mode
 from volo.train.meter import Meter
@@ -145,7 +146,7 @@ def open_run(
             lock.acquire()
             more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}
             run_directory.record_start(args, world.size, str(world.device), launch_id(), more)
-            logger.open(run_directory, training.schedule.total_updates, arithmetic(args, training, world.device))
+            logger.open(run_directory, training.schedule.total_updates, training.arithmetic)
             if dropped := run_directory.rewind(training.state.epoch, training.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
@@ -204,15 +205,23 @@ def describe(args: Namespace, training: Training, world: World, logger: Logger) 
     )
 
 
-def arithmetic(args: Namespace, training: Training, device: torch.device) -> Arithmetic | None:
-    """Count the arithmetic of a step without computing or drawing anything; None where torch can't."""
-    model, config = training.state.model, training.state.metadata["model_config"]
-    size = (config["in_chans"], *config["img_size"])
-    shape = step_shape(training.criterion, size, device, training.precision.amp_dtype)
+def arithmetic(
+    args: Namespace, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int], world: World
+) -> Arithmetic | None:
+    """Count the arithmetic of a step without computing or drawing anything; None where torch can't, and where no record
+    is written.
+
+    Args:
+        input_size: (channels, H, W).
+    """
+    if args.dry_run or not world.is_primary:
+        return None
+    shape = step_shape(criterion, input_size, world.device, None)
     modes = [(module, module.training) for module in model.modules()]
-    set_train_mode(model, training.freeze_bn)  # with `--drop-path-mode subset`, dropped branches are not computed
+    # In training mode, which `--drop-path-mode subset` needs to leave out what it drops.
+    set_train_mode(model, args.freeze_bn or args.freeze)
     try:
-        forward = flops_per_image(model, size, images=args.batch_size, **({"dense": True} if shape.dense else {}))
+        forward = flops_per_image(model, input_size, images=args.batch_size, **({"dense": True} if shape.dense else {}))
     except (NotImplementedError, RuntimeError):  # an operation that needs a tensor's contents
         return None
     finally:
@@ -220,8 +229,8 @@ def arithmetic(args: Namespace, training: Training, device: torch.device) -> Ari
             module.training = mode
     # Every product of the forward pass has two in the backward pass, unless its parameters are frozen.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, device)))
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, world.device)))
 
 
 def tell_memory(args: Namespace, training: Training, world: World, logger: Logger) -> None:

@@ -52,10 +52,20 @@ from volo.cluster.distributed import (
 )
 from volo.cluster.per_host import once_per_host
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
+from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.launch_command import available_cpus
-from volo.commands.run_start import describe, find_checkpoint, go_on_from, note_lock, note_start, open_run, tell_memory
+from volo.commands.run_start import (
+    arithmetic,
+    describe,
+    find_checkpoint,
+    go_on_from,
+    note_lock,
+    note_start,
+    open_run,
+    tell_memory,
+)
 from volo.config.args import FrozenArgs, TrainArgs
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.logger import Logger
@@ -64,7 +74,7 @@ from volo.record.run_directory import check_writable, choose_directory, settings
 from volo.record.run_lock import RunLock
 from volo.record.slowdown import Advisor, CompileWatch, SlowdownWatch
 from volo.train.batch_watch import batch_watcher
-from volo.train.compilation import compile_errors_told, compile_model
+from volo.train.compilation import compile_errors_told
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
 from volo.train.data import Folders, hold_out, image_feed, open_folders, open_labels, train_loader, validation_loader
@@ -79,8 +89,10 @@ from volo.train.model import (
     freeze_backbone,
     heads_of,
     init_heads,
+    mesh_of,
     model_config,
     prepare_model,
+    wrap_average,
     wrap_model,
 )
 from volo.train.nonfinite import NonFiniteRecorder
@@ -200,7 +212,9 @@ def build(
     loader, validation = make_loaders(args, folders, labels, settings, world, logger)
     if args.activation_memory is not None:  # before the model is copied: copies recompute as it does
         logger.line(fit_activations(args, model, step_shape(criterion, input_size, world.device, dtype), world))
-    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" else None
+    work = arithmetic(args, model, criterion, input_size, world)  # before ranks divide the model among them
+    mesh = mesh_of(args, world)
+    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and mesh is None else None
     precision = Precision(
         world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model)
     )
@@ -208,14 +222,15 @@ def build(
     config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
     metadata |= {DATA_KEY: data, BATCH_KEY: batch}
-    optimizer = create_optimizer(args, model, world.device)
     ema = create_ema(model, args)
+    called = wrap_model(model if working_copy is None else working_copy.module, args, world, mesh)
+    average = None if ema is None or args.model_ema_force_cpu else wrap_average(ema.module, args, world, mesh)
+    optimizer = create_optimizer(args, model, world.device)
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
-    called = wrap_model(model if working_copy is None else working_copy.module, args, world)
-    average = None if ema is None or args.model_ema_force_cpu else compile_model(ema.module, args)
     schedule = LrSchedule(args, lr, len(loader))
     return Training(
         *(state, called, average, loader, validation, criterion, precision, schedule, formula, teacher),
+        arithmetic=work,
         seed=args.seed,
         freeze_bn=args.freeze_bn or args.freeze,
     )
@@ -262,7 +277,8 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
     if not args.model_ema:
         return None
     device = "cpu" if args.model_ema_force_cpu else None
-    return ModelEmaV3(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
+    kind = ModelEmaV3 if args.shard == 1 else ShardedEma
+    return kind(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
 
 
 def train_in(

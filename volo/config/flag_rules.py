@@ -101,8 +101,24 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
         raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
+    _check_shard(args)
     _check_trackers(args)
     return notes + _remarks(args)
+
+
+# What torch's FSDP2 or its distributed tensors can't do, by flag; optimizers are in volo/train/optim.py.
+_NOT_SHARDED = (
+    ("--channels-last", "torch divides contiguous weights alone", lambda a: a.channels_last),
+    ("--model-ema-force-cpu", "it divides the average as well", lambda a: a.model_ema_force_cpu),
+    ("--torchcompile-scope model", "it compiles blocks", lambda a: a.torchcompile_scope == "model"),
+    ("CUDA graphs (--torchcompile-mode)", "it compiles blocks", lambda a: a.torchcompile_mode in CUDA_GRAPH_MODES),
+)
+
+
+def _check_shard(args: Namespace) -> None:
+    for what, why, given in _NOT_SHARDED if args.shard > 1 else ():
+        if given(args):
+            raise UserError(f"--shard {args.shard} and {what}: {why}; leave one of them out")
 
 
 def trackers_of(args: Namespace) -> list[str]:

@@ -358,6 +358,12 @@ DISTRIBUTED = Group(
     "Distributed",
     (
         flag(
+            "--shard",
+            default=1,
+            type=POSITIVE,
+            help="divide weights, gradients, optimizer state and EMA among N ranks (FSDP2)",
+        ),
+        flag(
             "--grad-compression",
             default="none",
             choices=("none", "bf16"),

@@ -16,6 +16,7 @@ from tlt.models.flops import flops_per_image
 from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World, from_all
+from volo.cluster.shard import units_of
 from volo.memory.activation_memory import Activations, activations_of
 from volo.memory.fake_step import StepShape
 from volo.train.criterion import Criterion, TokenLabelCriterion
@@ -36,25 +37,40 @@ class FixedMemory:
     optimizer: int
     ema: int
     working_copy: int = 0  # of --model-dtype bfloat16, with its gradients
+    gathered: int = 0  # of --shard: what is whole while it computes
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.ema + self.working_copy
+        return self.weights + self.gradients + self.optimizer + self.ema + self.working_copy + self.gathered
 
     def __str__(self) -> str:
-        names = ("weights", "gradients", "optimizer", "EMA", "bfloat16 copy")
-        sizes = (self.weights, self.gradients, self.optimizer, self.ema, self.working_copy)
+        names = ("weights", "gradients", "optimizer", "EMA", "bfloat16 copy", "gathered")
+        sizes = (self.weights, self.gradients, self.optimizer, self.ema, self.working_copy, self.gathered)
         shown = " + ".join(f"{name} {size / GIB:.2f}" for name, size in zip(names, sizes, strict=True) if size)
         return f"{shown} = {self.total / GIB:.2f} GiB"
 
 
 def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> FixedMemory:
-    """Return the memory that a run keeps from step to step, including the state of the optimizer."""
+    """Return the memory that a run keeps from step to step on each rank, including the state of the optimizer."""
+    optimizer_share = _optimizer_share(args, device)
+    return _fixed_memory(args, model, optimizer_share, args.shard)
+
+
+def _fixed_memory(args: Namespace, model: nn.Module, optimizer_share: float, shards: int) -> FixedMemory:
     trained = _bytes(p for p in model.parameters() if p.requires_grad)
     weights = _bytes([*model.parameters(), *model.buffers()])
     ema = weights if args.model_ema and not args.model_ema_force_cpu else 0
-    copy = (weights + trained) // 2 if args.model_dtype == "bfloat16" else 0
-    return FixedMemory(weights, trained, round(trained * _optimizer_share(args, device)), ema, copy)
+    optimizer = round(trained * optimizer_share)
+    if shards == 1:
+        copy = (weights + trained) // 2 if args.model_dtype == "bfloat16" else 0
+        return FixedMemory(weights, trained, optimizer, ema, copy)
+    # Weights of two blocks, because the next one is gathered while one computes, and the gradients of one.
+    units = [_bytes(unit.parameters()) for unit in units_of(model)]
+    largest = 3 * max(units, default=0) // (2 if args.model_dtype == "bfloat16" else 1)
+    gathered = largest + 2 * (_bytes(model.parameters()) - sum(units))
+    # Until the last of several micro-batches, every rank adds up its own gradients of all weights.
+    gradients = trained if args.grad_accum_steps > 1 else trained // shards
+    return FixedMemory(weights // shards, gradients, optimizer // shards, ema // shards, gathered=gathered)
 
 
 def _optimizer_share(args: Namespace, device: torch.device) -> float:
@@ -130,7 +146,8 @@ def _budget(args: Namespace, model: nn.Module, world: World) -> float:
     free, total = torch.cuda.mem_get_info(world.device)
     unused = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
     fixed = fixed_memory(args, model, world.device)
-    own = free + unused - (fixed.total - fixed.weights) - MARGIN * total  # the weights are allocated already
+    allocated = _bytes([*model.parameters(), *model.buffers()])  # whole, also where ranks will divide them
+    own = free + unused - (fixed.total - allocated) - MARGIN * total
     return min(from_all(own))
 
 
@@ -156,6 +173,7 @@ def out_of_memory_explained(args: Namespace) -> Iterator[None]:
 
 # GiB that torch reports for a card that is sold with so many GB.
 _CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}
+_SHARDS = (1, 2, 4, 8, 16, 32, 64)
 _CONTEXT = 1.0  # GiB that CUDA itself allocates before the first tensor
 
 
@@ -189,7 +207,27 @@ def memory_report(
     cards = {f"a card of {name} GB": (size - _CONTEXT) * GIB for name, size in _CARDS.items()}
     if device.type == "cuda":
         cards = {"this GPU": torch.cuda.get_device_properties(device).total_memory - _CONTEXT * GIB} | cards
-    return lines + [f"largest batch on {name}: {_batches(on_gpu, size, fixed)}" for name, size in cards.items()]
+    lines += [f"largest batch on {name}: {_batches(on_gpu, size, fixed)}" for name, size in cards.items()]
+    return lines + _by_shards(args, master, model, on_gpu, cards, _optimizer_share(args, device))
+
+
+def _by_shards(
+    args: Namespace, master: nn.Module, model: nn.Module, found: Activations, cards: dict[str, float], share: float
+) -> list[str]:
+    """Return the lines about `--shard`: the memory of a rank, and the smallest N that fits each card."""
+    levels = list(model.recompute.values()) if isinstance(model, TokenLabelModel) else []
+    peak = found.peak(args.batch_size, levels)
+    fixed = {shards: _fixed_memory(args, master, share, shards).total for shards in _SHARDS}
+    shown = ", ".join(f"{shards}: {fixed[shards] / GIB:.2f}" for shards in _SHARDS)
+    needed = {
+        name: next((n for n in _SHARDS if fixed[n] + peak <= size * (1 - MARGIN)), "none")
+        for name, size in cards.items()
+    }
+    return [
+        f"memory without activations, GiB a rank, by --shard: {shown}",
+        f"smallest --shard for batches of {args.batch_size}: "
+        + ", ".join(f"{n} on {card}" for card, n in needed.items()),
+    ]
 
 
 def _of_this_run(args: Namespace, model: nn.Module, found: Activations, shape: StepShape) -> list[str]:

@@ -48,12 +48,18 @@ def compile_model(model: Any, args: Namespace) -> Any:
     if not args.torchcompile:
         return model
     check_scope(args, model)
-    compiled = _compiler(args)
     if _scope(args, model) == "model":
-        return compiled(model)
-    for block in _blocks(model):
-        block.compile(**compiled.keywords)
+        return _compiler(args)(model)
+    compile_modules(_blocks(model), args)
     return model
+
+
+def compile_modules(modules: list[nn.Module], args: Namespace) -> None:
+    """Compile each of `modules` in place, as `--torchcompile...` says."""
+    if args.torchcompile:
+        options = _compiler(args).keywords
+        for module in modules:
+            module.compile(**options)
 
 
 def feature_compiler(model: nn.Module, args: Namespace) -> Callable[[F], F]:

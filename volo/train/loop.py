@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,9 @@ from tlt.errors import UserError
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState
 from volo.cluster.distributed import World
+from volo.cluster.shard import synchronised, whole_weights
 from volo.cluster.stopping import StopGuard
+from volo.record.machine_use import Arithmetic
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
 from volo.train.compilation import begin_step
 from volo.train.criterion import Criterion, StepKey
@@ -37,6 +38,7 @@ class Training:
         average: The module that validation calls for the moving average; None without a moving average.
         lr_formula: How the peak learning rate was computed, for the log.
         seed: Seed of everything random in a step.
+        arithmetic: The arithmetic of a step; None where it can't be counted, and on ranks that write no records.
         freeze_bn: Keep BatchNorm in evaluation mode (running statistics).
     """
 
@@ -50,6 +52,7 @@ class Training:
     schedule: LrSchedule
     lr_formula: str
     teacher: Teacher | None = None
+    arithmetic: Arithmetic | None = None
     seed: int = 0
     freeze_bn: bool = False
 
@@ -77,7 +80,6 @@ def train_epoch(
     precision.begin()
     set_train_mode(model, training.freeze_bn)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
-    no_sync = getattr(model, "no_sync", nullcontext)  # a method of DistributedDataParallel
     micro_batch = 0
     meter.begin()
     batches = loader.epoch(state.epoch, state.update - state.epoch * len(loader))
@@ -87,7 +89,7 @@ def train_epoch(
         step.seed_torch()
         if micro_batch == 0:
             begin_step()
-        with nullcontext() if is_last else no_sync():
+        with synchronised(model, is_last):
             with meter.own_work():
                 targets = criterion.targets(batch)
                 mixed = criterion.draw(batch, step)
@@ -123,7 +125,6 @@ def set_train_mode(model: nn.Module, freeze_bn: bool) -> None:
             module.eval()
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module,
     loader: EvalLoader,
@@ -144,14 +145,15 @@ def evaluate(
     model.eval()
     sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world.device)
     began = time.perf_counter()
-    for batch in guard(loader):
-        begin_step()
-        with precision.autocast():
-            logits = model(batch.images).float()  # (B, C)
-        if on_outputs is not None:
-            on_outputs(logits, batch)
-        loss = F.cross_entropy(logits, batch.classes, reduction="sum")
-        sums.add(batch.size, *correct_in_top(logits, batch.classes), loss, 0)
+    with whole_weights(model), torch.inference_mode():
+        for batch in guard(loader):
+            begin_step()
+            with precision.autocast():
+                logits = model(batch.images).float()  # (B, C)
+            if on_outputs is not None:
+                on_outputs(logits, batch)
+            loss = F.cross_entropy(logits, batch.classes, reduction="sum")
+            sums.add(batch.size, *correct_in_top(logits, batch.classes), loss, 0)
     sums.add(0, 0, 0, 0, loader.left_out)
     totals = sums.totals()
     images, unreadable = int(totals["images"]), int(totals["unreadable"])

@@ -19,8 +19,10 @@ from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
+from volo.cluster.shard import DeviceMesh, shard, shard_mesh, units_of
 from volo.models import VOLO
-from volo.train.compilation import compile_model
+from volo.train.compilation import compile_model, compile_modules
+from volo.train.precision import compute_dtype
 from volo.train.stored_model import architecture_of
 
 # A module with timm's interface (num_classes, get_classifier, ...), which nn.Module's types don't know.
@@ -242,12 +244,30 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
             setattr(layer, name, value)
 
 
-def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
+def mesh_of(args: Namespace, world: World) -> DeviceMesh | None:
+    """Return the mesh over which `--shard` divides the weights; None without it, and in a dry run on any processes.
+
+    Raises:
+        UserError: The ranks can't be divided so, or float16 is asked for.
+    """
+    if args.shard > 1 and compute_dtype(args, world.device) is torch.float16:
+        raise UserError(f"--shard {args.shard}: a loss scale for float16 is not supported: --amp-dtype bfloat16")
+    return None if args.shard == 1 or args.dry_run else shard_mesh(args.shard, world)
+
+
+def wrap_model(model: TimmModel, args: Namespace, world: World, mesh: DeviceMesh | None = None) -> TimmModel:
     """Return the module that the loop calls: `model` in DistributedDataParallel, compiled as the flags say.
+
+    Args:
+        mesh: The weights are divided over it, in place (`--shard`); copy the model before.
 
     Raises:
         UserError: `--grad-compression` with one process, which sends no gradients.
     """
+    if mesh is not None:
+        compile_modules(units_of(model), args)
+        shard(model, mesh, torch.bfloat16 if args.model_dtype == "bfloat16" else None, args.grad_compression)
+        return model
     if world.size > 1:
         # Without a class loss the class head and the class attention get no gradients.
         unused = args.token_label and args.cls_weight == 0
@@ -255,6 +275,11 @@ def wrap_model(model: TimmModel, args: Namespace, world: World) -> TimmModel:
     elif args.grad_compression != "none":
         raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")
     return compile_model(model, args)
+
+
+def wrap_average(average: TimmModel, args: Namespace, world: World, mesh: DeviceMesh | None = None) -> TimmModel:
+    """Return the module that validation calls for the moving average: no gradients are sent, else as `wrap_model`."""
+    return compile_model(average, args) if mesh is None else wrap_model(average, args, world, mesh)
 
 
 def heads_of(model: TimmModel) -> list[nn.Module]:

@@ -62,6 +62,7 @@ class NonFiniteRecorder:
         self.folder.mkdir(exist_ok=True)
         if in_a_row and self._weights is None:
             self._weights = f"weights-{update}.pth.tar"
+            self.state.gather()
             if self.world.is_primary:
                 self._save_weights(self._weights)
         if anyone and not own:

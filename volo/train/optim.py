@@ -19,6 +19,17 @@ from volo.config.flag_table import nearest
 _FUSED = ("adam", "adamw", "sgd")
 
 
+# Whose steps over weights divided among ranks (`--shard`) equal those over whole ones: every value by itself, or by
+# norms that torch's distributed tensors sum over the ranks. Others fail, differ, or wait for each other for ever.
+_SHARDED = {
+    *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamc", "adamw", "adamwlegacy", "adan", "adanw"),
+    *("adopt", "adoptc", "adoptw", "lamb", "lambc", "lambcd", "lambcw", "lambw", "laprop", "lapropc", "larc"),
+    *("lars", "lion", "lionc", "madgrad", "madgradw", "momentum", "nadam", "nadamc", "nadamlegacy", "nadamw"),
+    *("nesterov", "nesterovw", "nlarc", "nlars", "radabelief", "radam", "radamlegacy", "radamw", "rmsprop"),
+    *("rmsproptf", "rmsproptfc", "rmsproptfw", "sgd", "sgdc", "sgdw"),
+}
+
+
 def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
     """Build the optimizer of `args.opt` over the trainable parameters of the bare (unwrapped) model.
 
@@ -42,7 +53,8 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
         options["betas"] = tuple(args.opt_betas)
     if twice := options.keys() & args.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
-    if device.type in ("cuda", "cpu") and name in _FUSED:
+    fused = ("adam", "adamw") if args.shard > 1 else _FUSED  # torch doesn't divide its fused SGD
+    if device.type in ("cuda", "cpu") and name in fused:
         options["fused"] = True
     try:
         return create_optimizer_v2(
@@ -79,6 +91,10 @@ def _check_optimizer(args: Namespace, device: torch.device) -> str:
         raise UserError(f"--opt {args.opt} needs {package}, which is not installed ({how}); --opt adamw needs nothing")
     if package and device.type != "cuda":
         raise UserError(f"--opt {args.opt} runs on GPUs alone, this run is on the {device.type}: --opt adamw")
+    if args.shard > 1 and name not in _SHARDED:
+        raise UserError(
+            f"--shard {args.shard}: --opt {args.opt} can't be divided among ranks, as adamw, sgd or lamb can"
+        )
     _check_unused(args, info)
     return name
 

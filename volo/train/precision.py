@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tlt.errors import NonFiniteError, UserError
+from volo.cluster.shard import divided_like, own_part
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -42,8 +44,10 @@ def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
 
 
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients, a scalar tensor; not finite if any element isn't."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Return the 2-norm of all gradients, of all ranks' parts together, a scalar tensor; not finite if any element
+    isn't."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 # Norms keep float32 parameters and running statistics, those of the master itself.
@@ -129,7 +133,7 @@ class Precision:
     ) -> None:
         self.device, self.amp_dtype, self.working_copy = device, amp_dtype, working_copy
         self.clip_grad, self.clip_mode = clip_grad, clip_mode
-        self._head_parameters = {parameter for head in heads for parameter in head.parameters()}
+        self._heads = list(heads)  # modules: `--shard` gives them other parameters later
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
         # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
@@ -196,8 +200,8 @@ class Precision:
         elif self.clip_mode == "value":
             nn.utils.clip_grad_value_(parameters, self.clip_grad)
         else:
-            clipped = [parameter for parameter in parameters if parameter not in self._head_parameters]
-            adaptive_clip_grad(clipped, self.clip_grad, norm_type=2.0)
+            left_out = {parameter for head in self._heads for parameter in head.parameters()}
+            clip_units([parameter for parameter in parameters if parameter not in left_out], self.clip_grad)
 
     def take_broken(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.
@@ -233,9 +237,28 @@ class Precision:
         return skipped
 
 
+def clip_units(parameters: list[nn.Parameter], factor: float) -> None:
+    """Clip each unit's gradient to `factor` times its weights' norm (timm's AGC), also of weights divided among ranks.
+
+    Ranks divide a weight by its rows, which are the units; of a vector, which is one unit, all need the whole.
+    """
+    for parameter in parameters:
+        weights, gradient = parameter.detach(), parameter.grad
+        if not isinstance(weights, DTensor) or not isinstance(gradient, DTensor):
+            adaptive_clip_grad([parameter], factor, norm_type=2.0)
+            continue
+        own, whole = gradient.to_local(), weights.ndim < 2
+        unit = nn.Parameter(weights.full_tensor() if whole else weights.to_local())
+        unit.grad = gradient.full_tensor() if whole else own
+        adaptive_clip_grad([unit], factor, norm_type=2.0)
+        if whole:
+            own.copy_(own_part(divided_like(unit.grad, gradient)))
+
+
 def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step if `broken` is false: on the device where the optimizer is fused, else after one host synchronisation."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and broken.is_cuda:
+    parts = any(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])  # of --shard, on several ranks
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and broken.is_cuda and not parts:
         optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

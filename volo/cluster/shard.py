@@ -1,0 +1,148 @@
+"""`--shard N`: weights, gradients, optimizer state and moving average are divided among N ranks (ZeRO stage 3).
+
+torch's FSDP2 does the work: a rank gathers the weights of one block for as long as the block computes, and keeps its
+own part of everything else. N neighbouring ranks hold one copy of the model between them; with more ranks than N there
+are several copies, whose gradients are averaged (hybrid sharding). Here is what surrounds it: which modules are
+gathered as one, and how whole tensors go into checkpoints and come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tlt.errors import UserError
+from tlt.models.token_labeling import TokenLabelModel
+from volo.cluster.distributed import World
+
+
+def shard_mesh(shards: int, world: World) -> DeviceMesh:
+    """Return the mesh of `--shard`: neighbouring ranks hold the parts of one copy of the model.
+
+    Raises:
+        UserError: The ranks can't be divided into groups of `shards`.
+    """
+    if world.size % shards:
+        raise UserError(f"--shard {shards} does not divide the number of processes, {world.size}")
+    kind = world.device.type
+    if shards == world.size:
+        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose weights are gathered as one: the blocks of VOLO and LV-ViT.
+
+    Of other models they are the innermost modules of which a list has several of one class, as blocks and stages are.
+    """
+    blocks = [block for m in model.modules() if isinstance(m, TokenLabelModel) for _, block in m.named_blocks()]
+    if blocks:
+        return blocks
+    lists = [m for m in model.modules() if isinstance(m, nn.Sequential | nn.ModuleList)]
+    found = []
+    for each in lists:
+        children = [child for child in each if any(child.children()) and next(child.parameters(), None) is not None]
+        classes = [type(child) for child in children]
+        found += [child for child in children if classes.count(type(child)) > 1]
+    return [unit for unit in found if not any(inner in found for inner in unit.modules() if inner is not unit)]
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, compression: str = "none") -> None:
+    """Divide the weights of `model`, in place. Every rank has the same whole weights before.
+
+    Args:
+        compute: bfloat16 gathers the blocks' weights and computes them in it (`--model-dtype bfloat16`). What surrounds
+            the blocks stays in float32, because of the stem's BatchNorm.
+        compression: `"bf16"` sums gradients over the ranks in bfloat16.
+    """
+    reduced = torch.bfloat16 if compression == "bf16" else torch.float32
+    for unit in units_of(model):
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, reduced))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced, cast_forward_inputs=False))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the weights of a model are divided among ranks."""
+    return isinstance(model, FSDPModule)
+
+
+def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Return the context of a micro-batch, of which only the `last` one averages the gradients over the ranks.
+
+    Without a process group, and for models that neither DistributedDataParallel nor FSDP2 has wrapped, it does nothing.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        return nullcontext()
+    no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)  # of DDP
+    return nullcontext() if last else no_sync()
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """Let every rank hold the whole weights in the block, so that ranks may call `model` at different times.
+
+    In validation they see different numbers of batches. There are neither gradients nor kept activations then.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(part is not parts[0], recurse=False)
+            part.reshard()
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a divided tensor; other tensors as they are. The memory is shared."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class ShardedEma(ModelEmaV3):
+    """timm's moving average over this rank's parts; torch's foreach functions don't mix them with plain buffers."""
+
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        own, new = ([own_part(value) for value in m.state_dict().values()] for m in (self.module, model))
+        floating = [pair for pair in zip(own, new, strict=True) if pair[0].is_floating_point()]
+        torch._foreach_lerp_([a for a, _ in floating], [b for _, b in floating], weight=1.0 - decay)
+        for average, value in zip(own, new, strict=True):
+            if not average.is_floating_point():
+                average.copy_(value)
+
+
+def gather_whole(value: Any, keep: bool) -> Any:
+    """Return nested dicts and lists with whole tensors on the CPU in place of divided ones; every rank calls this.
+
+    Args:
+        keep: False on ranks that only contribute: None stands for each tensor then.
+    """
+    if isinstance(value, dict):
+        return {name: gather_whole(item, keep) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(gather_whole(item, keep) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    # One tensor after the other, so that a device never holds more than one whole tensor.
+    return whole.detach().to("cpu", copy=True) if keep else None
+
+
+def divided_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, which every rank has, if `like` is divided; nothing is sent."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
