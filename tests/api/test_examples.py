@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from tests.commands.conftest import QUICK, ROOT, metrics
+from tests.conftest import free_port
 from volo import cli
 
 OPTIONS: dict[str, Any] = {"size": (64, 64), "epochs": 2, "batch_size": 8, "workers": 0}
@@ -77,3 +81,33 @@ def test_lightning(data: Path, labels: Path, trained: Trained, tmp_path: Path) -
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     model = example("lightning_module").train(data, labels, name="lvvit_test", trainer=quiet, **OPTIONS)
     torch.testing.assert_close(model.state_dict(), trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)
+
+
+def test_ray_train(data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
+    weights = example("ray_loop").train(str(data), str(labels), "lvvit_test", storage=str(tmp_path), **OPTIONS)
+    torch.testing.assert_close(weights, trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)
+
+
+_ONE_PROCESS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from deepspeed_loop import train
+torch.save(train(sys.argv[2], sys.argv[3], "lvvit_test", (64, 64), 2, 8, 0, stage=int(sys.argv[4])), sys.argv[5])
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed(stage: int, data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    saved = tmp_path / "weights.pth"
+    arguments = [ROOT / "examples", data, labels, stage, saved]
+    ended = subprocess.run(
+        [sys.executable, "-c", _ONE_PROCESS, *map(str, arguments)], env=env, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    weights = torch.load(saved, weights_only=True)
+    # Of 65,536 weights two have gradients so small that AdamW makes a visible part of a step of their rounding.
+    torch.testing.assert_close(weights, trained("lvvit_test")[0], rtol=1e-5, atol=2e-5)
