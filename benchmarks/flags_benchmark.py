@@ -166,6 +166,19 @@ _TIMED = Need("timing: leave out --entries", lambda a: not a.entries)
 _DATA = (
     *(replace(group, flags=needing(_TIMED, *group.flags)) for group in _DATA_TIMED),
     Group(
+        "Sizes",
+        (
+            flag(
+                "--sizes",
+                default=None,
+                type=POSITIVE,
+                nargs="+",
+                help="crops alone, of made square images with sides of so many pixels, in one process",
+                needs=(_TIMED, Need("made images: leave out --data-dir", lambda a: not a.data_dir)),
+            ),
+        ),
+    ),
+    Group(
         "Memory",
         (
             flag(

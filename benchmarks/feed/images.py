@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 from argparse import Namespace
@@ -23,6 +24,7 @@ from tlt.labels.store import LabelStore, open_labels
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _QUALITY = 93
+_LARGEST = 2048  # pixels of a side that are made at a time
 _CLASSES = 1000
 
 
@@ -40,17 +42,21 @@ def choose_images(args: Namespace, root: Path) -> ImageFolder:
 
 def make_images(root: Path, count: int, size: tuple[int, int]) -> None:
     """Write JPEG files of `size` (width, height) with gradients, soft shapes and noise, as large as photographs: 110 kB
-    at 500 x 375."""
+    at 500 x 375. From 2,048 pixels a side on, the same part is repeated."""
+    part = min(size[0], _LARGEST), min(size[1], _LARGEST)
     generator = np.random.default_rng(0)
     for number in range(count):
         path = root / f"class{number % 10}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         coarse = generator.integers(0, 256, (7, 9, 3), dtype=np.uint8)
-        fine = generator.integers(0, 256, (size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
-        layers = [np.asarray(Image.fromarray(x).resize(size, Image.Resampling.BICUBIC), float) for x in (coarse, fine)]
-        noise = generator.normal(0, 14, (size[1], size[0], 1))
+        fine = generator.integers(0, 256, (part[1] // 8 + 1, part[0] // 8 + 1, 3), dtype=np.uint8)
+        layers = [np.asarray(Image.fromarray(x).resize(part, Image.Resampling.BICUBIC), float) for x in (coarse, fine)]
+        noise = generator.normal(0, 14, (part[1], part[0], 1))
         pixels = 0.75 * layers[0] + 0.25 * layers[1] + noise
-        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=_QUALITY)
+        once, image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), Image.new("RGB", size)
+        for top, left in itertools.product(range(0, size[1], part[1]), range(0, size[0], part[0])):
+            image.paste(once, (left, top))
+        image.save(path, quality=_QUALITY)
 
 
 def make_labels(root: Path, folder: ImageFolder) -> LabelStore:

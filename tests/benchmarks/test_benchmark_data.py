@@ -170,3 +170,23 @@ def test_images_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "4 images (the first 40 x 30)" in capsys.readouterr().out
     assert cli.run("benchmark", [*line.split(), "8"]) == 2
     assert "--images 8: --data-dir" in capsys.readouterr().err
+
+
+def test_sizes_of_images_have_a_row_for_each_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "data --sizes 40 72 --images 3 -b 2 --rounds 1 --img-size 16 --backend torchvision"
+    assert cli.run("benchmark", [*line.split(), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["sizes"]
+    assert [(row["side"], row["images"], list(row["seconds"])) for row in rows] == [
+        (side, 3, ["timm", "torchvision"]) for side in (40, 72)
+    ]
+    assert rows[1]["megabytes"] > 2 * rows[0]["megabytes"]
+    assert cli.run("benchmark", [*line.split(), "--data-dir", "x"]) == 2
+    assert "--sizes" in capsys.readouterr().err
+
+
+def test_large_images_repeat_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "_LARGEST", 32)
+    images.make_images(tmp_path, 1, (80, 64))
+    pixels = np.asarray(Image.open(tmp_path / "class0" / "0.jpg"), int)
+    assert pixels.shape == (64, 80, 3)
+    assert abs(pixels[:32, :32] - pixels[32:, 32:64]).mean() < 3 and abs(pixels[:, :16] - pixels[:, 16:32]).mean() > 5

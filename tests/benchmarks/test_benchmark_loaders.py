@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.feed import data, data_memory, images
-from benchmarks.feed.data import BATCHES, CROPS, TIMM, LoaderPart
+from benchmarks.feed import data_memory, images, loaders
+from benchmarks.feed.loaders import BATCHES, CROPS, TIMM, LoaderPart
 from benchmarks.flags_benchmark import DATA_BACKENDS
 from benchmarks.timing import cpu_seconds
 from tests.conftest import LIMIT
@@ -29,11 +29,11 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason=
 LINE = "data --images 6 --image-size 60 48 --img-size 24 -b 3 --rounds 1"
 
 
-def _case(root: Path, config: AugmentConfig, workers: int = 0) -> data.LoaderCase:
+def _case(root: Path, config: AugmentConfig, workers: int = 0) -> loaders.LoaderCase:
     images.make_images(root / "images", 6, (50, 40))
     folder = scan_folder(str(root / "images"))
     labels = images.make_labels(root / "labels", folder)
-    return data.LoaderCase(folder, labels, config, 3, workers, torch.device("cpu"))
+    return loaders.LoaderCase(folder, labels, config, 3, workers, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("part", [CROPS, BATCHES])
@@ -41,12 +41,12 @@ def test_all_loaders_make_the_same_images(tmp_path: Path, part: str) -> None:
     # Nothing random is left but the order, so that what the loaders make can be compared.
     config = AugmentConfig((32, 24), (1.0, 1.0), (1.25, 1.25), 0.0, 0.0, None, None, "bilinear", reprob=0.0)
     case = _case(tmp_path, config)
-    loaders = {TIMM: data.timm_loader(case, True, part)} | {
-        name: data.our_loader(case, name, part) for name in ("torchvision", "pil")
+    epochs = {TIMM: loaders.timm_loader(case, True, part)} | {
+        name: loaders.our_loader(case, name, part) for name in ("torchvision", "pil")
     }
     if part == BATCHES:
-        loaders[data.TIMM_WORKERS] = data.timm_loader(case, False, part)
-    made = {name: torch.cat(list(epoch(1))) for name, epoch in loaders.items()}
+        epochs[loaders.TIMM_WORKERS] = loaders.timm_loader(case, False, part)
+    made = {name: torch.cat(list(epoch(1))) for name, epoch in epochs.items()}
     assert made["pil"].dtype == made[TIMM].dtype == (torch.uint8 if part == CROPS else torch.float32)
     for name, found in made.items():
         apart = (found[:, None].double() - made["torchvision"][None].double()).abs().amax((2, 3, 4))
@@ -57,11 +57,11 @@ def test_all_loaders_make_the_same_images(tmp_path: Path, part: str) -> None:
 
 def test_a_round_is_every_image_once_with_workers_too(tmp_path: Path) -> None:
     case = _case(tmp_path, AugmentConfig((16, 16)), workers=1)
-    found = data.measure("", case, ["synthetic", "dali-none"], 1)
+    found = loaders.measure("", case, ["synthetic", "dali-none"], 1)
     assert set(found.wall) == {
         LoaderPart(TIMM, CROPS),
         LoaderPart(TIMM, BATCHES),
-        LoaderPart(data.TIMM_WORKERS, BATCHES),
+        LoaderPart(loaders.TIMM_WORKERS, BATCHES),
         LoaderPart("synthetic", CROPS),
         LoaderPart("synthetic", BATCHES),
     }
@@ -115,7 +115,7 @@ def test_what_is_printed_follows_from_what_was_timed(capsys: pytest.CaptureFixtu
     for part in found["parts"]:
         timed = {(row["loader"], row["part"]): row for row in part["loaders"]}
         ours = {"pil", "synthetic", "pil, threads"} if part["workers"] else {"pil", "synthetic"}
-        assert {loader for loader, _ in timed} == {TIMM, data.TIMM_WORKERS, *ours}
+        assert {loader for loader, _ in timed} == {TIMM, loaders.TIMM_WORKERS, *ours}
         assert len(timed) == 3 + 2 * len(ours) and not part["not_measured"]
         for (_, kind), row in timed.items():
             timm = timed[TIMM, kind]["cpu_seconds"]["median"]
@@ -131,12 +131,12 @@ def test_a_backend_that_is_not_there_is_a_row(
             raise UserError("nvidia-dali is not installed: pip install 'volo[dali]'")
         return create_backend(name, **options)
 
-    monkeypatch.setattr(data, "create_backend", without_dali)
+    monkeypatch.setattr(loaders, "create_backend", without_dali)
     assert cli.run("benchmark", [*LINE.split(), "--workers", "0", "--aa", "none"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line.split(" | ") for line in lines if line.startswith("| ")]
     assert [row[0].strip("| ") for row in table if "not measured" not in row[1]][1:] == [
-        TIMM, "torchvision", "pil", "synthetic", TIMM, data.TIMM_WORKERS, "torchvision", "pil", "synthetic"
+        TIMM, "torchvision", "pil", "synthetic", TIMM, loaders.TIMM_WORKERS, "torchvision", "pil", "synthetic"
     ]  # fmt: skip
     assert [row[1] for row in table if "not measured" in row[1]] == [
         "not measured: nvidia-dali is not installed: pip install 'volo[dali]'"
@@ -147,7 +147,7 @@ def test_a_backend_that_is_not_there_is_a_row(
 def test_all_backends_of_training_are_measured() -> None:
     known = next(row for row in DATA.flags if row.dest == "data_backend").choices
     assert known is not None and set(known) <= set(DATA_BACKENDS)
-    assert data.chosen(["all"]) == DATA_BACKENDS and data.chosen(["pil", "pil"]) == ("pil",)
+    assert loaders.chosen(["all"]) == DATA_BACKENDS and loaders.chosen(["pil", "pil"]) == ("pil",)
 
 
 @LINUX
