@@ -191,6 +191,20 @@ _DATA = (
     ),
     Group("Output", _OUTPUT),
 )
+_ABLATION = (
+    Group(
+        "Runs",
+        (
+            flag("--output", default="output/ablation", metavar="DIR", help="runs that are done, and the scenes"),
+            flag("--arms", default=None, nargs="+", metavar="ARM", help="those of the table alone (default: all)"),
+            flag("--seeds", default=5, type=POSITIVE, help="seeds of each arm, from 0"),
+            flag("--epochs", default=12, type=POSITIVE, help="epochs of a run"),
+            flag("--images", default=3000, type=POSITIVE, help="training scenes"),
+            flag("--jobs", default=2, type=POSITIVE, help="runs at a time, one thread each"),
+        ),
+    ),
+    Group("Output", (*_OUTPUT, flag("--plot", default="", metavar="FILE", help="draw the curves of top-1"))),
+)
 _ALIGNMENT = (
     Group(
         "Sizes",
@@ -354,6 +368,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "data": Command(
         "feed.data", "Images/s and CPU time of every data backend and of timm's loader, in one run.", _DATA
+    ),
+    "ablation": Command(
+        "evidence.ablation", "Does a label at the right place make a better model? Hours on a CPU.", _ABLATION
     ),
     "scaling": Command("scaling.study", "Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING),
 }
