@@ -198,7 +198,7 @@ _ABLATION = (
             flag("--output", default="output/ablation", metavar="DIR", help="runs that are done, and the scenes"),
             flag("--arms", default=None, nargs="+", metavar="ARM", help="those of the table alone (default: all)"),
             flag("--seeds", default=5, type=POSITIVE, help="seeds of each arm, from 0"),
-            flag("--epochs", default=12, type=POSITIVE, help="epochs of a run"),
+            flag("--epochs", default=10, type=POSITIVE, help="epochs of a run"),
             flag("--images", default=3000, type=POSITIVE, help="training scenes"),
             flag("--jobs", default=2, type=POSITIVE, help="runs at a time, one thread each"),
         ),

@@ -24,6 +24,7 @@ TOP_K = 3
 _LARGE, _SMALL = (34, 48), (20, 28)  # px, sides of digits
 _NEAR = 4.0  # px, over which a digit's share of the labels around it falls to 1 / e
 _FLOOR = 0.02  # weight of the classes that are not in the image
+HALF = float(np.log((_FLOOR + 0.5) / _FLOOR))  # logit of a class whose digit has half the weight it has on itself
 
 Floats = npt.NDArray[np.float64]
 
@@ -112,7 +113,7 @@ def _overlap(one: Digit, two: Digit) -> bool:
 
 def truth(digits: list[Digit], size: tuple[int, int], center: bool = False) -> LabelMap:
     """Return the label map of a scene of `size` (width, height), or of its central square: in each cell the digits'
-    classes by their distance, as an annotator with a receptive field sees them."""
+    classes by their distance, as an annotator with a receptive field sees them; of the ground, all classes alike."""
     covered = [min(size) if center else length for length in size]
     x, y = (
         (length - part) / 2 + (np.arange(MAP) + 0.5) * part / MAP for length, part in zip(size, covered, strict=True)
@@ -122,8 +123,6 @@ def truth(digits: list[Digit], size: tuple[int, int], center: bool = False) -> L
         dx = np.maximum(0, np.abs(x - digit.x - digit.side / 2) - digit.side / 2)[None, :]
         dy = np.maximum(0, np.abs(y - digit.y - digit.side / 2) - digit.side / 2)[:, None]
         weights[digit.number] += np.exp(-np.hypot(dx, dy) / _NEAR)
-    # Far from all digits the image's class counts, as a classifier says it of the ground around an object.
-    weights[digits[0].number] += np.maximum(0, 0.5 - weights.max(0))
     ids = np.argsort(-weights, 0, kind="stable")[:TOP_K]
     # Classes that are not listed have logit 0, which is the floor's.
     values = np.log(np.take_along_axis(weights, ids, 0) / _FLOOR)

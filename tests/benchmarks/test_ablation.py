@@ -28,17 +28,19 @@ def test_a_cell_has_the_class_of_the_digit_that_lies_there(center: bool) -> None
     digits = [scenes.Digit(7, 40, 20, 40), scenes.Digit(2, 4, 60, 24)]
     label_map = scenes.truth(digits, (128, 96), center)
     left, width = (16, 96) if center else (0, 128)
-    expected = np.full((scenes.MAP, scenes.MAP), 7)  # far from both, too
+    expected = np.full((scenes.MAP, scenes.MAP), -1)
     for row in range(scenes.MAP):
         for column in range(scenes.MAP):
             x, y = left + (column + 0.5) * width / scenes.MAP, (row + 0.5) * 96 / scenes.MAP
-            if 4 <= x < 28 and 60 <= y < 84:
-                expected[row, column] = 2
-    inside = expected == 2
-    assert inside.any() and (label_map.ids[0][inside] == 2).all()
-    assert (label_map.ids[0][:8] == 7).all() and (label_map.ids[0][:, -1] == 7).all()
-    share = 1 + scenes._FLOOR  # of the digit that covers a cell, beside the floor of each class
-    assert np.allclose(label_map.values[0][inside].astype(float), np.log(share / scenes._FLOOR), atol=0.01)
+            for digit in digits:
+                if 0 <= x - digit.x < digit.side and 0 <= y - digit.y < digit.side:
+                    expected[row, column] = digit.number
+    for digit in digits:
+        inside = expected == digit.number
+        assert inside.any() and (label_map.ids[0][inside] == digit.number).all()
+        share = 1 + scenes._FLOOR  # of the digit that covers a cell, beside the floor of each class
+        assert np.allclose(label_map.values[0][inside].astype(float), np.log(share / scenes._FLOOR), atol=0.01)
+    assert (label_map.values[:, -1, -1] < 0.1).all(), "the ground is no class's"
 
 
 def test_scenes_are_as_told(data: Path) -> None:
@@ -47,7 +49,7 @@ def test_scenes_are_as_told(data: Path) -> None:
     assert held_out.classes.bincount().tolist() == [2] * 10
     # The digit that names the class lies in the central square, and is no more than a part of it.
     share = (held_out.tokens == held_out.classes[:, None]).float().mean(1)
-    assert (share > 0.2).all() and share.mean() < 0.95
+    assert (share > 0.1).all() and 0.1 < (held_out.tokens < 0).float().mean() < 0.7
     ground, digit = held_out.images.mean((1, 2, 3)), held_out.images.amax((1, 2, 3))
     assert (digit - ground > 0.5).all()
 
