@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -13,6 +14,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.models.layers import init_linear
 
 # Names in files of Transformers 4 and 5, and those of the modules of version 5.
 _NAMES = (
@@ -96,6 +98,28 @@ def timm_config(config: Mapping[str, Any], processor: Mapping[str, Any]) -> tupl
     return kwargs | ({"num_classes": looks["num_classes"]} if classifies else {}), looks
 
 
+class TwoLayerHeadViT(VisionTransformer):
+    """timm's VisionTransformer, with the head of two layers on request that ViT (arXiv:2010.11929, section 3.1) is
+    pre-trained with: `head.pre_logits`, tanh, `head.logits`.
+
+    Args:
+        representation_size: Features between the two; 0 for timm's head of one layer. `reset_classifier` gives that
+            one, as fine-tuning has it.
+        The others: as of timm's VisionTransformer.
+    """
+
+    head: nn.Module
+
+    def __init__(self, *args: Any, representation_size: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not (representation_size and self.num_classes):
+            return
+        pre_logits = nn.Linear(self.embed_dim, representation_size)
+        logits = nn.Linear(representation_size, self.num_classes)
+        self.head = nn.Sequential(OrderedDict(pre_logits=pre_logits, tanh=nn.Tanh(), logits=logits))
+        self.head.apply(init_linear)
+
+
 _LOOKS = {
     **{"input_size": (3, 224, 224), "fixed_input_size": True, "crop_pct": 1.0, "crop_mode": "squash"},
     **{"interpolation": "bilinear", "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)},
@@ -106,13 +130,13 @@ default_cfgs = generate_default_cfgs({NAME: _LOOKS})
 
 @register_model
 def vit_transformers(pretrained: bool = False, norm_eps: float = _EPS, **kwargs: Any) -> nn.Module:
-    """timm's VisionTransformer with the LayerNorm of Transformers; further arguments are timm's.
+    """timm's VisionTransformer with the LayerNorm of Transformers; further arguments are those of `TwoLayerHeadViT`.
 
     Args:
         norm_eps: Added to the variances of LayerNorm. At timm's 1e-6 logits differ by up to 5e-4.
     """
     model: nn.Module = build_model_with_cfg(
-        VisionTransformer,
+        TwoLayerHeadViT,
         NAME,
         pretrained,
         pretrained_filter_fn=_filter,
