@@ -64,7 +64,7 @@ def test_a_model_described_by_a_folder_is_trained_resumed_and_validated(
 def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, model: str
 ) -> None:
-    size = "--img-size 64" if model == "volo_d1" else ""
+    size = "--img-size 64"
     flags = f"{QUICK.replace('--model volo_test --img-size 32', f'--model {model} {size}')} -b 4 --epochs 1 --lr 1e-3"
     labels = "--token-label --token-label-size 4" if model == "volo_d1" else "--token-label"
     ended = call("train", f"{make_dataset()} {flags} {labels} --output {tmp_path} --experiment run")
@@ -82,6 +82,7 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     assert found["weights"].keys() <= saved.keys()
     assert all(torch.equal(weight, saved[name]) for name, weight in found["weights"].items())
     assert found["cfg"]["label_names"] == saved_classes(checkpoint)
+    assert tuple(found["cfg"]["input_size"]) == (3, 64, 64) and not found["cfg"].get("test_input_size")
     if model == "volo_d1":
         ours = timm.create_model("volo_d1", img_size=64, num_classes=4).eval()
         ours.load_state_dict(saved)

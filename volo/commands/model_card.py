@@ -49,7 +49,7 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     """
     name = name_in_timm(trained)
     names = class_names(trained.config, trained.model.num_classes)
-    settings = {key: trained.settings[key] for key in ("mean", "std", "crop_pct", "crop_mode", "interpolation")}
+    settings = {key: trained.settings[key] for key in _IMAGES}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -76,7 +76,12 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
     ]
 
 
-_OF_OTHERS = ("url", "hf_hub_id", "origin_url", "paper_ids", "paper_name", "notes", "license", "tag", "file", "source")
+_IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
+# What timm says of its own weights, which these are not.
+_OF_OTHERS = (
+    *("url", "hf_hub_id", "origin_url", "paper_ids", "paper_name", "notes", "license", "tag", "file", "source"),
+    *("test_input_size", "test_crop_pct"),
+)
 
 
 def name_in_timm(trained: TrainedModel) -> str:
