@@ -22,6 +22,10 @@ Batch, rate and epochs were chosen by runs of `true` alone: eight with seed 1000
 earlier design, in which the truth named the image's class for plain ground, and from which they learnt little (25.5 and
 19.6 %). Eleven arms of five runs, some three minutes on one core each: 80 minutes on two. Every finished run is a line
 of `runs.jsonl`; a further start trains what is missing.
+
+Added after these 55 runs had been seen, before the first run of it: the four arms of the two first questions with three
+times the epochs (`--epochs 30 --arms true published annotator annotator-published`, the same seeds and figures), to
+see whether the difference is one of speed alone.
 """
 
 from __future__ import annotations
