@@ -276,8 +276,6 @@ def read_validation(data: Path) -> Scenes:
 def effects(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield for each arm and figure the mean difference to the arm that it is compared with, over the seeds that both
     have, with its 95 % interval and the p-value of a paired t-test; nothing for fewer than two seeds."""
-    from scipy import stats
-
     for arm, how in ARMS.items():
         for name in ("top1", "tokens"):
             last = {(row["arm"], row["seed"]): row[name][-1] for row in rows if row[name]}
@@ -286,23 +284,29 @@ def effects(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 for (a, seed), value in last.items()
                 if a == arm and (how.against, seed) in last
             ]
-            if len(pairs) < 2:
-                continue
-            mean, error = statistics.mean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
-            half = float(stats.t.ppf(0.975, len(pairs) - 1)) * error
-            p = float(stats.ttest_1samp(pairs, 0.0).pvalue) if error else None
-            found = {"difference": mean, "interval": [mean - half, mean + half], "p": p}
-            yield {"arm": arm, "against": how.against, "figure": name, "seeds": len(pairs), **found}
+            if len(pairs) > 1:
+                found = dict(zip(("difference", "interval", "p"), mean_and_interval(pairs), strict=True))
+                yield {"arm": arm, "against": how.against, "figure": name, "seeds": len(pairs), **found}
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, tuple[float, float], float | None]:
+    """Return the mean of two values or more, its 95 % interval by Student's t, and the p-value of a mean of zero; None
+    for values that are all the same."""
+    from scipy import stats
+
+    if len(set(values)) == 1:
+        return values[0], (values[0], values[0]), None
+    test = stats.ttest_1samp(values, 0.0)
+    low, high = map(float, test.confidence_interval(0.95))
+    return statistics.mean(values), (low, high), float(test.pvalue)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the tables: the arms, and their differences."""
-    yield from ("| arm | seeds | top-1, % | loss | tokens, % |", "|---|---|---|---|---|")
+    yield from ("| arm | seeds | top-1, % (95 % interval) | loss | tokens, % |", "|---|---|---|---|---|")
     for arm in dict.fromkeys(row["arm"] for row in rows):
         of_arm = [row for row in rows if row["arm"] == arm]
-        shown = (
-            _mean_and_spread([row[name][-1] for row in of_arm if row[name]]) for name in ("top1", "loss", "tokens")
-        )
+        shown = (_in_cell([row[name][-1] for row in of_arm if row[name]]) for name in ("top1", "loss", "tokens"))
         yield f"| {arm} | {len(of_arm)} | {' | '.join(shown)} |"
     yield from (
         "",
@@ -316,25 +320,32 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| {pair} | {each['difference']:+.2f} | {low:+.2f} to {high:+.2f} | {p} |"
 
 
-def _mean_and_spread(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{statistics.mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def _in_cell(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.2f}" if values else "-"
+    mean, (low, high), _ = mean_and_interval(values)
+    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw top-1 over the epochs: each run, and the mean of each arm."""
+    """Draw top-1 over the epochs, each run and the mean of each arm: with labels of the truth, and of the annotator."""
     from matplotlib.figure import Figure
 
-    figure = Figure((7, 4))
-    axes = figure.subplots()
-    for number, arm in enumerate(dict.fromkeys(row["arm"] for row in rows)):
-        look: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": "--" if number > 9 else "-"}
-        curves = [row["top1"] for row in rows if row["arm"] == arm]
-        for curve in curves:
-            axes.plot(range(1, 1 + len(curve)), curve, **look, alpha=0.2, linewidth=0.7)
-        mean = np.mean(curves, 0)
-        axes.plot(range(1, 1 + len(mean)), mean, **look, label=f"{arm} ({len(curves)} seeds)")
-    axes.set(xlabel="epoch", ylabel="top-1, %")
-    axes.legend()
-    figure.savefig(file, bbox_inches="tight", dpi=120)
+    figure = Figure((11, 4))
+    for panel, title in zip(figure.subplots(1, 2, sharey=True), ("truth", "annotator"), strict=True):
+        arms = [arm for arm in ARMS if (ARMS[arm].labels == "annotator") == (title == "annotator")]
+        for number, arm in enumerate(arms):
+            curves = [row["top1"] for row in rows if row["arm"] == arm]
+            for curve in curves:
+                panel.plot(range(1, 1 + len(curve)), curve, color=f"C{number}", alpha=0.3, linewidth=0.7)
+            if curves:
+                mean = np.mean(curves, 0)
+                panel.plot(
+                    range(1, 1 + len(mean)), mean, color=f"C{number}", linewidth=2, label=f"{arm}: {mean[-1]:.1f}"
+                )
+        panel.set(xlabel="epoch", title=f"labels of the {title}", ylim=(0, 100))
+        if panel.lines:
+            panel.legend(loc="upper left", fontsize=8, frameon=False)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("top-1, %")
+    figure.savefig(file, bbox_inches="tight", dpi=90)
