@@ -23,7 +23,7 @@ from tlt.errors import UserError
 from volo.checkpoint.checkpoint import TrainState
 from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
-from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_mesh, synchronised, units_of, whole_weights
+from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, synchronised, units_of, whole_weights
 from volo.config.args import parse_train
 from volo.train.model import heads_of
 from volo.train.optim import create_optimizer
@@ -64,7 +64,7 @@ def train(case: Case, rank: int, sharded: bool) -> tuple[TrainState, list[Tensor
     precision = Precision(CPU, None, *case.clip, heads=heads_of(model))
     average = ShardedEma(model, 0.9)
     if sharded:
-        mesh = shard_mesh(case.shards, World(rank, rank, RANKS, CPU))
+        mesh = shard_meshes(case.shards, World(rank, rank, RANKS, CPU)).data
         shard(model, mesh)
         shard(average.module, mesh)
     called: nn.Module = model if sharded else distribute(model, CPU, DdpSettings())
@@ -125,7 +125,7 @@ def _more(rank: int, directory: str) -> None:
     saved = torch.load(f"{directory}/saved.pt", weights_only=True)
     fresh = build(case)
     average = ShardedEma(fresh, 0.9)
-    mesh = shard_mesh(RANKS, World(rank, rank, RANKS, CPU))  # another division than the one that was saved
+    mesh = shard_meshes(RANKS, World(rank, rank, RANKS, CPU)).data  # another division than the one that was saved
     for model in (fresh, average.module):
         shard(model, mesh)
     optimizer = create_optimizer(parse_train(["/data", "--lr", "1e-3"]), fresh)
@@ -198,5 +198,5 @@ def test_units_are_the_blocks() -> None:
 
 def test_ranks_that_cannot_be_divided() -> None:
     with pytest.raises(UserError, match="--shard 3 does not divide the number of processes, 4"):
-        shard_mesh(3, World(0, 0, 4, CPU))
+        shard_meshes(3, World(0, 0, 4, CPU))
     assert not is_sharded(timm.create_model("volo_test"))

@@ -106,6 +106,7 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
         "--grad-compression bf16",
         "--model-dtype bfloat16 -b 2 --grad-accum-steps 2",
         "--shard 2 --clip-grad 1 -b 2 --grad-accum-steps 2",
+        "--tensor-parallel 2 --clip-grad 1",
     ],
 )
 def test_fault_11_interrupted_on_two_ranks(

@@ -31,7 +31,7 @@ def test_unlabelled_images_are_never_correct() -> None:
 
 
 def test_sums_add_up_in_float64() -> None:
-    sums = Sums(("images", "loss"), torch.device("cpu"))
+    sums = Sums(("images", "loss"), World(0, 0, 1, torch.device("cpu")))
     for _ in range(1000):
         sums.add(1, torch.tensor(0.1, requires_grad=True))
     totals = sums.totals()
@@ -44,17 +44,19 @@ def test_sums_add_up_in_float64() -> None:
 
 
 def test_sums_go_on_from_those_of_each_rank() -> None:
-    def restored(by_rank: list[list[float]], size: int) -> list[list[float]]:
+    def restored(by_rank: list[list[float]], size: int, same_images: int = 1) -> list[list[float]]:
         rows = []
         for rank in range(size):
-            sums = Sums(("images", "loss"), torch.device("cpu"))
-            sums.restore(by_rank, World(rank, rank, size, torch.device("cpu")))
+            world = World(rank, rank, size, torch.device("cpu"), tensor_parallel=same_images)
+            sums = Sums(("images", "loss"), world)
+            sums.restore(by_rank)
             rows += sums.by_rank()
         return rows
 
     two = [[3.0, 0.1], [4.0, 0.7]]
     assert restored(two, 2) == two
     assert restored(two, 1) == [[7.0, 0.1 + 0.7]]
+    assert restored(two, 4, same_images=2) == [two[0], two[0], two[1], two[1]]
     assert restored(two, 3) == [[7.0, 0.1 + 0.7], [0.0, 0.0], [0.0, 0.0]]
     for broken in ([[1.0]], [["x", "y"]], [[1.0, 2.0], [3.0]], None):
         with pytest.raises((ValueError, TypeError, RuntimeError)):

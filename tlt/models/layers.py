@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         qkv = linear(self.qkv, tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
         mixed = attention(q, k, v, self.attn_drop if self.training else 0.0, self.cudnn or not self.training)
-        mixed = mixed.transpose(1, 2).reshape(x.shape)
+        mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1)
         return self.proj_drop(linear(self.proj, mixed))
 
 
@@ -65,11 +65,12 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
-        self.drop = nn.Dropout(drop)
+        self.drop1 = nn.Dropout(drop)
+        self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., C) -> the same shape."""
-        return self.drop(linear(self.fc2, self.drop(F.gelu(linear(self.fc1, x)))))
+        return self.drop2(linear(self.fc2, self.drop1(F.gelu(linear(self.fc1, x)))))
 
 
 class Block(nn.Module):

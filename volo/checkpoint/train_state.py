@@ -22,6 +22,7 @@ from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
 from volo.cluster.shard import divided_like, gather_whole, is_sharded
+from volo.cluster.tensor_parallel import Cut, by_name_and_number, cuts_of, own_parts
 from volo.record.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
@@ -114,7 +115,12 @@ class TrainState:
     def gather(self) -> None:
         """Before any save, collect the parts of all ranks in the memory of rank 0; every rank calls this."""
         if self.is_sharded:
-            self.gathered = gather_whole(self._tensors(), keep=dist.get_rank() == 0)
+            self.gathered = gather_whole(self._tensors(), dist.get_rank() == 0, self._cuts())
+
+    def _cuts(self) -> dict[Any, Cut]:
+        """How `--tensor-parallel` divides what a payload holds, by names of weights and numbers of the optimizer."""
+        cuts = cuts_of(self.model)
+        return by_name_and_number(cuts, self.model, self.optimizer) if cuts else {}
 
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
@@ -151,14 +157,15 @@ class TrainState:
         if resumable and load_optimizer:
             if not isinstance(checkpoint.get("optimizer"), dict) or not checkpoint["optimizer"]:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
-            check_optimizer_state(self.optimizer, checkpoint["optimizer"], path, checkpoint.get("optimizer_class"))
+            optimizer_state = own_parts(checkpoint["optimizer"], self._cuts())
+            check_optimizer_state(self.optimizer, optimizer_state, path, checkpoint.get("optimizer_class"))
         position = _position(checkpoint, self.updates_per_epoch, path)
         progress, statistics = _of_ranks(checkpoint, path)
 
         load_clean(self.model, self._own_parts(weights))
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
-            messages += load_optimizer_state(self.optimizer, checkpoint["optimizer"])
+            messages += load_optimizer_state(self.optimizer, optimizer_state)
             messages += self._load_scaler(checkpoint.get(SCALER_KEY))
         elif load_optimizer:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
@@ -174,7 +181,7 @@ class TrainState:
             raise UserError(f"{path} is refused: {error}") from error
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
-        weights = joined_state_dict(self.model, checkpoint, use_ema, path)
+        weights = own_parts(joined_state_dict(self.model, checkpoint, use_ema, path), self._cuts())
         fit = fit_state_dict(self.model, weights)
         if needed(fit.missing) or fit.dropped or fit.resized:
             raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))

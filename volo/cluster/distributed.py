@@ -60,11 +60,22 @@ class World:
     size: int
     device: torch.device
     store: dist.Store | None = None  # of this start of the run; None with a single process
+    tensor_parallel: int = 1  # neighbouring ranks that see the same images, and draw the same random numbers
 
     @property
     def is_primary(self) -> bool:
         """True on the one process of the whole run that prints and writes."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """This process among those that see different images."""
+        return self.rank // self.tensor_parallel
+
+    @property
+    def data_size(self) -> int:
+        """How many processes see different images."""
+        return self.size // self.tensor_parallel
 
 
 def choose_device(requested: str | None, local_rank: int) -> torch.device:

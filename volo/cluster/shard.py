@@ -8,9 +8,9 @@ gathered as one, and how whole tensors go into checkpoints and come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.utils import ModelEmaV3
@@ -22,20 +22,34 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World
+from volo.cluster.tensor_parallel import Cut
 
 
-def shard_mesh(shards: int, world: World) -> DeviceMesh:
-    """Return the mesh of `--shard`: neighbouring ranks hold the parts of one copy of the model.
+class Meshes(NamedTuple):
+    """The ranks among which weights are divided.
+
+    Attributes:
+        data: The axis `shard`, and before it `replicate` where there are several copies.
+        tensor: Neighbouring ranks (`--tensor-parallel`), None for one.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh | None
+
+
+def shard_meshes(shards: int, world: World) -> Meshes:
+    """Return the meshes of `--shard` and `--tensor-parallel`: neighbouring ranks hold the parts of one copy.
 
     Raises:
         UserError: The ranks can't be divided into groups of `shards`.
     """
-    if world.size % shards:
-        raise UserError(f"--shard {shards} does not divide the number of processes, {world.size}")
-    kind = world.device.type
-    if shards == world.size:
-        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    if world.data_size % shards:
+        shared = f" / --tensor-parallel {world.tensor_parallel}" if world.tensor_parallel > 1 else ""
+        raise UserError(f"--shard {shards} does not divide the number of processes, {world.size}{shared}")
+    sizes = {"replicate": world.data_size // shards, "shard": shards, "tensor": world.tensor_parallel}
+    axes = tuple(axis for axis in sizes if sizes[axis] > 1 or axis == "shard")
+    mesh = init_device_mesh(world.device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+    return Meshes(mesh[axes[:-1]], mesh["tensor"]) if "tensor" in axes else Meshes(mesh, None)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -124,19 +138,23 @@ class ShardedEma(ModelEmaV3):
                 average.copy_(value)
 
 
-def gather_whole(value: Any, keep: bool) -> Any:
+def gather_whole(value: Any, keep: bool, cuts: Mapping[Any, Cut], cut: Cut | None = None) -> Any:
     """Return nested dicts and lists with whole tensors on the CPU in place of divided ones; every rank calls this.
 
     Args:
         keep: False on ranks that only contribute: None stands for each tensor then.
+        cuts: By the keys of dicts, how the tensors below are divided by `--tensor-parallel`.
+        cut: Of all tensors in `value`.
     """
     if isinstance(value, dict):
-        return {name: gather_whole(item, keep) for name, item in value.items()}
+        return {key: gather_whole(item, keep, cuts, cuts.get(key, cut)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(gather_whole(item, keep) for item in value)
+        return type(value)(gather_whole(item, keep, cuts) for item in value)
     if not isinstance(value, Tensor):
         return value
     whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if cut is not None and value.ndim > cut.dim:  # counters of steps are whole
+        whole = cut.whole(whole)
     # One tensor after the other, so that a device never holds more than one whole tensor.
     return whole.detach().to("cpu", copy=True) if keep else None
 

@@ -206,7 +206,7 @@ def make_labels(
     batches = whole_batches(pending, len(job.folder), args.batch_size)[world.rank :: world.size]
     rows = [row for batch in batches for row in batch]
     loader = image_loader(args, job.folder, rows, settings, world.device)
-    wanted, sums = set(pending), Sums(("images", "top1", "places", "agreeing"), world.device)
+    wanted, sums = set(pending), Sums(("images", "top1", "places", "agreeing"), world)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
         made = write_batch(job, batch, annotator(batch.images), rows, wanted, None if args.transfer else sums)

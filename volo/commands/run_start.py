@@ -167,7 +167,9 @@ def open_run(
 def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:
     """Print what the run is about to do, each number with its unit."""
     stream, model = training.loader.index_stream, training.state.model
-    parameters = sum(p.numel() for p in model.parameters())
+    divided = training.precision.divided
+    parts = {} if divided is None else dict.fromkeys(divided.parameters, world.tensor_parallel)
+    parameters = sum(p.numel() * parts.get(p, 1) for p in model.parameters())
     config = training.state.metadata["model_config"]
     height, width = config["img_size"]
     left_out = stream.length - stream.images_per_epoch
@@ -180,8 +182,10 @@ def describe(args: Namespace, training: Training, world: World, logger: Logger) 
         + f", {len(training.validation.dataset)} validation images, {len(config['class_names'])} class folders"
     )
     logger.line(
-        f"global batch {stream.global_batch} = {args.batch_size} per device x {world.size} x {args.grad_accum_steps} "
-        f"accumulation steps; {len(training.loader)} updates an epoch, {training.schedule.total_epochs} epochs"
+        f"global batch {stream.global_batch} = {args.batch_size} per "
+        f"{'device' if world.tensor_parallel == 1 else f'{world.tensor_parallel} devices'} x {world.data_size} x "
+        f"{args.grad_accum_steps} accumulation steps; {len(training.loader)} updates an epoch, "
+        f"{training.schedule.total_epochs} epochs"
     )
     if isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense and args.token_label_size:
         rows, columns = training.criterion.grid

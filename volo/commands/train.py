@@ -54,6 +54,7 @@ from volo.cluster.per_host import once_per_host
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import StopGuard
+from volo.cluster.tensor_parallel import Divided, in_groups
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.launch_command import available_cpus
 from volo.commands.run_start import (
@@ -67,6 +68,7 @@ from volo.commands.run_start import (
     tell_memory,
 )
 from volo.config.args import FrozenArgs, TrainArgs
+from volo.config.flag_rules import divides_weights
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
@@ -89,7 +91,7 @@ from volo.train.model import (
     freeze_backbone,
     heads_of,
     init_heads,
-    mesh_of,
+    meshes_of,
     model_config,
     prepare_model,
     wrap_average,
@@ -126,11 +128,12 @@ def run(args: TrainArgs) -> int:
 
 def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
     """Build everything, then train in a directory that no other job writes to."""
+    world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
     found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
-    folders = once_per_host(lambda: open_folders(args, world.size, found))
+    folders = once_per_host(lambda: open_folders(args, world.data_size, found))
     args = fitted_to(folders, args, world, logger)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
@@ -154,7 +157,7 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
 def fitted_to(folders: Folders, args: TrainArgs, world: World, logger: Logger) -> TrainArgs:
     """Return the arguments with defaults that fit the data, and tell of them."""
     images = round(len(folders.train) * (1 - args.val_fraction))
-    fitted, line = fit_to_data(args, images, len(folders.train.class_names), world.size)
+    fitted, line = fit_to_data(args, images, len(folders.train.class_names), world.data_size)
     if line:
         logger.line(line)
     return FrozenArgs(args, **fitted)
@@ -166,12 +169,12 @@ def decided_by(resume: Resume, args: TrainArgs, world: World, logger: Logger) ->
 
     Returns the arguments with these steps, and the record of the batch that the run writes into its own checkpoints.
     """
-    args = FrozenArgs(args, **kept_of(resume.checkpoint, args, world.size))
+    args = FrozenArgs(args, **kept_of(resume.checkpoint, args, world.data_size))
     asked = args.grad_accum_steps
-    steps, message = steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.size)
+    steps, message = steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.data_size)
     if message is not None:
         logger.line(message)
-    batch = batch_record(args.batch_size, steps, world.size, asked)
+    batch = batch_record(args.batch_size, steps, world.data_size, asked)
     return FrozenArgs(args, grad_accum_steps=steps), batch
 
 
@@ -200,7 +203,7 @@ def build(
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
     teacher = load_teacher(args, model, settings, folders.train.class_names, world)
-    criterion = make_criterion(args, model, input_size[1:], world.rank, teacher)
+    criterion = make_criterion(args, model, input_size[1:], world.data_rank, teacher)
     model = prepare_model(model, args, world)
     dtype = compute_dtype(args, world.device)
     if args.freeze:
@@ -213,18 +216,17 @@ def build(
     if args.activation_memory is not None:  # before the model is copied: copies recompute as it does
         logger.line(fit_activations(args, model, step_shape(criterion, input_size, world.device, dtype), world))
     work = arithmetic(args, model, criterion, input_size, world)  # before ranks divide the model among them
-    mesh = mesh_of(args, world)
-    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and mesh is None else None
-    precision = Precision(
-        world.device, dtype, args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model)
-    )
+    meshes = meshes_of(args, world)
+    working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
     metadata |= {DATA_KEY: data, BATCH_KEY: batch}
     ema = create_ema(model, args)
-    called = wrap_model(model if working_copy is None else working_copy.module, args, world, mesh)
-    average = None if ema is None or args.model_ema_force_cpu else wrap_average(ema.module, args, world, mesh)
+    called = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
+    average = None if ema is None or args.model_ema_force_cpu else wrap_average(ema.module, args, world, meshes)
+    clipping = (args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model), Divided.of(model))
+    precision = Precision(world.device, dtype, *clipping)
     optimizer = create_optimizer(args, model, world.device)
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
     schedule = LrSchedule(args, lr, len(loader))
@@ -277,7 +279,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
     if not args.model_ema:
         return None
     device = "cpu" if args.model_ema_force_cpu else None
-    kind = ModelEmaV3 if args.shard == 1 else ShardedEma
+    kind = ShardedEma if divides_weights(args) else ModelEmaV3
     return kind(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
 
 

@@ -234,7 +234,7 @@ class RealLabels:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--real-labels {path}: a JSON list of class lists is needed ({error})") from error
         self.dataset = dataset
-        self.sums = Sums(("images", "top1", "top5"), world.device)
+        self.sums = Sums(("images", "top1", "top5"), world)
 
     def add(self, logits: Tensor, indices: Tensor) -> None:
         """Count a batch. Raises UserError for an image that is not in ImageNet's validation set."""

@@ -101,7 +101,7 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
         raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
-    _check_shard(args)
+    _check_divided(args)
     _check_trackers(args)
     return notes + _remarks(args)
 
@@ -115,10 +115,19 @@ _NOT_SHARDED = (
 )
 
 
-def _check_shard(args: Namespace) -> None:
-    for what, why, given in _NOT_SHARDED if args.shard > 1 else ():
+def divides_weights(args: Namespace) -> str:
+    """Return the flag that divides weights among ranks, as one types it; "" where they are whole on every rank."""
+    flags = {"--tensor-parallel": args.tensor_parallel, "--shard": args.shard}
+    return next((f"{flag} {ranks}" for flag, ranks in flags.items() if ranks > 1), "")
+
+
+def _check_divided(args: Namespace) -> None:
+    flag = divides_weights(args)
+    for what, why, given in _NOT_SHARDED if flag else ():
         if given(args):
-            raise UserError(f"--shard {args.shard} and {what}: {why}; leave one of them out")
+            raise UserError(f"{flag} and {what}: {why}; leave one of them out")
+    if args.tensor_parallel > 1 and args.clip_grad is not None and args.clip_mode == "agc":
+        raise UserError(f"{flag} and --clip-mode agc: units lie on several ranks; --clip-mode norm, or --shard alone")
 
 
 def trackers_of(args: Namespace) -> list[str]:

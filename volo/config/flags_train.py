@@ -364,6 +364,12 @@ DISTRIBUTED = Group(
             help="divide weights, gradients, optimizer state and EMA among N ranks (FSDP2)",
         ),
         flag(
+            "--tensor-parallel",
+            default=1,
+            type=POSITIVE,
+            help="divide attention heads and MLPs among N neighbouring ranks, which see the same images",
+        ),
+        flag(
             "--grad-compression",
             default="none",
             choices=("none", "bf16"),

@@ -17,6 +17,7 @@ from tlt.models.recompute import EVERYTHING, LEVELS, NOTHING, POINTWISE
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World, from_all
 from volo.cluster.shard import units_of
+from volo.cluster.tensor_parallel import divisible
 from volo.memory.activation_memory import Activations, activations_of
 from volo.memory.fake_step import StepShape
 from volo.train.criterion import Criterion, TokenLabelCriterion
@@ -57,20 +58,27 @@ def fixed_memory(args: Namespace, model: nn.Module, device: torch.device) -> Fix
 
 
 def _fixed_memory(args: Namespace, model: nn.Module, optimizer_share: float, shards: int) -> FixedMemory:
-    trained = _bytes(p for p in model.parameters() if p.requires_grad)
-    weights = _bytes([*model.parameters(), *model.buffers()])
+    own = _own_share(model, args.tensor_parallel)
+    trained = round(own * _bytes(p for p in model.parameters() if p.requires_grad))
+    weights = round(own * _bytes([*model.parameters(), *model.buffers()]))
     ema = weights if args.model_ema and not args.model_ema_force_cpu else 0
     optimizer = round(trained * optimizer_share)
-    if shards == 1:
+    if shards == args.tensor_parallel == 1:
         copy = (weights + trained) // 2 if args.model_dtype == "bfloat16" else 0
         return FixedMemory(weights, trained, optimizer, ema, copy)
     # Weights of two blocks, because the next one is gathered while one computes, and the gradients of one.
     units = [_bytes(unit.parameters()) for unit in units_of(model)]
     largest = 3 * max(units, default=0) // (2 if args.model_dtype == "bfloat16" else 1)
-    gathered = largest + 2 * (_bytes(model.parameters()) - sum(units))
+    gathered = round(own * largest) + 2 * (_bytes(model.parameters()) - sum(units))
     # Until the last of several micro-batches, every rank adds up its own gradients of all weights.
     gradients = trained if args.grad_accum_steps > 1 else trained // shards
     return FixedMemory(weights // shards, gradients, optimizer // shards, ema // shards, gathered=gathered)
+
+
+def _own_share(model: nn.Module, parts: int) -> float:
+    """Return the share of the weights that a rank has which divides attentions and MLPs with others."""
+    divided = _bytes(p for _, module in divisible(model) for p in module.parameters()) if parts > 1 else 0
+    return 1 - divided / max(1, _bytes(model.parameters())) * (1 - 1 / parts)
 
 
 def _optimizer_share(args: Namespace, device: torch.device) -> float:

@@ -15,9 +15,9 @@ from volo.cluster.distributed import World, from_all, sum_over_ranks
 class Sums:
     """Named sums (float64 where the device has it), such as losses over images. `add` never waits for the device."""
 
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
-        self.names = names
-        self._values = torch.zeros(len(names), dtype=precise_dtype(device), device=device)
+    def __init__(self, names: tuple[str, ...], world: World) -> None:
+        self.names, self.world = names, world
+        self._values = torch.zeros(len(names), dtype=precise_dtype(world.device), device=world.device)
 
     def add(self, *values: Tensor | float) -> None:
         """Add one value per name, in order."""
@@ -28,23 +28,25 @@ class Sums:
             self._values[position] += row
 
     def totals(self) -> dict[str, float]:
-        """Return the sums over all ranks. Synchronises; every rank must call it."""
-        return dict(zip(self.names, sum_over_ranks(self._values).tolist(), strict=True))
+        """Return the sums over all images. Synchronises; every rank must call it."""
+        over_ranks = sum_over_ranks(self._values) / self.world.tensor_parallel  # so many ranks count the same images
+        return dict(zip(self.names, over_ranks.tolist(), strict=True))
 
     def by_rank(self) -> list[list[float]]:
-        """Return each rank's own sums, to `restore` them. Synchronises; every rank must call it."""
-        return from_all(self._values.tolist())
+        """Return the sums of each rank with other images, to `restore` them. Synchronises; every rank must call it."""
+        return from_all(self._values.tolist())[:: self.world.tensor_parallel]
 
-    def restore(self, by_rank: Sequence[Sequence[float]], world: World) -> None:
+    def restore(self, by_rank: Sequence[Sequence[float]]) -> None:
         """Continue from the sums that `by_rank` returned; with another number of ranks, rank 0 takes their total.
 
         Raises:
             ValueError: Not one number per name.
         """
         rows = torch.tensor(by_rank, dtype=torch.float64).reshape(-1, len(self.names))
-        if len(rows) != world.size:
-            rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(world.size - 1, len(self.names))])
-        self._values.copy_(rows[world.rank])
+        ranks = self.world.data_size
+        if len(rows) != ranks:
+            rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(ranks - 1, len(self.names))])
+        self._values.copy_(rows[self.world.data_rank])
 
     def reset(self) -> None:
         """Start again from zero."""

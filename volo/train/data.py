@@ -155,10 +155,10 @@ def train_loader(
     config = augment_config(args, settings)
     stream = IndexStream(
         len(folder),
-        args.batch_size * args.grad_accum_steps * world.size,
+        args.batch_size * args.grad_accum_steps * world.data_size,
         args.seed,
-        world.size,
-        world.rank,
+        world.data_size,
+        world.data_rank,
         args.grad_accum_steps,
         args.drop_last,
         args.aug_repeats or 1,
@@ -184,9 +184,9 @@ def validation_loader(
         EvalStage(settings["mean"], settings["std"]).to(world.device),
         **_loader_options(args, folder, world),
         persistent_workers=getattr(args, "use_multi_epochs_loader", False),
-        world_size=world.size,
-        rank=world.rank,
-        may_be_empty=world.size > 1,  # `evaluate` checks the sum over all ranks
+        world_size=world.data_size,
+        rank=world.data_rank,
+        may_be_empty=world.data_size > 1,  # `evaluate` checks the sum over all ranks
     )
 
 

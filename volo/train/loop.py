@@ -85,7 +85,7 @@ def train_epoch(
     batches = loader.epoch(state.epoch, state.update - state.epoch * len(loader))
     for is_last, update_size, batch in guard.updates(batches):
         watch(state.update, batch)
-        step = StepKey(training.seed, state.update, micro_batch, world.rank)
+        step = StepKey(training.seed, state.update, micro_batch, world.data_rank)
         step.seed_torch()
         if micro_batch == 0:
             begin_step()
@@ -143,7 +143,7 @@ def evaluate(
         UserError: Not every image was seen exactly once, or none could be read.
     """
     model.eval()
-    sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world.device)
+    sums = Sums(("images", "top1", "top5", "loss", "unreadable"), world)
     began = time.perf_counter()
     with whole_weights(model), torch.inference_mode():
         for batch in guard(loader):

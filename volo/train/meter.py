@@ -45,7 +45,7 @@ class Meter:
         self.state, self.world, self.precision, self.logger = state, world, precision, logger
         self.log_interval, self.recorder = log_interval, recorder
         self.slowdown_watch, self.compile_watch = slowdown_watch, compile_watch
-        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world.device)
+        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = 0
         self.lr = self.epoch_seconds = 0.0
@@ -104,7 +104,7 @@ class Meter:
             self.precision.restore_counts(*progress["skipped_steps"])
             if not self.done or progress["done"] != self.done:
                 return
-            self.sums.restore(progress["interval"], self.world)
+            self.sums.restore(progress["interval"])
             self.epoch = {n: float(v) for n, v in zip(self.sums.names, progress["epoch"], strict=True)}
             self.reported, self.lr = int(progress["reported"]), float(progress["lr"])
             seconds, waited, self.epoch_seconds = map(float, progress["seconds"])

@@ -19,7 +19,9 @@ from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
-from volo.cluster.shard import DeviceMesh, shard, shard_mesh, units_of
+from volo.cluster.shard import Meshes, shard, shard_meshes, units_of
+from volo.cluster.tensor_parallel import divide_layers
+from volo.config.flag_rules import divides_weights
 from volo.models import VOLO
 from volo.train.compilation import compile_model, compile_modules
 from volo.train.precision import compute_dtype
@@ -244,29 +246,33 @@ def set_batchnorm(model: nn.Module, args: Namespace) -> None:
             setattr(layer, name, value)
 
 
-def mesh_of(args: Namespace, world: World) -> DeviceMesh | None:
-    """Return the mesh over which `--shard` divides the weights; None without it, and in a dry run on any processes.
+def meshes_of(args: Namespace, world: World) -> Meshes | None:
+    """Return the meshes over which `--shard` and `--tensor-parallel` divide the weights; None without them, and in a
+    dry run on any processes.
 
     Raises:
         UserError: The ranks can't be divided so, or float16 is asked for.
     """
-    if args.shard > 1 and compute_dtype(args, world.device) is torch.float16:
-        raise UserError(f"--shard {args.shard}: a loss scale for float16 is not supported: --amp-dtype bfloat16")
-    return None if args.shard == 1 or args.dry_run else shard_mesh(args.shard, world)
+    divides = divides_weights(args)
+    if divides and compute_dtype(args, world.device) is torch.float16:
+        raise UserError(f"{divides}: a loss scale for float16 is not supported: --amp-dtype bfloat16")
+    return shard_meshes(args.shard, world) if divides and not args.dry_run else None
 
 
-def wrap_model(model: TimmModel, args: Namespace, world: World, mesh: DeviceMesh | None = None) -> TimmModel:
+def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes | None = None) -> TimmModel:
     """Return the module that the loop calls: `model` in DistributedDataParallel, compiled as the flags say.
 
     Args:
-        mesh: The weights are divided over it, in place (`--shard`); copy the model before.
+        meshes: The weights are divided over them, in place; copy the model before.
 
     Raises:
         UserError: `--grad-compression` with one process, which sends no gradients.
     """
-    if mesh is not None:
+    if meshes is not None:
+        if meshes.tensor is not None:
+            divide_layers(model, meshes.tensor)
         compile_modules(units_of(model), args)
-        shard(model, mesh, torch.bfloat16 if args.model_dtype == "bfloat16" else None, args.grad_compression)
+        shard(model, meshes.data, torch.bfloat16 if args.model_dtype == "bfloat16" else None, args.grad_compression)
         return model
     if world.size > 1:
         # Without a class loss the class head and the class attention get no gradients.
@@ -277,9 +283,9 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, mesh: DeviceMesh
     return compile_model(model, args)
 
 
-def wrap_average(average: TimmModel, args: Namespace, world: World, mesh: DeviceMesh | None = None) -> TimmModel:
+def wrap_average(average: TimmModel, args: Namespace, world: World, meshes: Meshes | None = None) -> TimmModel:
     """Return the module that validation calls for the moving average: no gradients are sent, else as `wrap_model`."""
-    return compile_model(average, args) if mesh is None else wrap_model(average, args, world, mesh)
+    return compile_model(average, args) if meshes is None else wrap_model(average, args, world, meshes)
 
 
 def heads_of(model: TimmModel) -> list[nn.Module]:

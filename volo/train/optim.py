@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
+from volo.config.flag_rules import divides_weights
 from volo.config.flag_table import nearest
 
 # torch has fused kernels for these. On a CPU they assume that gradients and moments have the strides of their
@@ -28,6 +29,8 @@ _SHARDED = {
     *("nesterov", "nesterovw", "nlarc", "nlars", "radabelief", "radam", "radamlegacy", "radamw", "rmsprop"),
     *("rmsproptf", "rmsproptfc", "rmsproptfw", "sgd", "sgdc", "sgdw"),
 }
+
+_BY_NORMS = ("lamb", "lar", "nlar")  # whose steps of a weight depend on its norm
 
 
 def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | None = None) -> Optimizer:
@@ -53,7 +56,7 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
         options["betas"] = tuple(args.opt_betas)
     if twice := options.keys() & args.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
-    fused = ("adam", "adamw") if args.shard > 1 else _FUSED  # torch doesn't divide its fused SGD
+    fused = ("adam", "adamw") if divides_weights(args) else _FUSED  # torch doesn't divide its fused SGD
     if device.type in ("cuda", "cpu") and name in fused:
         options["fused"] = True
     try:
@@ -91,10 +94,10 @@ def _check_optimizer(args: Namespace, device: torch.device) -> str:
         raise UserError(f"--opt {args.opt} needs {package}, which is not installed ({how}); --opt adamw needs nothing")
     if package and device.type != "cuda":
         raise UserError(f"--opt {args.opt} runs on GPUs alone, this run is on the {device.type}: --opt adamw")
-    if args.shard > 1 and name not in _SHARDED:
-        raise UserError(
-            f"--shard {args.shard}: --opt {args.opt} can't be divided among ranks, as adamw, sgd or lamb can"
-        )
+    if (flag := divides_weights(args)) and name not in _SHARDED:
+        raise UserError(f"{flag}: --opt {args.opt} can't be divided among ranks, as adamw or sgd can")
+    if args.tensor_parallel > 1 and name.startswith(_BY_NORMS):
+        raise UserError(f"{flag}: --opt {args.opt} needs the norm of each whole weight: --opt adamw, or --shard alone")
     _check_unused(args, info)
     return name
 

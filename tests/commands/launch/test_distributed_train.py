@@ -50,9 +50,18 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
         assert [r[name] for r in two] == pytest.approx([r[name] for r in one], abs=1e-5), name
     # 7 images on 2 ranks in batches of 4: nothing twice, nothing left out.
     assert "over 7 images" in out
-    evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
-    assert evaluations[0]["eval_images"] == evaluations[1]["eval_images"] == 7
-    assert evaluations[0]["eval_loss"] == pytest.approx(evaluations[1]["eval_loss"], abs=1e-5)
+    told = launch(2, f"{flags} --tensor-parallel 2 --experiment shared", data)
+    assert "8 per 2 devices x 1" in told and parameters(told) == parameters(out)
+    shared = metrics(tmp_path / "shared")
+    for name in ("loss", "grad_norm", "lr"):
+        assert [r[name] for r in shared] == pytest.approx([r[name] for r in one], abs=1e-5), name
+    evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two", "shared")]
+    assert {each["eval_images"] for each in evaluations} == {7} and evaluations[2]["images"] == 40
+    assert [each["eval_loss"] for each in evaluations] == pytest.approx([evaluations[0]["eval_loss"]] * 3, abs=1e-5)
+
+
+def parameters(told: str) -> list[str]:
+    return re.findall(r"[\d.]+ M parameters", told)
 
 
 def _halves(argv: list[str]) -> list[float]:
