@@ -16,6 +16,7 @@ from PIL import Image
 from tests.commands.conftest import QUICK, Ended
 from tlt.io.weights import read_checkpoint
 from volo import cli
+from volo.cluster.distributed import World
 from volo.commands import validate
 from volo.commands.validate import RealLabels
 from volo.record.metrics import Sums
@@ -140,7 +141,7 @@ def test_real_labels_count_any_of_the_first_five() -> None:
 
     real = RealLabels.__new__(RealLabels)
     real.labels = {f"ILSVRC2012_val_{i + 1:08d}": {i} for i in range(7)}
-    real.dataset, real.sums = Images(), Sums(("images", "top1", "top5"), torch.device("cpu"))
+    real.dataset, real.sums = Images(), Sums(("images", "top1", "top5"), World(0, 0, 1, torch.device("cpu")))
     real.add(torch.arange(7.0, 0.0, -1.0).expand(7, 7), torch.arange(7))  # class 0 first, then 1, 2, ...
     assert real.accuracy() == {"real_top1": round(100 / 7, 4), "real_top5": round(500 / 7, 4), "real_images": 7}
 

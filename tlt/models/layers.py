@@ -49,8 +49,8 @@ class SelfAttention(nn.Module):
         qkv = linear(self.qkv, tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
         mixed = attention(q, k, v, self.attn_drop if self.training else 0.0, self.cudnn or not self.training)
-        mixed = mixed.transpose(1, 2).reshape(*x.shape[:-1], -1)
-        return self.proj_drop(linear(self.proj, mixed))
+        mixed = mixed.transpose(1, 2).flatten(2)  # (B, N, C); a tensor-parallel rank has the columns of its own heads
+        return self.proj_drop(linear(self.proj, mixed)).reshape(x.shape)
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
     assert "8 per 2 devices x 1" in told and parameters(told) == parameters(out)
     shared = metrics(tmp_path / "shared")
     for name in ("loss", "grad_norm", "lr"):
-        assert [r[name] for r in shared] == pytest.approx([r[name] for r in one], abs=1e-5), name
+        assert [r[name] for r in shared] == pytest.approx([r[name] for r in one], rel=2e-5, abs=1e-5), name
     evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two", "shared")]
     assert {each["eval_images"] for each in evaluations} == {7} and evaluations[2]["images"] == 40
     assert [each["eval_loss"] for each in evaluations] == pytest.approx([evaluations[0]["eval_loss"]] * 3, abs=1e-5)
