@@ -17,6 +17,7 @@ from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
 from tests.commands.test_train import without_times
 from tests.conftest import LIMIT
+from tlt.io.weights import read_checkpoint
 from tlt.tools import cli as tlt_cli
 from volo.checkpoint.saver import Saver
 from volo.commands import run_start
@@ -34,7 +35,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def assert_same(whole: Path, cut: Path) -> None:
-    one, two = (torch.load(run / "last.pth.tar", weights_only=True) for run in (whole, cut))
+    one, two = (read_checkpoint(run / "last.pth.tar") for run in (whole, cut))
     for key in ("state_dict", "state_dict_ema", "optimizer"):
         pairs = list(zip(tensors(one[key]), tensors(two[key]), strict=True))
         assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), key
@@ -106,6 +107,7 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
         "--grad-compression bf16",
         "--model-dtype bfloat16 -b 2 --grad-accum-steps 2",
         "--shard 2 --clip-grad 1 -b 2 --grad-accum-steps 2",
+        "--shard 2 --checkpoint-format dcp --recovery-interval 1",
         "--tensor-parallel 2 --clip-grad 1",
     ],
 )

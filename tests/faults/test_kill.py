@@ -19,24 +19,31 @@ FLAGS = (
     "--model volo_test --img-size 32 --num-classes 10 -b 2 --warmup-epochs 1 --cooldown-epochs 0 --log-interval 1 "
     "--epochs 3 --lr 1e-3 --drop-path 0.2 --model-ema --recovery-interval 2 --checkpoint-hist 2 --token-label"
 )
-RANKS = {1: "--grad-accum-steps 2", 2: "--dist-bn reduce"}
+DIVIDED = "--dist-bn reduce --shard 2 --checkpoint-format dcp"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 @pytest.mark.parametrize(
-    ("ranks", "kills"),
+    ("ranks", "kills", "more"),
     [
-        pytest.param(1, 6, id="1 rank"),
-        pytest.param(1, 140, id="1 rank, many", marks=pytest.mark.faults),
-        pytest.param(2, 80, id="2 ranks, many", marks=pytest.mark.faults),
+        pytest.param(1, 6, "--grad-accum-steps 2", id="1 rank"),
+        pytest.param(1, 140, "--grad-accum-steps 2", id="1 rank, many", marks=pytest.mark.faults),
+        pytest.param(2, 80, "--dist-bn reduce", id="2 ranks, many", marks=pytest.mark.faults),
+        pytest.param(2, 20, DIVIDED, id="2 ranks that write their parts", marks=pytest.mark.faults),
     ],
 )
 def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(
-    digits: Path, make_labels: Callable[..., Path], tmp_path: Path, fault: dict[str, str], ranks: int, kills: int
+    digits: Path,
+    make_labels: Callable[..., Path],
+    tmp_path: Path,
+    fault: dict[str, str],
+    ranks: int,
+    kills: int,
+    more: str,
 ) -> None:
     """FAULT_SEED chooses other instants."""
     seed = os.environ.get("FAULT_SEED", "0")
-    flags = [*f"{FLAGS} {RANKS[ranks]}".split(), "--token-label-data", str(make_labels(digits, classes=10))]
+    flags = [*f"{FLAGS} {more}".split(), "--token-label-data", str(make_labels(digits, classes=10))]
     where = ["--out", str(tmp_path / "runs"), "--ranks", str(ranks), "--kills", str(kills), "--seed", seed]
     command = [sys.executable, "-m", "tests.faults.kill_chain", *where, "--", str(digits), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

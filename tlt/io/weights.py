@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.io.parts import verify_parts, with_shapes, with_tensors
 
 WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
@@ -41,12 +42,13 @@ _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
     """Return everything a checkpoint holds, tensors on the CPU.
 
     Args:
         path: safetensors, or what `torch.save` writes (a zip archive; before torch 1.6 a pickle). The content tells
             which, not the name's ending.
+        whole: False: tensors that lie in parts beside the file (`tlt.io.parts`) are on the device `meta`.
 
     Raises:
         UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
@@ -58,19 +60,24 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             return dict(safetensors.torch.load_file(path))
         if kind == "zip":
             verify_zip(file, path)
-        return _load(file, path)
+        checkpoint = _load(file, path)
+        if whole:
+            verify_parts(checkpoint, path)
+        return (with_tensors if whole else with_shapes)(checkpoint, path)
 
 
 def verify_checkpoint(path: str | Path) -> None:
     """Read a checkpoint through and raise as `read_checkpoint` does, at the memory of one record's part."""
     with _opened(Path(path)) as file, _one_line_errors(path):
         if _kind(file, path) == "zip":
-            return verify_zip(file, path)
+            verify_zip(file, path)
+            return verify_parts(_load(path, path, mmap=True), path)
     read_checkpoint(path)
 
 
 def peek_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Like `read_checkpoint`, for a look at the numbers: tensors are mapped, not read, and their bytes not verified."""
+    """Like `read_checkpoint`, for a look at the numbers: tensors are mapped, not read, and their bytes not verified.
+    What lies in parts stays there."""
     with _opened(Path(path)) as file, _one_line_errors(path):
         kind = _kind(file, path)
         if kind != "zip":

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
 from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
+from volo.checkpoint.parts import remove_unused_parts
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
 
 __all__ = [
@@ -102,7 +105,8 @@ class CheckpointDir:
         entries = self._ranked(kept, metric, state.epoch - 1) if ranked else kept
         state.best, state.outdated = entries[: self.keep], [entry.file for entry in entries[self.keep :]]
         payload = state.state_dict(metric)
-        if broken := first_non_finite(payload["state_dict"] | payload.get("dense_head", {})):
+        weights = payload["state_dict"] | payload.get("dense_head", {})
+        if broken := first_non_finite({name: value for name, value in weights.items() if isinstance(value, Tensor)}):
             state.best, state.outdated = before
             raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
         return Save(
@@ -121,6 +125,7 @@ class CheckpointDir:
                 duplicate(self.directory / LAST, self.directory / own)
             self._refresh_best(save.best)
             self._remove(save.outdated)
+            remove_unused_parts(self.directory, save.update)
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
         """Make the directory agree with a state that was loaded from `path`; return lines for the user.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.weights import first_non_finite
-from volo.cluster.shard import divided_like
+from volo.cluster.shard import divided_like, own_part
 
 # Keys that schedules and layer decay write into parameter groups.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
@@ -108,7 +108,7 @@ def _state_problem(optimizer: Optimizer, states: Any, indices: list[Any]) -> str
             if tensors[key].numel() != 1 and tensors[key].shape != parameter.shape:
                 shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameter.shape)}"
                 return f"{key} of parameter {number} is {shapes}"
-        if broken := first_non_finite(tensors):
+        if broken := first_non_finite({k: own_part(v) for k, v in tensors.items()}):
             return f"{broken} of parameter {number} holds NaN or infinite values"
     return None
 

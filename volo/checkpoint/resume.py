@@ -20,6 +20,7 @@ from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.names import Names
+from tlt.io.parts import verify_parts
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.labels.store import LabelStore
 from volo.checkpoint.checkpoint import LAST, NAMES
@@ -36,31 +37,36 @@ class Resume:
     messages: list[str]
 
 
-def find_resume(spec: str, directory: Path) -> Resume:
+def find_resume(spec: str, directory: Path, whole: bool = True, verify: bool = True) -> Resume:
     """Return the checkpoint that `--resume` names, read and verified.
 
     Args:
         spec: A path, or "auto": the newest checkpoint in `directory` (by update number) that can be read, whose records
             match their checksums and whose weights are finite. Skipped checkpoints are listed in the messages.
         directory: The directory of the run.
+        whole: False leaves on the device `meta` what lies in parts (`tlt.io.parts`), for ranks that read their own.
+        verify: False: another rank has verified the parts.
 
     Raises:
         UserError: `spec` is a path, and that checkpoint is damaged.
     """
     if spec != "auto":
-        return Resume(Path(spec), _verified(Path(spec)), [])
+        return Resume(Path(spec), _verified(Path(spec), whole, verify), [])
     messages: list[str] = []
     for path in _newest_first(Path(directory), messages):
         try:
-            return Resume(path, _verified(path), messages)
+            return Resume(path, _verified(path, whole, verify), messages)
         except UserError as error:
             messages.append(f"skipped: {error}")
     return Resume(None, None, [*messages, f"no checkpoint to resume in {directory}: a fresh start"])
 
 
-def _verified(path: Path) -> dict[str, Any]:
-    checkpoint = read_checkpoint(path)
-    check_finite(state_dict_of(checkpoint, use_ema=False, path=path), path)
+def _verified(path: Path, whole: bool, verify: bool) -> dict[str, Any]:
+    checkpoint = read_checkpoint(path, whole)
+    if verify and not whole:
+        verify_parts(checkpoint, path)
+    weights = state_dict_of(checkpoint, use_ema=False, path=path)
+    check_finite({name: value for name, value in weights.items() if not value.is_meta}, path)
     return checkpoint
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from volo.checkpoint.checkpoint import LAST, CheckpointDir, Save, best_of
 from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
+from volo.checkpoint.parts import parts_bytes
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
 
 _FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
@@ -138,6 +140,7 @@ class Saver:
         progress: Returns the sums of the current epoch; all ranks call it before a save within an epoch.
         from_primary: Returns rank 0's value on every rank.
         before_save: Called on rank 0 before each attempt to write; if it raises, nothing is written.
+        parts_in: The directory in which every rank writes its parts of a divided model; None: rank 0 writes all.
         clock: Returns seconds, monotonically.
     """
 
@@ -150,11 +153,14 @@ class Saver:
         progress: Callable[[], dict[str, Any]] = dict,
         from_primary: Callable[[bool], bool] = bool,
         before_save: Callable[[], None] = lambda: None,
+        parts_in: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
         self._progress, self._from_primary = progress, from_primary
-        self._before_save, self._clock = before_save, clock
+        self._before_save, self._parts_in, self._clock = before_save, parts_in, clock
+        self._unsaved: NotWrittenError | None = None  # why the newest save has no parts; the same on all ranks
+        self._without_parts = 0  # saves in a row that failed so
         self._snapshot = HostSnapshot()
         self._job: _Job | None = None  # in progress, or failed and waiting for another attempt
         self._thread: Thread | None = None
@@ -190,11 +196,12 @@ class Saver:
 
         Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.decide`).
         """
-        self.state.gather()
+        collected = self._collected(lambda: self.state.gather(self._parts_in))
         if self.checkpoints is None:
             return None
-        self._settle()
-        self._start(lambda checkpoints: checkpoints.decide(self.state), "epoch")
+        if collected:
+            self._settle()
+            self._start(lambda checkpoints: checkpoints.decide(self.state), "epoch")
         return best_of(self.state.best)
 
     def save_now(self, reason: str) -> None:
@@ -215,6 +222,8 @@ class Saver:
             self._save_between(reason, in_place=True)
         if self._job is not None and isinstance(self._job.error, NotWrittenError):
             raise self._job.error
+        if self._unsaved is not None:
+            raise self._unsaved
 
     def __enter__(self) -> Saver:
         return self
@@ -242,6 +251,8 @@ class Saver:
             self._settle()
         if self._job is not None and self._job.error is not None:
             raise self._job.error
+        if self._unsaved is not None:
+            raise self._unsaved
 
     @property
     def idle(self) -> bool:
@@ -269,8 +280,8 @@ class Saver:
         return "--checkpoint-minutes" if self._from_primary(late) else None
 
     def _save_between(self, reason: str, in_place: bool = False) -> None:
-        self.state.collect_ranks(self._progress())
-        if self.checkpoints is None:
+        progress = self._progress()
+        if not self._collected(lambda: self.state.collect_ranks(progress, self._parts_in)) or self.checkpoints is None:
             return
         if self._thread is not None:
             self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
@@ -278,6 +289,24 @@ class Saver:
             self.state.gathered = None  # as large as a checkpoint
             return
         self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason, in_place)
+
+    def _collected(self, collect: Callable[[], None]) -> bool:
+        """Collect the parts of all ranks; return False if they were to be written and some rank can't.
+
+        Raises:
+            NotWrittenError: Too many saves in a row have failed so, on all ranks.
+        """
+        try:
+            collect()
+        except NotWrittenError as error:
+            self._unsaved = error
+            self._without_parts += 1
+            self.logger.line(f"warning: {error}; training goes on, the next attempt is at the next save")
+            self.logger.event("checkpoint-failed", file=LAST, reason=str(error), update=self.state.update, attempt=1)
+            self._end_if_too_many(self._without_parts, error)
+            return False
+        self._unsaved, self._without_parts = None, 0
+        return True
 
     def _start(self, decide: Callable[[CheckpointDir], Save], reason: str, in_place: bool = False) -> None:
         """Plan a save and write it, from a copy unless `in_place`; it replaces a save that has failed."""
@@ -339,7 +368,7 @@ class Saver:
             raise job.error
 
     def _report(self, job: _Job) -> None:
-        size = tensor_bytes(job.save.payload)
+        size = tensor_bytes(job.save.payload) + parts_bytes(job.save.payload)
         if job.save.epoch is None or job.attempts > 1:
             self.logger.line(
                 f"saved {LAST} of update {job.save.update} ({job.reason}): {size / 2**20:.1f} MiB "
@@ -366,10 +395,11 @@ class Saver:
         self.logger.event(
             "checkpoint-failed", file=LAST, reason=str(error), update=job.save.update, attempt=job.attempts
         )
-        if self._failures > self.policy.max_failed:
-            raise NotWrittenError(
-                f"{self._failures} saves in a row have failed (--max-failed-saves), the last one: {error}"
-            )
+        self._end_if_too_many(self._failures, error)
+
+    def _end_if_too_many(self, failures: int, error: NotWrittenError) -> None:
+        if failures > self.policy.max_failed:
+            raise NotWrittenError(f"{failures} saves in a row have failed (--max-failed-saves), the last one: {error}")
 
     def _give_up(self) -> None:
         """Give up a failed save for a newer one."""

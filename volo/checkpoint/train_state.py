@@ -13,15 +13,18 @@ import torch
 import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
+from tlt.io.parts import PARTS_KEY, leaves
 from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
 from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
 from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
-from volo.cluster.shard import divided_like, gather_whole, is_sharded
+from volo.checkpoint.parts import own_parts_read, write_parts
+from volo.cluster.shard import divided_like, gather_whole, is_sharded, own_part
 from volo.cluster.tensor_parallel import Cut, by_name_and_number, cuts_of, own_parts
 from volo.record.run_directory import plain
 
@@ -112,9 +115,19 @@ class TrainState:
         """Whether weights and optimizer state are divided among ranks (`--shard`)."""
         return is_sharded(self.model)
 
-    def gather(self) -> None:
-        """Before any save, collect the parts of all ranks in the memory of rank 0; every rank calls this."""
-        if self.is_sharded:
+    def gather(self, parts_in: Path | None = None) -> None:
+        """Before any save, collect the parts of all ranks; every rank calls this.
+
+        Args:
+            parts_in: The directory in which each rank writes its own parts; None: in the memory of rank 0.
+
+        Raises:
+            NotWrittenError: Some rank can't write its parts; all ranks raise it.
+            NonFiniteError: Parts that are written hold NaN or infinity; all ranks raise it.
+        """
+        if self.is_sharded and parts_in is not None:
+            self.gathered = write_parts(self._tensors(), parts_in, self.update)
+        elif self.is_sharded:
             self.gathered = gather_whole(self._tensors(), dist.get_rank() == 0, self._cuts())
 
     def _cuts(self) -> dict[Any, Cut]:
@@ -125,12 +138,12 @@ class TrainState:
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
 
-    def collect_ranks(self, progress: dict[str, Any]) -> None:
+    def collect_ranks(self, progress: dict[str, Any], parts_in: Path | None = None) -> None:
         """Before a save within an epoch, store its sums so far and collect what ranks have of their own; every rank
-        calls this."""
+        calls this. `parts_in` and errors as in `gather`."""
         self.progress = progress
         self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
-        self.gather()
+        self.gather(parts_in)
 
     def end_epoch(self) -> None:
         """Count the epoch; call it after the ranks have shared their statistics."""
@@ -143,13 +156,14 @@ class TrainState:
         Nothing is changed unless everything fits. The arguments in the file are ignored.
 
         Args:
-            checkpoint: The result of `tlt.io.weights.read_checkpoint`.
+            checkpoint: The result of `tlt.io.weights.read_checkpoint`, for a divided model also with `whole=False`.
             path: The file, for messages.
             load_optimizer: False (`--no-resume-opt`) starts with a new optimizer and loss scaler.
 
         Raises:
             UserError: The architecture, head, image size or optimizer is another one, or weights are NaN.
         """
+        checkpoint = own_parts_read(checkpoint, path, self._divided_like(checkpoint))
         weights = self._checked_weights(checkpoint, path, use_ema=False)
         has_ema = any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS)
         averages = self._checked_weights(checkpoint, path, use_ema=True) if has_ema and self.ema is not None else None
@@ -185,9 +199,26 @@ class TrainState:
         fit = fit_state_dict(self.model, weights)
         if needed(fit.missing) or fit.dropped or fit.resized:
             raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))
-        check_finite(weights, path)
+        check_finite({name: own_part(value) for name, value in weights.items()}, path)
         # Counters that are missing in old files keep their value.
         return {**clean_state_dict(self.model), **weights}
+
+    def _divided_like(self, checkpoint: dict[str, Any]) -> dict[tuple[Any, ...], DTensor]:
+        """Return the tensors of this rank that are divided as those of a checkpoint in parts, by their places in it:
+        weights by their names, of the optimizer's state what has the shape of the parameter."""
+        if PARTS_KEY not in checkpoint:
+            return {}
+        like = {place: value for place, value in leaves(self._tensors()) if place[0] != "optimizer"}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        try:
+            indices = [index for group in checkpoint["optimizer"]["param_groups"] for index in group["params"]]
+        except (KeyError, TypeError):  # told by `check_optimizer_state`
+            indices = []
+        numbers = dict(zip(indices, parameters, strict=False))
+        for place, _ in leaves(checkpoint):
+            if place[:2] == ("optimizer", "state") and place[2] in numbers:
+                like[place] = numbers[place[2]]
+        return {place: value for place, value in like.items() if isinstance(value, DTensor)}
 
     def _own_parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         own = clean_state_dict(self.model)

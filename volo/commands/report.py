@@ -130,15 +130,15 @@ def _time(history: History) -> list[str]:
 def _checkpoints(run: Path, verify: bool) -> list[str]:
     """Return one row per file, newest first; a file with several names is read once."""
     rows = [("file", "epoch", "update", "MiB", "state")]
-    seen: dict[int, str] = {}
+    seen: dict[int, tuple[str, ...]] = {}
     files = [(path, status) for path in run.glob("*.pth.tar") if (status := _status(path)) is not None]
     for path, status in sorted(files, key=lambda item: (-item[1].st_mtime, item[0].name)):
-        size = f"{status.st_size / 2**20:.1f}"
         if status.st_ino in seen:
-            rows.append((path.name, "", "", size, f"the same file as {seen[status.st_ino]}"))
+            name, *_, size, _ = seen[status.st_ino]
+            rows.append((path.name, "", "", size, f"the same file as {name}"))
         else:
-            rows.append((path.name, *_look(path, verify, size)))
-            seen[status.st_ino] = path.name
+            rows.append((path.name, *_look(path, verify, status.st_size)))
+            seen[status.st_ino] = rows[-1]
     return table(rows) if len(rows) > 1 else []
 
 
@@ -149,18 +149,21 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _look(path: Path, verify: bool, size: str) -> tuple[str, str, str, str]:
-    """Return (epoch, update, size, state) of a checkpoint."""
+def _look(path: Path, verify: bool, size: int) -> tuple[str, str, str, str]:
+    """Return (epoch, update, MiB, state) of a checkpoint, whose file has `size` bytes without its parts."""
     from tlt.io.weights import peek_checkpoint, verify_checkpoint
+    from volo.checkpoint.parts import parts_bytes
 
+    mebibytes = f"{size / 2**20:.1f}"
     try:
         content = peek_checkpoint(path)
+        mebibytes = f"{(size + parts_bytes(content)) / 2**20:.1f}"
         if verify:
             verify_checkpoint(path)
     except UserError as error:
-        return "", "", size, f"BAD: {str(error).removeprefix(f'{path} ')}"
+        return "", "", mebibytes, f"BAD: {str(error).removeprefix(f'{path} ')}"
     epoch, update = (str(content[key]) if isinstance(content.get(key), int) else "" for key in ("epoch", "update"))
-    return epoch, update, size, "verified" if verify else "not verified"
+    return epoch, update, mebibytes, "verified" if verify else "not verified"
 
 
 def _skipped(history: History) -> list[str]:

@@ -65,14 +65,15 @@ def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, 
         UserError: That checkpoint can't be read.
     """
     resume = Resume(None, None, [])
+    whole = args.shard == 1 or args.tensor_parallel > 1 or args.dry_run  # each rank takes whole tensors
     with primary_first():
         if spec and world.is_primary:
             if directory.is_dir() and not args.dry_run:
                 lock.acquire()
-            resume = find_resume(spec, directory)
+            resume = find_resume(spec, directory, whole)
     found = from_primary(str(resume.path or ""))
     if found and not world.is_primary:
-        resume = find_resume(found, directory)
+        resume = find_resume(found, directory, whole, verify=False)
     return resume
 
 
@@ -161,7 +162,8 @@ def open_run(
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    return Saver(training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check)
+    parts_in = directory if args.checkpoint_format == "dcp" else None
+    return Saver(training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check, parts_in)
 
 
 def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:
