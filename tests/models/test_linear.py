@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -70,6 +73,43 @@ def test_what_is_used_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.fx.symbolic_trace(Wrapped(layer)).graph.find_nodes(op="call_module", target="layer")
     monkeypatch.setattr(linear_module, "MKL_IS_SLOW", False)
     assert not taken(layer, x)
+
+
+@pytest.mark.parametrize(
+    ("mkl", "onednn", "asked", "slow"),
+    [
+        (2.0, 1.0, "", True),
+        (1.2, 1.0, "", False),
+        (1.0, 2.0, "", False),
+        (2.0, 1.0, "mkl", False),
+        (1, 2, "onednn", True),
+    ],
+)
+def test_the_faster_library_is_chosen_once(
+    mkl: float, onednn: float, asked: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def product(seconds: float) -> Callable[..., None]:
+        def advance(*inputs: object) -> None:
+            assert torch.get_num_threads() == 1
+            now[0] += seconds
+
+        return advance
+
+    monkeypatch.setenv(linear_module.CHOICE, asked)
+    monkeypatch.setattr(linear_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.nn.functional, "linear", product(mkl))
+    monkeypatch.setattr(linear_module, "onednn_linear", product(onednn))
+    monkeypatch.setattr(linear_module, "MKL_IS_SLOW", None)
+    threads = torch.get_num_threads()
+    with FakeTensorMode():
+        linear_module.choose_library()
+    assert linear_module.MKL_IS_SLOW is None
+    timm.create_model("volo_test")
+    assert linear_module.MKL_IS_SLOW is slow and torch.get_num_threads() == threads
+    monkeypatch.setattr(linear_module.time, "perf_counter", None)
+    timm.create_model("lvvit_test")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of quantization

@@ -1,13 +1,14 @@
 """Linear layers that use the CPU's widest instructions.
 
-torch leaves float32 matrix products on x86 to MKL, which takes AMD's processors for unknown ones and runs without
-AVX-512 on them. oneDNN, which torch uses for convolutions and in lower precisions, does not ask who made the processor:
-forward and backward take half the time.
+torch leaves float32 matrix products on x86 to MKL, which takes some processors for unknown ones and leaves out their
+widest instructions. oneDNN, which torch uses for convolutions and in lower precisions, does not ask who made the
+processor: where MKL does so, forward and backward take half the time. A measurement tells where.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import time
 from typing import Any
 
 import torch
@@ -16,20 +17,44 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tlt.models.operators import own_operators_fit
 
+CHOICE = "TLT_LINEAR"  # variable: "mkl" or "onednn" in place of the measurement
+# Where MKL leaves out instructions, oneDNN was 1.6 to 3.8 times as fast, elsewhere 1.0 to 1.2 times, which an operator
+# that torch.compile can't see into costs again. In between nothing was seen, so that noise decides nothing.
+_WORTH_IT = 1.35
+_ROUNDS = 6
 
-def _mkl_is_slow() -> bool:
+# Whether this machine's processor can do more than MKL makes it do; None: not measured yet.
+MKL_IS_SLOW: bool | None = None
+
+
+def choose_library() -> None:
+    """Measure once a process, in some 50 ms, which library multiplies float32 matrices; before any layer computes.
+
+    On one thread, so that other processes on the machine do not decide.
+    """
+    global MKL_IS_SLOW
+    if MKL_IS_SLOW is None and type(torch.empty(0)) is Tensor:  # no tensors that only pretend to compute
+        asked = os.environ.get(CHOICE)
+        MKL_IS_SLOW = asked == "onednn" if asked in ("mkl", "onednn") else _measure() > _WORTH_IT
+
+
+def _measure() -> float:
+    """Return how many times as fast as MKL oneDNN is."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
+        return 0.0
+    threads = torch.get_num_threads()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    torch.set_num_threads(1)
     try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
-# This machine's processor can do more than MKL makes it do. A constant, so that torch.compile sees a constant.
-MKL_IS_SLOW = _mkl_is_slow()
+        with torch.inference_mode():
+            x, weight = (torch.zeros(rows, 384, dtype=torch.float32, device="cpu") for rows in (512, 768))
+            for number in range(2 * _ROUNDS):
+                began = time.perf_counter()
+                onednn_linear(x, weight, None) if number % 2 else torch.nn.functional.linear(x, weight)
+                seconds[bool(number % 2)].append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return min(seconds[False]) / min(seconds[True])
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
