@@ -162,6 +162,9 @@ def _in_parts(state: TrainState, rank: int, directory: Path) -> dict[str, Any]:
     other.load(find_resume(str(file), directory, whole=False, verify=rank == 0).checkpoint or {}, file)
     other.gather()
     found = {"of two": other.state_dict() if rank == 0 else None}
+    other.gather(directory)
+    if rank == 0:
+        torch.save(other.state_dict(), directory / "two_copies.pth.tar")
     if rank == 1:
         (directory / "full").touch()  # a file where the folder is to be
     dist.barrier()
@@ -221,17 +224,17 @@ def test_parts_are_read_whole_and_by_another_number_of_ranks(directory: Path) ->
     saved, of_two = load(directory / "saved.pt"), load(directory / "more-0.pt")["of two"]
     file = directory / "in_parts.pth.tar"
     whole, shapes, places = read_checkpoint(file), read_checkpoint(file, whole=False), peek_checkpoint(file)
+    copies = directory / "two_copies.pth.tar"
+    assert len(peek_checkpoint(copies)["parts"]["files"]) == 2  # the second copy is not written
     for entry in ("state_dict", "state_dict_ema", "optimizer"):
-        for again in (whole, of_two):
+        for again in (whole, of_two, read_checkpoint(copies)):
             pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
             assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), entry
         assert [t.shape for t in tensors(shapes[entry])] == [t.shape for t in tensors(saved[entry])]
     assert sum(t.numel() for t in tensors(places)) < 0.02 * sum(t.numel() for t in tensors(saved))
     folder = directory / places["parts"]["folder"]
-    assert (
-        sorted(each.name for each in folder.iterdir()) == sorted(places["parts"]["files"])
-        and len(places["parts"]["files"]) == RANKS
-    )
+    names = sorted(each.name for each in folder.iterdir())
+    assert names == sorted(places["parts"]["files"]) and len(names) == RANKS
 
 
 def test_all_ranks_tell_of_parts_that_cannot_be_written(directory: Path) -> None:
@@ -245,8 +248,8 @@ def test_all_ranks_tell_of_parts_that_cannot_be_written(directory: Path) -> None
     ("harm", "says"),
     [
         (lambda folder: shutil.rmtree(folder), "its tensors lie in .*, which is not there: copy that folder along"),
-        (lambda folder: next(folder.iterdir()).unlink(), "shard-.* cannot be read: No such file"),
-        (lambda folder: flip_byte(next(folder.iterdir())), "is damaged: .*shard-.* does not match its checksum"),
+        (lambda folder: next(folder.iterdir()).unlink(), "rank-.* cannot be read: No such file"),
+        (lambda folder: flip_byte(next(folder.iterdir())), "is damaged: .*rank-.* does not match its checksum"),
     ],
 )
 def test_parts_that_are_missing_or_damaged(

@@ -1,8 +1,8 @@
 """Tensors that lie in a folder beside their checkpoint, in the parts that the ranks of a run have written.
 
-`--checkpoint-format dcp` writes them: torch.distributed.checkpoint puts each rank's parts into a safetensors file, and
-the checkpoint holds everything else, a place holder for each of these tensors, and sizes and checksums of the files.
-Nothing here is pickled.
+`--checkpoint-format dcp` writes them: each rank's parts are a safetensors file as torch.distributed.checkpoint has it,
+and the checkpoint holds everything else, a place holder for each of these tensors, and sizes and checksums of the
+files. Nothing here is pickled.
 """
 
 from __future__ import annotations

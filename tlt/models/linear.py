@@ -30,7 +30,7 @@ MKL_IS_SLOW: bool | None = None
 def choose_library() -> None:
     """Measure once a process, in some 50 ms, which library multiplies float32 matrices; before any layer computes.
 
-    On one thread, so that other processes on the machine do not decide.
+    By the CPU time of one thread, so that other processes on the machine do not decide.
     """
     global MKL_IS_SLOW
     if MKL_IS_SLOW is None and type(torch.empty(0)) is Tensor:  # no tensors that only pretend to compute
@@ -49,9 +49,9 @@ def _measure() -> float:
         with torch.inference_mode():
             x, weight = (torch.zeros(rows, 384, dtype=torch.float32, device="cpu") for rows in (512, 768))
             for number in range(2 * _ROUNDS):
-                began = time.perf_counter()
+                began = time.thread_time()
                 onednn_linear(x, weight, None) if number % 2 else torch.nn.functional.linear(x, weight)
-                seconds[bool(number % 2)].append(time.perf_counter() - began)
+                seconds[bool(number % 2)].append(time.thread_time() - began)
     finally:
         torch.set_num_threads(threads)
     return min(seconds[False]) / min(seconds[True])

@@ -1,13 +1,20 @@
-"""`--checkpoint-format dcp`: the ranks write their parts of the weights side by side, and none holds the whole."""
+"""`--checkpoint-format dcp`: the ranks write their parts of the weights side by side, and none holds the whole.
+
+The files are those of torch.distributed.checkpoint's safetensors format, with which any number of ranks read them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,8 +37,6 @@ def write_parts(content: dict[str, Any], directory: Path, update: int) -> dict[s
         NotWrittenError: Some rank can't write; all ranks raise it. Other folders are untouched.
         NonFiniteError: Weights hold NaN or infinity on some rank; all ranks raise it.
     """
-    import torch.distributed.checkpoint as dcp
-
     tensors = {place: value for place, value in leaves(content) if isinstance(value, Tensor)}
     divided = {place: value for place, value in tensors.items() if isinstance(value, DTensor)}
     weights = {part_name(place): value.to_local() for place, value in divided.items() if place[0] == "state_dict"}
@@ -41,15 +46,7 @@ def write_parts(content: dict[str, Any], directory: Path, update: int) -> dict[s
     folder = directory / name
     size = sum(value.numel() * value.element_size() for value in divided.values())
     with explained(folder, lambda: size):
-        try:
-            dcp.save(
-                {part_name(place): value for place, value in divided.items()},
-                storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            )
-            failure = None
-        except dcp.CheckpointException as error:  # the same on every rank
-            failure = _cause(error)
-        found = from_all(failure or _own_files(folder))
+        found = from_all(_write_own(divided, folder))
         if failed := [each for each in found if isinstance(each, str)]:
             raise OSError(failed[0])
         if dist.get_rank() == 0:
@@ -57,23 +54,33 @@ def write_parts(content: dict[str, Any], directory: Path, update: int) -> dict[s
             sync_folder(directory)
     files = {file: entry for each in found if isinstance(each, dict) for file, entry in each.items()}
     others = {place: value.detach().to("cpu", copy=True) for place, value in tensors.items() if place not in divided}
-    return replaced(content, {**others, **dict.fromkeys(divided, IN_PARTS)}) | {
-        PARTS_KEY: {"folder": name, "files": files}
-    }
+    content = replaced(content, {**others, **dict.fromkeys(divided, IN_PARTS)})
+    return content | {PARTS_KEY: {"folder": name, "files": files}}
 
 
-def _cause(error: Any) -> str:
-    """Return the reason of the first rank that failed in torch's save."""
-    rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {getattr(cause, 'strerror', None) or cause}"
+def _write_own(tensors: Mapping[Any, DTensor], folder: Path) -> dict[str, list[int]] | str:
+    """Write this rank's parts into a file of `folder`; return its size and checksum by its name, or why it can't be.
 
-
-def _own_files(folder: Path) -> dict[str, list[int]] | str:
-    """Return size and checksum of the file of this rank, which torch numbers from 1; a text if they can't be read."""
+    torch's own writer sends pickled plans between the ranks, which nothing here unpickles. Of several copies of the
+    model (hybrid sharding) the first one is written.
+    """
+    own, offsets = {}, {}
+    for place, value in tensors.items():
+        mesh, part = value.device_mesh, value.to_local()
+        if part.numel() and not (mesh.ndim == 2 and mesh.get_local_rank(0)):
+            own[part_name(place)] = part.detach().to("cpu", copy=True).contiguous()
+            offsets[part_name(place)] = {"saved_offsets": list(value.__create_chunk_list__()[0].offsets)}
+    file = folder / f"rank-{dist.get_rank():05d}.safetensors"
     try:
-        return {file.name: size_and_checksum(file) for file in folder.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
-    except OSError as error:
-        return f"rank {dist.get_rank()}: {error.strerror}"
+        folder.mkdir(exist_ok=True)
+        if not own:
+            return {}
+        safetensors.torch.save_file(own, file, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+        return {file.name: size_and_checksum(file)}
+    except (OSError, safetensors.SafetensorError) as error:
+        return f"rank {dist.get_rank()}: {getattr(error, 'strerror', None) or error}"
 
 
 def own_parts_read(checkpoint: dict[str, Any], path: str | Path, like: Mapping[Any, DTensor]) -> dict[str, Any]:
