@@ -30,7 +30,7 @@ from tlt.labels.archive_format import (
     row_crc,
     shard_name,
 )
-from tlt.labels.label_files import find_labels, find_published, published_label_name, usual_label_name
+from tlt.labels.label_files import find_labels, published_label_name, usual_label_name
 from tlt.labels.records import GRID_FIELDS, MapForm, Record
 
 
@@ -202,8 +202,10 @@ class ArchiveReader:
         }
         rest = np.flatnonzero(rows < 0).tolist()
         rest_names = [names[index] for index in rest]
-        find = find_published if self.published_names else find_labels
-        found = find(_ArchiveListing(self.root, row_of_label), rest_names)
+        files: dict[str, set[str]] = {}  # by folder
+        for label in row_of_label:
+            files.setdefault(os.path.dirname(label), set()).add(os.path.basename(label))
+        found = find_labels(lambda folder: files.get(folder, set()), self.root, rest_names, self.published_names)
         for place, index in enumerate(rest):
             if place not in found.missing:
                 rows[index] = row_of_label[found.label(place, rest_names[place])]
@@ -216,20 +218,3 @@ def _are_labels_of(labels: Names, names: Sequence[str]) -> bool:
     images share a stem."""
     pairs = zip(labels, names, strict=False)
     return len(labels) == len(names) and all(usual_label_name(name) == label for label, name in pairs)
-
-
-class _ArchiveListing:
-    """The label files of an archive, for `find_labels`."""
-
-    def __init__(self, root: str, labels: dict[str, int]) -> None:
-        self.root, self._labels = root, labels
-        self._by_folder: dict[str, set[str]] = {}
-        for label in labels:
-            folder, file = os.path.split(label)
-            self._by_folder.setdefault(folder, set()).add(file)
-
-    def files(self, folder: str) -> set[str]:
-        return set(self._by_folder.get(folder, ()))
-
-    def has(self, path: str) -> bool:
-        return path in self._labels

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.files import sync_folder
+from tlt.io.files import sync_folder, write_whole
 from tlt.io.tensor_file import numpy_dtype
 from tlt.io.text import printable
 from tlt.label_map import Area
@@ -150,14 +150,8 @@ class Manifest:
         """Write as JSON with a checksum of itself, replacing `path` in one step, and wait until it is on the disk."""
         content = {"format": FORMAT, **asdict(self)}
         content["sha256"] = _digest(content)
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with open(temporary, "w", encoding="ascii") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+        sync_folder(Path(path).parent)
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:

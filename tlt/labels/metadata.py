@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tlt.errors import UserError
+from tlt.io.files import write_whole
 from tlt.io.text import printable
 from tlt.label_map import Area
 
+METADATA_NAME = "labels.json"
+FORMAT = "volo-tlt label tree, version 1"
 AREAS = ("full", "center")
 
 
@@ -39,10 +41,7 @@ class TreeMetadata:
 
     def write(self, path: str | Path) -> None:
         """Write as JSON, replacing `path` in one step."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(self.text())
-        os.replace(temporary, path)
+        write_whole(path, self.text().encode())
 
     def text(self) -> str:
         """The text of the file that `write` makes."""
@@ -82,12 +81,6 @@ class TreeMetadata:
             return cls(**(content | {"grid": (int(rows), int(cols)), "area": _checked_area(metadata.area)}))
         except (TypeError, ValueError) as error:
             raise UserError(f"{printable(str(path))}: {error}") from error
-
-
-METADATA_NAME = "labels.json"
-
-
-FORMAT = "volo-tlt label tree, version 1"
 
 
 def _checked_area(area: Any) -> str | Area:

@@ -15,9 +15,8 @@ from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.archive import ArchiveReader, is_archive
-from tlt.labels.label_tail import relative_to_tail
 from tlt.labels.metadata import AREAS, TreeMetadata
-from tlt.labels.records import Reader, Record
+from tlt.labels.records import Reader, Record, relative_to_tail
 from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader
 
@@ -87,7 +86,7 @@ class LabelStore:
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
         class_names: Compared with the recorded class names, if there are any.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
-            have the share that the annotator gave them (`tlt.labels.label_tail`).
+            have the share that the annotator gave them (`tlt.labels.records`).
 
     Attributes:
         metadata: How the maps were made, or None.
@@ -162,7 +161,10 @@ class LabelStore:
         try:
             label_map = self.load(index, width, height)
             if label_map.shape != self.shape:
-                raise UserError(f"{self.source(index)}: {self._shapes(label_map.shape)}")
+                raise UserError(
+                    f"{self.source(index)}: shape (k, h, w) = {label_map.shape}, but the tree's is {self.shape}; "
+                    "make it again with the others' settings"
+                )
         except UserError as error:
             if self.bad_label == "stop":
                 raise
@@ -209,9 +211,6 @@ class LabelStore:
 
     def _replacement(self) -> LabelMap:
         return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
-
-    def _shapes(self, shape: tuple[int, int, int]) -> str:
-        return f"shape (k, h, w) = {shape}, but the tree's is {self.shape}; make it again with the others' settings"
 
     def _resolve_area(self, asked: str | None, recorded: str | Area) -> str | Area:
         if asked is not None and asked not in AREAS:

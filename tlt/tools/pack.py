@@ -23,7 +23,7 @@ from tlt.labels.agreement import Agreement
 from tlt.labels.archive import Rows, read_manifest
 from tlt.labels.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
 from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.label_files import TreeListing, find_labels, label_files_below
+from tlt.labels.label_files import find_labels, label_files_below, tree_listing
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
 from tlt.labels.tree import map_of, most_classes, read_tensor
 
@@ -108,7 +108,7 @@ def find_sources(tree: str, folder: ImageSource | None) -> Sources:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     if folder is None:
         return Sources(files, [""] * len(files), [-1] * len(files), np.full(len(files), -1), notes)
-    found = find_labels(TreeListing(tree), folder.paths)
+    found = find_labels(tree_listing(tree), tree, folder.paths)
     rows = [row for row in range(len(folder)) if row not in found.missing]
     labels = [found.label(row, folder.paths[row]) for row in rows]
     extra = sorted(set(files).difference(labels), key=lambda name: (natural_key(name), name))

@@ -10,13 +10,11 @@ what it then finds is read again, every byte of it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,12 @@ from tlt.data.sources.shard_scan import ShardRows
 from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardIndex
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import sync_folder
+from tlt.io.files import locked, sync_folder, write_whole
 from tlt.io.processes import in_processes
 from tlt.io.text import printable
 from tlt.labels.store import LabelStore, open_labels
-from tlt.tools.shard_writer import ShardedSplit, ShrinkOptions, describe_labels, make_shard, member_names, read_image
+from tlt.tools.shard_writer import ShardedSplit, describe_labels, make_shard, member_names, read_image
+from tlt.tools.shrink_folder import ShrinkSettings
 
 _SAMPLED = 256  # images whose bytes say how many make a shard
 
@@ -46,7 +45,7 @@ def pack_images(
     shard_mb: int = 512,
     workers: int = 1,
     overwrite: bool = False,
-    shrinking: ShrinkOptions | None = None,
+    shrinking: ShrinkSettings | None = None,
     dataset: str = "",
 ) -> list[str]:
     """Pack the images of a data set into shards.
@@ -99,7 +98,7 @@ class Packing:
         source: ImageSource,
         labels: LabelStore | None,
         shard_mb: int,
-        shrinking: ShrinkOptions | None,
+        shrinking: ShrinkSettings | None,
     ) -> None:
         self.folder, self.source, self.labels, self.shrinking = folder, source, labels, shrinking
         self.shard_mb, self.shown = shard_mb, f"OUT {printable(folder)}"
@@ -109,7 +108,7 @@ class Packing:
         """Write the shards that are missing, and the index. Returns lines that say what was done."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with self._locked():
+            with locked(self.folder, f"{self.shown}: another command is packing into it; wait until it ends"):
                 return self._run(workers, overwrite)
         except OSError as error:
             where = printable(str(error.filename or self.folder))
@@ -128,21 +127,6 @@ class Packing:
             temporary.unlink()
         made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
         return self._finish(*zip(*made, strict=True))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Raise UserError if another command is packing into the folder."""
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(f"{self.shown}: another command is packing into it; wait until it ends") from error
-            except OSError:  # a file system without locks
-                pass
-            yield
-        finally:
-            os.close(descriptor)
 
     def _state(self) -> dict[str, Any]:
         """The settings that must be equal for a command to continue what another one began."""
@@ -191,12 +175,7 @@ class Packing:
         path = Path(self.folder, PARTIAL_NAME)
         if not path.exists():
             content = {"state": self.state, "per_shard": self._images_per_shard()}
-            temporary = Path(self.folder, f".{PARTIAL_NAME}.tmp")
-            with open(temporary, "w") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            write_whole(path, json.dumps(content).encode())
             sync_folder(self.folder)
         try:
             begun = json.loads(path.read_text())

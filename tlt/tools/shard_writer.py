@@ -28,16 +28,10 @@ from tlt.label_map import LabelMap
 from tlt.labels.archive_format import UNKNOWN_AREA
 from tlt.labels.records import MapForm
 from tlt.labels.store import LabelStore
+from tlt.tools.shrink import shrink
+from tlt.tools.shrink_folder import ShrinkSettings
 
 _JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
-
-
-@dataclass(frozen=True)
-class ShrinkOptions:
-    """Images with a side above `max_side` pixels are made smaller and saved with this JPEG quality."""
-
-    max_side: int
-    quality: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class ShardedSplit:
     per_shard: int
     labels: LabelStore | None
     without_label: Collection[int]
-    shrinking: ShrinkOptions | None
+    shrinking: ShrinkSettings | None
 
     @property
     def shards(self) -> int:
@@ -170,10 +164,8 @@ def read_image(source: ImageSource, row: int) -> bytearray:
         raise UserError(f"{printable(source.path(row))} can't be read ({error}): mend or remove it") from error
 
 
-def _shrunk(shrinking: ShrinkOptions, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
+def _shrunk(shrinking: ShrinkSettings, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
     """The image made smaller and its new size if it is too large, else the image itself and None."""
-    from tlt.tools.shrink import shrink
-
     try:
         small = shrink(image, shrinking.max_side, shrinking.quality)
         return (image, None) if small == image else (small, read_size(small))
