@@ -27,6 +27,7 @@ from tlt.labels.archive_format import (
     Header,
     Manifest,
     MappedFile,
+    names_fields,
     row_crc,
     shard_name,
 )
@@ -68,7 +69,7 @@ class Rows:
 
     def _map(self) -> None:
         header = self.header
-        self._names = MappedFile(os.path.join(self.root, NAMES_NAME), header.names_fields())
+        self._names = MappedFile(os.path.join(self.root, NAMES_NAME), names_fields(header.records, *header.name_bytes))
         self._shards = [
             MappedFile(os.path.join(self.root, shard_name(shard)), header.shard_fields(shard))
             for shard in range(header.shards)
@@ -84,19 +85,12 @@ class Rows:
 
     def label(self, row: int) -> bytes:
         """Label file of a row."""
-        return self._name("label", row)
-
-    def image(self, row: int) -> str:
-        """Image of a row, relative to the image folder; "" where it is not known."""
-        return os.fsdecode(self._name("image", row))
-
-    def _name(self, kind: str, row: int) -> bytes:
-        ends = self._names.tensors[f"{kind}_ends"]
+        ends = self._names.tensors["label_ends"]
         start = int(ends[row - 1]) if row else 0
-        return self._names.tensors[f"{kind}s"][start : int(ends[row])].tobytes()
+        return self._names.tensors["labels"][start : int(ends[row])].tobytes()
 
     def all_names(self, kind: str) -> Names:
-        """All names of a kind, "image" or "label", in row order."""
+        """All names of a kind, "image" ("" where not known) or "label", in row order."""
         return Names.packed(self._names.tensors[f"{kind}s"].data, self._names.tensors[f"{kind}_ends"])
 
     def column(self, name: str) -> np.ndarray:

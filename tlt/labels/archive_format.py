@@ -109,10 +109,6 @@ class Header:
             "form": ("U8", (n,)),
         }
 
-    def names_fields(self) -> Fields:
-        """The tensors of the names' file."""
-        return names_fields(self.records, *self.name_bytes)
-
 
 def names_fields(records: int, image_bytes: int, label_bytes: int) -> Fields:
     """The tensors of a names' file: where each name ends, then all of them in one."""

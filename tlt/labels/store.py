@@ -50,28 +50,19 @@ def open_labels(
         UserError: The labels can't be used, as far as that can be known before they are read.
     """
     packed = names if isinstance(names, Names) else Names(names)
-    reader = open_reader(path, packed, num_classes, published_names, found)
-    return LabelStore(reader, packed, area, num_classes, bad_label, class_names, label_tail)
-
-
-def open_reader(
-    path: str | Path,
-    names: Names,
-    num_classes: int | None = None,
-    published_names: bool = False,
-    found: Callable[[str, int], None] | None = None,
-) -> Reader:
-    """The reader of the maps at `path`. Arguments and errors are those of `open_labels`."""
+    reader: Reader
     if is_archive(path):
-        return ArchiveReader(os.fspath(path), names, published_names)
-    if (shards := shard_folder(path)) is None:
-        return TreeReader(os.fspath(path), names, num_classes, published_names, found)
-    if published_names:
+        reader = ArchiveReader(os.fspath(path), packed, published_names)
+    elif (shards := shard_folder(path)) is None:
+        reader = TreeReader(os.fspath(path), packed, num_classes, published_names, found)
+    elif published_names:
         raise UserError(
             f"--compat label-names: --token-label-data {printable(shards)} are shards, where each label has its "
             "image; leave it out"
         )
-    return ShardReader(shards, names)
+    else:
+        reader = ShardReader(shards, packed)
+    return LabelStore(reader, packed, area, num_classes, bad_label, class_names, label_tail)
 
 
 class LabelStore:
@@ -189,11 +180,6 @@ class LabelStore:
             x0, y0, x1, y1 = record.area.tolist()
             area = (x0, y0, x1, y1)
         return LabelMap(values.copy(), record.ids.astype(np.int32), area)
-
-    def log_sum_exp(self, index: int) -> np.ndarray | None:
-        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None if it isn't recorded."""
-        found = self.reader.record(index).log_sum_exp
-        return None if found is None else found.copy()
 
     def area_of(self, width: int | None, height: int | None) -> Area:
         """The share of an image of this size that its map covers."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid, conv_stem_places
-from tlt.models.token_places import TokenPlaces
+from tlt.models.token_labeling import Orders, TokenLabelModel
+from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
 STEM_STRIDE = 2
 

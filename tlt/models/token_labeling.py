@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.compiler.config as compiler_config
 import torch.fx
+import torch.nn.functional as F
 from timm.layers import resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
@@ -20,10 +21,10 @@ from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth, draw_orders
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import linear
-from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 from tlt.models.token_places import TokenPlaces
 
+Grid = tuple[int, int]
 Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
@@ -421,34 +422,33 @@ class TokenLabelModel(nn.Module):
         self._recompute = {blocks[name]: level for name, level in levels.items() if level != NOTHING}
 
 
-def conv_stem_grid(
-    img_size: int | tuple[int, int], stem_stride: int, patch_size: int, pooling: int = 1
-) -> tuple[int, int]:
-    """Rows and columns that a 7x7 stem (padding 3), a patch convolution and `pooling` make of (H, W) pixels.
-
-    Sizes that are no multiple of the patch are floored, as the convolutions do.
-
-    Raises:
-        UserError: Not one token is left.
-    """
-    height, width = to_2tuple(img_size)
-    kernel = patch_size // stem_stride
-    rows, cols = (((side - 1) // stem_stride + 1) // kernel // pooling for side in (height, width))
-    if min(rows, cols) < 1:
-        least = patch_size * pooling
-        raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
-    return rows, cols
-
-
-def conv_stem_places(stem_stride: int, patch_size: int, pooling: int = 1) -> TokenPlaces:
-    """Where the tokens of `conv_stem_grid` lie: the first cell of the stem has its centre at 0.5 pixels, and a token
-    that of the cells it is made of."""
-    pitch = patch_size * pooling
-    first = (pitch - stem_stride) / 2 + 0.5
-    return TokenPlaces((pitch, pitch), (first, first))
-
-
 def _checked_pool(global_pool: str) -> str:
     if global_pool not in ("token", "avg", ""):
         raise UserError(f"global_pool (--gp) is token, avg or '', not {global_pool!r}")
     return global_pool
+
+
+# At run time, in `set_input_size`, and when weights are loaded.
+def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
+    """Resize a grid of position embeddings as published: bicubic, pixel centres at +0.5, no antialiasing.
+
+    Args:
+        pos: (1, H, W, C)
+        grid: Rows and columns wanted.
+
+    Returns:
+        (1, rows, columns, C) in the dtype of `pos`; computed in float32 or better.
+    """
+    if tuple(pos.shape[1:3]) == tuple(grid):
+        return pos
+    wide = pos if pos.dtype == torch.float64 else pos.float()
+    resized = F.interpolate(wide.permute(0, 3, 1, 2), size=tuple(grid), mode="bicubic", align_corners=False)
+    return resized.permute(0, 2, 3, 1).to(pos.dtype)
+
+
+def resize_token_pos_embed(pos: Tensor, grid: Grid, target: Grid) -> Tensor:
+    """Like `resize_pos_embed` for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry is unchanged."""
+    if tuple(grid) == tuple(target):
+        return pos
+    resized = resize_pos_embed(pos[:, 1:].unflatten(1, grid), target)
+    return torch.cat((pos[:, :1], resized.flatten(1, 2)), dim=1)

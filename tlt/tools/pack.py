@@ -147,7 +147,8 @@ def _pack_row(
     label_map = map_of(tensor, shown, num_classes)
     form = _form(path, tensor, shown)
     writer.write(row, label_map, size, form, area=_area(writer.header.area, size))
-    restored = restore(*_stored(writer.rows, row), form)
+    tensors, place = writer.rows.tensors(row)
+    restored = restore(tensors["values"][place], tensors["ids"][place], form)
     if not _same_bits(restored, tensor):
         raise UserError(
             f"{shown} holds numbers that half precision logits and whole class ids can't: packing would change them; "
@@ -168,21 +169,11 @@ def _form(path: str, tensor: torch.Tensor, shown: str) -> int:
     if dtype not in FILE_DTYPES:
         raise UserError(f"{shown}: numbers of type {dtype} are none of {', '.join(FILE_DTYPES)}")
     form = FILE_DTYPES.index(dtype) | (Form.FIVE_DIMENSIONS if tensor.ndim == 5 else 0)
-    return form | _saved_as(path)
-
-
-def _saved_as(path: str) -> int:
-    """The bit of `Form` for the name under which torch saved a file."""
     if not zipfile.is_zipfile(path):
-        return 0  # torch's format before 1.6
+        return form  # torch's format before 1.6
     with zipfile.ZipFile(path) as file:
-        prefix = file.namelist()[0].split("/")[0]
-    return {f".{os.path.basename(path)}": Form.TEMPORARY_NAME, "archive": Form.NO_NAME}.get(prefix, 0)
-
-
-def _stored(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-    tensors, place = rows.tensors(row)
-    return tensors["values"][place], tensors["ids"][place]
+        saved_as = file.namelist()[0].split("/")[0]
+    return form | {f".{os.path.basename(path)}": Form.TEMPORARY_NAME, "archive": Form.NO_NAME}.get(saved_as, 0)
 
 
 def restore(values: np.ndarray, ids: np.ndarray, form: int) -> torch.Tensor:
