@@ -109,24 +109,21 @@ class Packing:
         try:
             os.makedirs(self.folder, exist_ok=True)
             with locked(self.folder, f"{self.shown}: another command is packing into it; wait until it ends"):
-                return self._run(workers, overwrite)
+                self._refuse_other(overwrite)
+                if overwrite:
+                    self._remove()
+                if (index := self._complete()) is not None:
+                    return [f"{len(index)} images are packed in {printable(self.folder)} already"]
+                split = self._begin()
+                for temporary in Path(self.folder).glob(".*.tmp"):  # of a killed command
+                    temporary.unlink()
+                made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
+                return self._finish(*zip(*made, strict=True))
         except OSError as error:
             where = printable(str(error.filename or self.folder))
             raise UserError(
                 f"OUT {where} can't be written ({error.strerror}): mend that and run the same command again"
             ) from error
-
-    def _run(self, workers: int, overwrite: bool) -> list[str]:
-        self._refuse_other(overwrite)
-        if overwrite:
-            self._remove()
-        if (index := self._complete()) is not None:
-            return [f"{len(index)} images are packed in {printable(self.folder)} already"]
-        split = self._begin()
-        for temporary in Path(self.folder).glob(".*.tmp"):  # of a killed command
-            temporary.unlink()
-        made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
-        return self._finish(*zip(*made, strict=True))
 
     def _state(self) -> dict[str, Any]:
         """The settings that must be equal for a command to continue what another one began."""
