@@ -36,7 +36,7 @@ def index(
     decode: bool = False,
     dataset: str = "",
 ) -> list[str]:
-    """Write the index of a split, or of all that are there.
+    """Write the index of a split, or of all that are there; return lines that say what was done.
 
     Args:
         data: Folder of the data set, or of a split.
@@ -45,9 +45,6 @@ def index(
         out: File instead of `DATA/SPLIT.index` or the shards' own; a split must be named.
         decode: Decode every image of a folder, which finds the truncated ones too.
         dataset: Kind of data set (`--dataset`); "": image folders or shards.
-
-    Returns:
-        Lines that say what was done.
 
     Raises:
         UserError: No images, or the index can't be written; a flag that a kind of data set has no use for.

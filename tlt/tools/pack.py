@@ -50,16 +50,13 @@ def pack(
     overwrite: bool = False,
     shard_records: int = SHARD_RECORDS,
 ) -> list[str]:
-    """Pack every label file of a tree, reading each one back from what was packed.
+    """Pack every label file of a tree, reading each one back from what was packed; return lines that say what was done.
 
     Args:
         images: The images, or a folder with them in `split`: gives sizes, image names, and how well labels agree.
         area: "full" or "center", what the maps cover; None: as `labels.json` says, else full.
         transposed: The maps are stored as (k, w, h); readers will turn them.
         overwrite: Begin anew.
-
-    Returns:
-        Lines that say what was done.
 
     Raises:
         UserError: No labels, a label that can't be trained on or restored exactly, or `out` can't be written.
@@ -191,10 +188,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
-    """Write the label files that an archive was packed from, and their `labels.json` last.
-
-    Returns:
-        Lines that say what was done.
+    """Write the label files that an archive was packed from, `labels.json` last; return lines that say what was done.
 
     Raises:
         UserError: The archive is incomplete or damaged, or `out` is not empty or can't be written.

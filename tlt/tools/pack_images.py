@@ -48,7 +48,7 @@ def pack_images(
     shrinking: ShrinkSettings | None = None,
     dataset: str = "",
 ) -> list[str]:
-    """Pack the images of a data set into shards.
+    """Pack the images of a data set into shards; return lines that say what was done.
 
     Args:
         splits: What is packed, the training set first: its classes number the others. (): train and, where it is there,
@@ -57,9 +57,6 @@ def pack_images(
         shard_mb: About so many megabytes make a shard.
         overwrite: Begin anew.
         dataset: Kind of data set (`--dataset`).
-
-    Returns:
-        Lines that say what was done.
 
     Raises:
         UserError: No images, an image or label that can't be read, or `out` can't be written or holds something else.

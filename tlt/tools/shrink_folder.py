@@ -99,16 +99,13 @@ def shrink_folder(
     workers: int | None = None,
     memory: int = DEFAULT_MEMORY,
 ) -> list[str]:
-    """Write OUT, or the part of it that is missing.
+    """Write OUT, or the part of it that is missing; return lines that say what was done.
 
     Args:
         data: Folder with splits, or with class folders.
         split: This one only.
         workers: Processes; None: one per core.
         memory: Bytes that each may take for what can't be streamed.
-
-    Returns:
-        Lines that say what was done.
 
     Raises:
         UserError: There are no images, OUT holds something else or can't be written, or no image of a split can be
