@@ -22,7 +22,7 @@ from tlt.models.drop_path import StochasticDepth, draw_orders
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import linear
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
-from tlt.models.token_places import TokenPlaces
+from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
 Grid = tuple[int, int]
 Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
@@ -44,8 +44,8 @@ class TokenLabelModel(nn.Module):
     `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
     `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
 
-    A subclass sets `pos_grid` and `feature_info`, calls `_init_heads` last and defines `token_grid`, `token_places`,
-    `embed`, `start`, `stage`, `stage_map` and `finish`.
+    A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_init_heads` last and defines `stage`,
+    `stage_map` and `finish`; without a convolutional stem also `embed`, `token_grid` and `token_places`.
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
@@ -87,7 +87,7 @@ class TokenLabelModel(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)."""
-        raise NotImplementedError
+        return self.patch_embed(x)
 
     def start(self, x: Tensor) -> Tensor:
         """What happens to the embedding before the first stage."""
@@ -111,11 +111,11 @@ class TokenLabelModel(nn.Module):
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size)."""
-        raise NotImplementedError
+        return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, self.mix_scale)
 
     def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
         """Where the tokens lie in an image, whatever its size."""
-        raise NotImplementedError
+        return conv_stem_places(self.stem_stride, self.patch_size, self.mix_scale)
 
     # Forward -------------------------------------------------------------------------------------------------------
 
