@@ -110,8 +110,7 @@ class LabelStore:
         form = reader.form
         said = None if form is None else form.labels_json
         self.metadata = None if said is None else TreeMetadata.parse(said, f"{self.root}: labels.json")
-        self._compare(class_names)
-        self._check_ids()
+        self._check_classes(class_names)
         self._tail_classes = self._classes_of_tail(label_tail)
         self._area_asked = area is not None
         self.area = self._resolve_area(area, "full" if form is None else form.area)
@@ -207,30 +206,24 @@ class LabelStore:
             )
         return asked or recorded
 
-    def _compare(self, class_names: Sequence[str] | None) -> None:
-        metadata, where = self.metadata, f"--token-label-data {printable(self.root)}"
-        if metadata is None:
-            return
-        if self.num_classes is not None and metadata.num_classes != self.num_classes:
+    def _check_classes(self, class_names: Sequence[str] | None) -> None:
+        metadata, where, form = self.metadata, f"--token-label-data {printable(self.root)}", self.reader.form
+        if metadata is not None and self.num_classes not in (None, metadata.num_classes):
             raise UserError(
                 f"{where} has labels of {metadata.num_classes} classes, but the model has {self.num_classes}: give "
                 f"--num-classes {metadata.num_classes} or make labels with an annotator for {self.num_classes} classes"
             )
-        if class_names is None or metadata.class_names is None or list(class_names) == metadata.class_names:
+        if form is not None and self.num_classes is not None and form.max_id >= self.num_classes:
+            raise UserError(
+                f"{where} has class ids up to {form.max_id}, which are not in 0..{self.num_classes - 1} (--num-classes "
+                f"{self.num_classes}); were these labels made for other classes?"
+            )
+        if class_names is None or metadata is None or metadata.class_names in (None, list(class_names)):
             return
         pairs = enumerate(zip(metadata.class_names, class_names, strict=False))
         first = next((f"class {i} is {printable(a)} there, {printable(b)} here" for i, (a, b) in pairs if a != b), "")
         counts = f"{len(metadata.class_names)} classes there, {len(class_names)} here"
         raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
-
-    def _check_ids(self) -> None:
-        form = self.reader.form
-        if form is not None and self.num_classes is not None and form.max_id >= self.num_classes:
-            raise UserError(
-                f"--token-label-data {printable(self.root)} has class ids up to {form.max_id}, which are not "
-                f"in 0..{self.num_classes - 1} (--num-classes {self.num_classes}); were these labels made for other "
-                "classes?"
-            )
 
     def _classes_of_tail(self, label_tail: str) -> int:
         """The number of classes for `"exact"`, 0 for `"zero"`."""

@@ -23,13 +23,7 @@ from tlt.io.natural import natural_key
 from tlt.io.text import printable
 from tlt.io.weights import refused_name, short_reason, verify_zip
 from tlt.label_map import FULL_AREA, Area, LabelMap
-from tlt.labels.label_files import (
-    find_labels,
-    label_files_below,
-    published_label_name,
-    tree_listing,
-    usual_label_name,
-)
+from tlt.labels.label_files import find_labels, label_files_below, published_label_name, tree_listing, usual_label_name
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
 from tlt.labels.records import MapForm, Record
 

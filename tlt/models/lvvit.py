@@ -80,9 +80,6 @@ class LVViT(TokenLabelModel):
     """A plain vision transformer with a convolutional stem, scaled residuals and a dense head.
 
     Args:
-        depth: Transformer blocks.
-        embed_dim: Channels.
-        num_heads: Heads.
         img_size: Pixels, a side or (H, W).
         global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
         patch_size: Pixels to a token.

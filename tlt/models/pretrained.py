@@ -70,8 +70,6 @@ def create(
     """Build a model as `timm.create_model` asks for it.
 
     Args:
-        model_cls: Class of the model.
-        name: Its registered name.
         pretrained: Load the published weights, converted to the image size, channels and classes asked for.
         pyramid: Stages that `features_only=True` returns unless `out_indices` says otherwise.
         device, dtype: Of the weights, as timm's newest models take them; None: torch's own.

@@ -430,15 +430,8 @@ def _checked_pool(global_pool: str) -> str:
 
 # At run time, in `set_input_size`, and when weights are loaded.
 def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
-    """Resize a grid of position embeddings as published: bicubic, pixel centres at +0.5, no antialiasing.
-
-    Args:
-        pos: (1, H, W, C)
-        grid: Rows and columns wanted.
-
-    Returns:
-        (1, rows, columns, C) in the dtype of `pos`; computed in float32 or better.
-    """
+    """Resize position embeddings (1, H, W, C) to (1, rows, columns, C) as published: bicubic, pixel centres at +0.5, no
+    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`."""
     if tuple(pos.shape[1:3]) == tuple(grid):
         return pos
     wide = pos if pos.dtype == torch.float64 else pos.float()

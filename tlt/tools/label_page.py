@@ -87,11 +87,7 @@ class Example:
 
 
 def read_examples(
-    dataset: TrainDataset,
-    batch: Batch,
-    targets: Targets | None,
-    mean: Sequence[float],
-    std: Sequence[float],
+    dataset: TrainDataset, batch: Batch, targets: Targets | None, mean: Sequence[float], std: Sequence[float]
 ) -> list[Example]:
     """The images of a batch with their sources, read again.
 

@@ -89,14 +89,7 @@ def _splits_of(data: str) -> list[str]:
 
 
 class Packing:
-    """Writes the shards of one split.
-
-    Args:
-        folder: Of the shards; made if need be.
-        source: The images.
-        labels: Their label maps.
-        shard_mb, shrinking: See `pack_images`.
-    """
+    """Writes the shards of one split into `folder`; `shard_mb` and `shrinking` are those of `pack_images`."""
 
     def __init__(
         self,
