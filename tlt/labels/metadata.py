@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tlt.errors import UserError
-from tlt.io.files import write_whole
 from tlt.io.text import printable
 from tlt.label_map import Area
 
@@ -41,7 +41,10 @@ class TreeMetadata:
 
     def write(self, path: str | Path) -> None:
         """Write as JSON, replacing `path` in one step."""
-        write_whole(path, self.text().encode())
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # several ranks may write it at a time
+        temporary.write_text(self.text())
+        os.replace(temporary, path)
 
     def text(self) -> str:
         """The text of the file that `write` makes."""
