@@ -36,10 +36,11 @@ from tlt.mix import Shares
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.models.wrap import with_dense_head as with_dense_head
 from tlt.targets import Targets, make_targets
-from tlt.upstream.behaviour import TargetMaker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from tlt.upstream.behaviour import TargetMaker
 
 Grid = tuple[int, int]
 

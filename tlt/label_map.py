@@ -38,7 +38,7 @@ class LabelMap:
 
     Attributes:
         values: (k, h, w) float16 logits of the classes in `ids`; float32 where they were shifted
-            (`tlt.labels.label_tail`).
+            (`tlt.labels.records`).
         ids: (k, h, w) int32 class ids.
         area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. It may reach outside by less than
             the image's size, where a network has padding. An empty area means that nothing is known about the image.

@@ -60,6 +60,7 @@ class Shares:
         return (rows @ pixels @ cols.T).flatten(1)
 
 
+@dataclass(eq=False)
 class Mixup:
     """Mixes images and gives their soft targets. Arguments are those of `timm.data.Mixup`.
 
@@ -77,33 +78,24 @@ class Mixup:
         UserError: Neither is on, or an unknown mode, naming the flag.
     """
 
-    def __init__(
-        self,
-        mixup_alpha: float = 1.0,
-        cutmix_alpha: float = 0.0,
-        cutmix_minmax: Sequence[float] | None = None,
-        prob: float = 1.0,
-        switch_prob: float = 0.5,
-        mode: str = "batch",
-        label_smoothing: float = 0.1,
-        num_classes: int = 1000,
-    ) -> None:
-        if mode not in MODES:
-            raise UserError(f"--mixup-mode {mode}: choose from {', '.join(MODES)}")
-        if cutmix_minmax is not None and not (
-            len(cutmix_minmax) == 2 and 0 <= cutmix_minmax[0] < cutmix_minmax[1] <= 1
-        ):
-            raise UserError(f"--cutmix-minmax {' '.join(map(str, cutmix_minmax))}: give two shares, the smaller first")
-        self.mixup_alpha = mixup_alpha
-        self.cutmix_alpha = cutmix_alpha if cutmix_minmax is None else 1.0
+    mixup_alpha: float = 1.0
+    cutmix_alpha: float = 0.0
+    cutmix_minmax: Sequence[float] | None = None
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    mode: str = "batch"
+    label_smoothing: float = 0.1
+    num_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"--mixup-mode {self.mode}: choose from {', '.join(MODES)}")
+        if (sides := self.cutmix_minmax) is not None:
+            if len(sides) != 2 or not 0 <= sides[0] < sides[1] <= 1:
+                raise UserError(f"--cutmix-minmax {' '.join(map(str, sides))}: give two shares, the smaller first")
+            self.cutmix_alpha = 1.0
         if max(self.mixup_alpha, self.cutmix_alpha) <= 0:
             raise UserError("--mixup and --cutmix are both 0: one of them must be positive to mix")
-        self.minmax = cutmix_minmax
-        self.prob = prob
-        self.switch_prob = switch_prob
-        self.mode = mode
-        self.label_smoothing = label_smoothing
-        self.num_classes = num_classes
 
     def __call__(self, images: Tensor, classes: Tensor, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Mix a batch.
@@ -167,8 +159,8 @@ class Mixup:
 
     def _box(self, lam: float, size: tuple[int, int], generator: np.random.Generator) -> Ints:
         """Top, left, bottom, right in pixels, half-open."""
-        if self.minmax is not None:
-            low, high = self.minmax
+        if self.cutmix_minmax is not None:
+            low, high = self.cutmix_minmax
             cut = np.array(
                 [generator.integers(int(side * low), max(int(side * high), int(side * low) + 1)) for side in size]
             )

@@ -40,15 +40,11 @@ def sample_box(generator: np.random.Generator, grid: tuple[int, int], alpha: flo
 
 
 def mix_tokens(x: Tensor, box: Box, scale: int = 1) -> Tensor:
-    """Replace what lies inside the box by the partner's tokens.
+    """Replace what lies inside the box by the partner's tokens, in a new tensor.
 
     Args:
-        x: (B, H, W, C), `scale` times as fine as the grid that the box is counted in.
-        box: See the module's description.
-        scale: Cells of `x` to one token of the final grid, along each axis.
-
-    Returns:
-        A new tensor of the shape of `x`.
+        x: (B, H, W, C).
+        scale: Cells of `x` to one token of the final grid, in which the box is counted, along each axis.
     """
     rows = torch.arange(x.shape[1], device=x.device)
     cols = torch.arange(x.shape[2], device=x.device)
@@ -70,25 +66,14 @@ def mix_cells(x: Tensor, box: Box, rows: Tensor, cols: Tensor) -> Tensor:
 
 
 def unmix_tokens(tokens: Tensor, box: Box, grid: tuple[int, int]) -> Tensor:
-    """Send every token back to the sample whose image it shows; mixing twice with one box changes nothing.
-
-    Args:
-        tokens: (B, N, C), N = rows * columns of `grid`, row by row.
-        box: The box of the forward pass.
-        grid: Rows and columns.
-
-    Returns:
-        (B, N, C)
-    """
+    """Send every token, (B, N, C) row by row of `grid`, back to the sample whose image it shows: mixing twice with one
+    box changes nothing."""
     return mix_tokens(tokens.unflatten(1, grid), box).flatten(1, 2)
 
 
 def mixed_share(box: Box, grid: tuple[int, int]) -> float | Tensor:
-    """Share of the tokens that show the partner, in [0, 1]; lam of the published code is one minus it.
-
-    Returns:
-        A float for a box of ints, a 0-d float32 tensor on the box's device for a tensor.
-    """
+    """Share of the tokens that show the partner, in [0, 1]; lam of the published code is one minus it. A float for a
+    box of ints, a 0-d float32 tensor on the box's device for a tensor."""
     row0, col0, row1, col1 = _edges(box)
     return (row1 - row0) * (col1 - col0) / (grid[0] * grid[1])
 

@@ -134,12 +134,12 @@ def make_targets(
     if labels is None:
         tokens, weight = _truth_tokens(classes, grid, num_classes, smoothing, dtype)
     else:
-        geometry = labels, affine.to(dtype), visible.to(dtype), grid, uncovered
+        crops = _Crops(labels, affine.to(dtype), visible.to(dtype), grid, uncovered)
         # In lower precision the weights of a token's points would no longer sum to one.
         with torch.autocast(affine.device.type, enabled=False):
-            cls = _crop_labels(*geometry, cls, smoothing)
+            cls = _crop_labels(crops, cls, smoothing)
             if token_label_size != 1:
-                tokens, weight = _token_labels(*geometry, num_classes, smoothing, window)
+                tokens, weight = _token_labels(crops, num_classes, smoothing, window)
     if token_label_size == 1:
         return Targets(cls, None, None, classes, smoothing, grid, window)
     return Targets(cls, tokens, weight, classes, smoothing, grid, window)
@@ -200,41 +200,38 @@ def _truth_tokens(
     return SparseLabels(weight * (smoothing / num_classes), ids, (weight * (1 - smoothing))[..., None]), weight
 
 
-def _crop_labels(
-    labels: LabelBatch,
-    affine: Tensor,
-    visible: Tensor,
-    grid: tuple[int, int],
-    uncovered: str,
-    truth: Tensor,
-    smoothing: float,
-) -> Tensor:
+@dataclass(frozen=True)
+class _Crops:
+    """Label maps, and how crops show their images: arguments of `make_targets`."""
+
+    labels: LabelBatch
+    affine: Tensor
+    visible: Tensor
+    grid: tuple[int, int]
+    uncovered: str
+
+    def select(self, rows: slice) -> _Crops:
+        return _Crops(self.labels.select(rows), self.affine[rows], self.visible[rows], self.grid, self.uncovered)
+
+
+def _crop_labels(crops: _Crops, truth: Tensor, smoothing: float) -> Tensor:
     """(B, C) soft labels of the crops; `truth` where no point counts."""
     result = torch.empty_like(truth)
-    per_image = grid[0] * grid[1] * entries_per_token(labels, grid)
+    per_image = crops.grid[0] * crops.grid[1] * entries_per_token(crops.labels, crops.grid)
     for rows in image_chunks(len(truth), per_image, truth.device):
-        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, truth.shape[1])
-        logits, total = _crop_logits(sample, truth.shape[1])
+        logits, total = _crop_logits(_sample(crops.select(rows), truth.shape[1]), truth.shape[1])
         result[rows] = torch.where(total > 0, smooth(logits.softmax(-1), smoothing), truth[rows])
     return result
 
 
-def _token_labels(
-    labels: LabelBatch,
-    affine: Tensor,
-    visible: Tensor,
-    grid: tuple[int, int],
-    uncovered: str,
-    num_classes: int,
-    smoothing: float,
-    window: Area,
-) -> tuple[SparseLabels, Tensor]:
+def _token_labels(crops: _Crops, num_classes: int, smoothing: float, window: Area) -> tuple[SparseLabels, Tensor]:
     """Soft labels of every token, and (B, N) how much it counts."""
-    shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(labels, grid))
+    affine, grid = crops.affine, crops.grid
+    shape = (affine.shape[0], grid[0] * grid[1], entries_per_token(crops.labels, grid))
     weight, base, excess = affine.new_empty(shape[:2]), affine.new_empty(shape[:2]), affine.new_empty(shape)
     ids = torch.empty(shape, dtype=torch.int32, device=affine.device)
     for rows in image_chunks(shape[0], shape[1] * shape[2], affine.device):
-        sample = _sample(labels.select(rows), affine[rows], visible[rows], grid, uncovered, num_classes, window)
+        sample = _sample(crops.select(rows), num_classes, window)
         weight[rows] = sample.counted.mean(-1)
         base[rows], ids[rows], excess[rows] = _soft_labels(*_token_logits(sample), num_classes, smoothing)
     return SparseLabels(base, ids, excess), weight
@@ -262,26 +259,19 @@ class _Sample:
     counted: Tensor
 
 
-def _sample(
-    labels: LabelBatch,
-    affine: Tensor,
-    visible: Tensor,
-    grid: tuple[int, int],
-    uncovered: str,
-    num_classes: int,
-    window: Area = FULL_AREA,
-) -> _Sample:
+def _sample(crops: _Crops, num_classes: int, window: Area = FULL_AREA) -> _Sample:
+    labels, affine, visible = crops.labels, crops.affine, crops.visible
     _, _, h, w = labels.values.shape
-    n = points_per_token((h, w), grid)
+    n = points_per_token((h, w), crops.grid)
     offsets = [((index // n + 0.5) / n, (index % n + 0.5) / n) for index in range(n * n)]
-    read = [source_points(affine, grid, offset, window) for offset in offsets]
+    read = [source_points(affine, crops.grid, offset, window) for offset in offsets]
     points, shown = torch.stack([each for each, _ in read], 2), torch.stack([each for _, each in read], 1)
     area = labels.area.to(affine.dtype)
     low = torch.maximum(area[:, :2], visible[:, :2])[:, None, None]
     high = torch.minimum(area[:, 2:], visible[:, 2:])[:, None, None]
     # Strict, so that an empty area covers nothing.
     inside = (shown & ((points > low) & (points < high)).all(-1)).to(affine.dtype)
-    counted = inside if uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
+    counted = inside if crops.uncovered == "ignore" else known(labels).to(inside)[:, None, None].expand_as(inside)
     return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside, counted)
 
 

@@ -12,11 +12,7 @@ from tlt.models.fit_weights import Fit, fit_state_dict
 
 
 def load_pretrained_weights(
-    model: nn.Module,
-    checkpoint_path: str | Path,
-    use_ema: bool = False,
-    strict: bool = True,
-    num_classes: int = 1000,
+    model: nn.Module, checkpoint_path: str | Path, use_ema: bool = False, strict: bool = True, num_classes: int = 1000
 ) -> Fit:
     """Load pretrained weights for fine-tuning, as published; return which weights were loaded.
 

@@ -127,8 +127,7 @@ def test_versions_agree_and_both_packages_are_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["-m volo", "-m tlt", "-m volo report", "train.py", "validate.py", "generate_label.py", "benchmark.py"],
+    "program", ["-m volo", "-m tlt", "-m volo report", "train.py", "validate.py", "generate_label.py", "benchmark.py"]
 )
 def test_every_program_tells_its_version(program: str) -> None:
     told = subprocess.run([sys.executable, *program.split(), "--version"], cwd=ROOT, capture_output=True, text=True)

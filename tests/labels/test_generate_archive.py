@@ -137,7 +137,7 @@ def test_the_archive_is_what_pack_makes_of_the_tree(command: list[str], tmp_path
         and whole.reader.manifest.accuracy["images"] == 16
     )
     assert whole.metadata is not None and whole.metadata.annotator["model"] == "resnet10t"
-    assert (whole.reader.rows.column("size") == (40, 36)).all() and packed.log_sum_exp(0) is None
+    assert (whole.reader.rows.column("size") == (40, 36)).all() and packed.reader.record(0).log_sum_exp is None
     assert check(command[0], str(tmp_path / "whole")).usable
 
 
@@ -151,7 +151,7 @@ def test_log_sum_exp_is_that_of_all_logits(command: list[str], tmp_path: Path) -
         with torch.no_grad():
             features = model.forward_features(transform(Image.open(folder.path(index)))[None].double())[0]
             dense = torch.einsum("chw,kc->khw", features, model.fc.weight) + model.fc.bias[:, None, None]
-        found = store.log_sum_exp(index)
+        found = store.reader.record(index).log_sum_exp
         assert found is not None and found.dtype == np.float32
         # One grey level of the resize, and the rounding of the listed values.
         assert np.abs(found - dense.logsumexp(0).numpy()).max() < 0.02 * float(dense.std())

@@ -37,7 +37,7 @@ def cross_entropy(logits: np.ndarray, label: np.ndarray) -> float:
     return float(-(label * scores).sum())
 
 
-def expected(cls: Any, tokens: Any, targets: Targets, stays: Any, truth_share: Any = None) -> tuple[float, float]:
+def expected(cls: Any, tokens: Any, targets: Targets, stays: Any) -> tuple[float, float]:
     """By its meaning: `stays` (B, H, W) of each pixel, token by token."""
     batch, (rows, cols), (height, width) = len(cls), GRID, SIZE
     assert targets.tokens is not None and targets.weight is not None

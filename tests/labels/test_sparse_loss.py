@@ -20,49 +20,54 @@ BOX, SHARE = (0, 1, 2, 2), 2 / 6
 FLAGS = {"cls_weight": 0.7, "dense_weight": 1.5, "gt_weight_agree": 0.3, "gt_weight_disagree": 0.8}
 
 
-def raw_case(seed: int = 0) -> tuple[LabelBatch, Tensor, Tensor, Tensor]:
+def raw_case(seed: int = 0, batch: int = BATCH) -> tuple[LabelBatch, Tensor, Tensor, Tensor]:
     """Maps of 4 x 5 cells, an affine that reaches outside, the visible part, and the folder classes."""
     g = torch.Generator().manual_seed(seed)
-    values = (torch.randn(BATCH, 3, 4, 5, generator=g) * 3).half()
+    values = (torch.randn(batch, 3, 4, 5, generator=g) * 3).half()
     labels = LabelBatch(values, torch.randint(0, CLASSES, values.shape, generator=g).int(), torch.empty(0))
     area = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.2, 0.0, 0.8, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    affine = torch.tensor([[0.9, 0.3, -0.2], [-0.2, 0.8, 0.1]], dtype=torch.float64).repeat(BATCH, 1, 1)
-    visible = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64).repeat(BATCH, 1)
-    return dataclasses.replace(labels, area=area), affine, visible, torch.tensor([3, 1, 0, 6])
+    affine = torch.tensor([[0.9, 0.3, -0.2], [-0.2, 0.8, 0.1]], dtype=torch.float64).repeat(batch, 1, 1)
+    visible = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64).repeat(batch, 1)
+    rows = torch.arange(batch) % 4
+    return dataclasses.replace(labels, area=area[rows]), affine, visible, torch.tensor([3, 1, 0, 6])[rows]
 
 
-def small_case(seed: int = 0) -> tuple[Tensor, Tensor, Targets]:
+def small_case(seed: int = 0, batch: int = BATCH) -> tuple[Tensor, Tensor, Targets]:
     g = torch.Generator().manual_seed(seed)
-    cls = torch.randn(BATCH, CLASSES, dtype=torch.float64, generator=g).requires_grad_()
-    aux = torch.randn(BATCH, 6, CLASSES, dtype=torch.float64, generator=g).requires_grad_()
-    return cls, aux, make_targets(*raw_case(seed), GRID, CLASSES, SMOOTHING)
+    cls = torch.randn(batch, CLASSES, dtype=torch.float64, generator=g).requires_grad_()
+    aux = torch.randn(batch, 6, CLASSES, dtype=torch.float64, generator=g).requires_grad_()
+    return cls, aux, make_targets(*raw_case(seed, batch), GRID, CLASSES, SMOOTHING)
 
 
 def written_out(cls: Tensor, aux: Tensor, targets: Targets, share: float, blend: bool) -> tuple[Tensor, Tensor]:
     """Class and dense loss in float64: every label is filled in class by class, then minus sum of t log softmax."""
     assert targets.tokens is not None and targets.weight is not None
-    rows, dense_loss = targets.cls.double().clone(), torch.zeros((), dtype=torch.float64)
-    for b in range(BATCH if blend else 0):
+    rows, dense_loss, batch = targets.cls.double().clone(), torch.zeros((), dtype=torch.float64), len(cls)
+    for b in range(batch if blend else 0):
         truth = torch.full((CLASSES,), SMOOTHING / CLASSES, dtype=torch.float64)
         truth[targets.truth[b]] += 1 - SMOOTHING
         part = 0.3 if rows[b].argmax() == targets.truth[b] else 0.8
         rows[b] = (1 - part) * rows[b] + part * truth
-    cls_loss = -(((1 - share) * rows + share * rows.flip(0)) * cls.log_softmax(-1)).sum() / BATCH
-    for b in range(BATCH):
+    cls_loss = -(((1 - share) * rows + share * rows.flip(0)) * cls.log_softmax(-1)).sum() / batch
+    for b in range(batch):
         for n in range(6):
             label = [targets.tokens.base[b, n].item()] * CLASSES
             for c, more in zip(targets.tokens.ids[b, n].tolist(), targets.tokens.excess[b, n].tolist(), strict=True):
                 label[c] += more
             one = -(torch.tensor(label, dtype=torch.float64) * aux[b, n].log_softmax(-1)).sum()
-            dense_loss = dense_loss + targets.weight[b, n].double() * one / (BATCH * 6)
+            dense_loss = dense_loss + targets.weight[b, n].double() * one / (batch * 6)
     return cls_loss, dense_loss
 
 
 @pytest.mark.parametrize("box", [None, BOX, torch.tensor(BOX)], ids=["no box", "ints", "tensor"])
 @pytest.mark.parametrize("blend", [False, True])
-def test_values_and_gradients_equal_the_sum_written_out(box: tuple[int, ...] | Tensor | None, blend: bool) -> None:
-    cls, aux, targets = small_case()
-    assert targets.weight is not None and len(targets.weight.unique()) > 2 and (targets.weight[3] == 0).all()
+@pytest.mark.parametrize("batch", [1, 4, 5])
+def test_values_and_gradients_equal_the_sum_written_out(
+    box: tuple[int, ...] | Tensor | None, blend: bool, batch: int
+) -> None:
+    cls, aux, targets = small_case(batch=batch)
+    assert targets.weight is not None and (batch == 1 or len(targets.weight.unique()) > 2)
+    assert batch < 4 or (targets.weight[3] == 0).all()
     loss = token_label_loss(cls, aux, targets, box, ground_truth=blend, **FLAGS)
     expected = written_out(cls, aux, targets, 0.0 if box is None else SHARE, blend)
     # A share from a box tensor is float32.

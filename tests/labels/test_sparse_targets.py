@@ -178,6 +178,7 @@ def test_without_maps_and_with_one_label_per_crop() -> None:
         single = make_targets(*arguments, token_label_size=1)
         assert single.tokens is None and single.weight is None
         assert torch.equal(single.cls, make_targets(*arguments).cls)
+    assert make_targets(*arguments[:4], (2, 2), CLASSES, token_label_size=2).grid == (2, 2)
     with pytest.raises(UserError, match="--token-label-size 24 does not fit the model's 2 x 3"):
         make_targets(*arguments, token_label_size=24)
 

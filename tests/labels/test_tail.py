@@ -12,7 +12,7 @@ from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
 from tlt.labels.annotate import _annotation
 from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.label_tail import relative_to_tail
+from tlt.labels.records import relative_to_tail
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 

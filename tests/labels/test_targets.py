@@ -1,5 +1,5 @@
 """Token targets, and the dense definition that other tests hold them against (`tests.labels.dense_targets`), against
-roi_align and against a plain float64 loop for any affine."""
+roi_align. test_sparse_targets.py has the plain float64 loop for any affine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from torchvision.ops import roi_align
 
 from tests.labels.dense_targets import sample_tokens
-from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
 from tlt.targets import make_targets, points_per_token
 
@@ -62,28 +61,6 @@ def roi_reference(labels: LabelBatch, boxes: Tensor, size: tuple[int, int], poin
     return pooled.flatten(2).transpose(1, 2)
 
 
-def loop_reference(
-    labels: LabelBatch, affine: Tensor, grid: tuple[int, int], visible: Tensor, n: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Logits (B, N, C) and coverage (B, N), one point after the other."""
-    dense, area = dense_map(labels).numpy(), labels.area.double().numpy()
-    batch, classes, h, w = dense.shape
-    total, count = np.zeros((batch, grid[0] * grid[1], classes)), np.zeros((batch, grid[0] * grid[1]))
-    for b, row, col, i, j in np.ndindex(batch, *grid, n, n):
-        x, y = affine[b].numpy() @ [(col + (j + 0.5) / n) / grid[1], (row + (i + 0.5) / n) / grid[0], 1]
-        seen = [a[0] < x < a[2] and a[1] < y < a[3] for a in (area[b], visible[b].numpy())]
-        if all(seen):
-            x0, y0, x1, y1 = area[b]
-            cx = min(max((x - x0) / (x1 - x0) * w - 0.5, 0), w - 1)
-            cy = min(max((y - y0) / (y1 - y0) * h - 0.5, 0), h - 1)
-            left, top = min(int(cx), max(w - 2, 0)), min(int(cy), max(h - 2, 0))
-            for r, c in np.ndindex(min(2, h), min(2, w)):
-                weight = (1 - abs(cy - top - r)) * (1 - abs(cx - left - c))
-                total[b, row * grid[1] + col] += weight * dense[b, :, top + r, left + c]
-            count[b, row * grid[1] + col] += 1
-    return total / np.maximum(count, 1)[..., None], count / n**2
-
-
 @pytest.mark.parametrize("cells", [(18, 18), (10, 20), (32, 24), (1, 7)])
 @pytest.mark.parametrize("grid", [(14, 14), (8, 6)])
 def test_plain_crops_equal_roi_align_with_the_true_box(cells: tuple[int, int], grid: tuple[int, int]) -> None:
@@ -107,29 +84,6 @@ def test_transposed_and_square_boxes_are_something_else() -> None:
         assert (roi_reference(labels, wrong, (5, 5), n) - logits).abs().max() > 1
 
 
-def general_case(seed: int) -> tuple[LabelBatch, Tensor, Tensor]:
-    """Rotated, sheared, mirrored and shifted crops that reach outside of image, crop and map."""
-    rng = np.random.default_rng(seed)
-    labels = random_labels(4, 3, 5, 7, seed=seed)
-    area = torch.tensor([FULL_AREA, (0.144, 0.0, 0.852, 1.0), (0.0, 0.2, 1.0, 0.7), (0.4, 0.4, 0.6, 0.6)])
-    affine = torch.from_numpy(rng.standard_normal((4, 2, 3)) * 0.6)
-    affine[:, :, 2] = 0.5 - affine[:, :, :2].sum(2) / 2 + torch.from_numpy(rng.standard_normal((4, 2)) * 0.1)
-    return LabelBatch(labels.values, labels.ids, area), affine, random_boxes(4, seed)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("grid", [(3, 4), (2, 2)])
-def test_any_affine_equals_a_plain_loop(seed: int, grid: tuple[int, int]) -> None:
-    labels, affine, visible = general_case(seed)
-    n = points_per_token((5, 7), grid)
-    for seen in (visible, everything(4)):
-        logits, coverage = sample_tokens(labels, affine, grid, seen, CLASSES)
-        expected, share = loop_reference(labels, affine, grid, seen, n)
-        np.testing.assert_allclose(coverage.numpy(), share, atol=1e-12)
-        np.testing.assert_allclose(logits.numpy(), expected, atol=1e-10)
-    assert 0 < coverage.mean() < 1
-
-
 def test_token_sees_the_label_of_the_flipped_cell() -> None:
     """Class = column, no interpolation to blur it: a mirrored crop has the classes in reverse order."""
     ids = np.tile(np.arange(4, dtype=np.int32), (1, 4, 1))
@@ -143,16 +97,6 @@ def test_points_per_token_leave_no_cell_out() -> None:
     assert points_per_token((18, 18), (14, 14)) == points_per_token((7, 7), (28, 28)) == 2
     assert points_per_token((32, 24), (8, 8)) == 4
     assert points_per_token((7, 60), (14, 14)) == math.ceil(60 / 14)
-
-
-def test_equal_class_ids_in_a_cell_count_once_with_the_larger_value() -> None:
-    values = np.array([-1, -3, 2, 5], np.float16).reshape(4, 1, 1)
-    ids = np.array([3, 3, 7, 7], np.int32).reshape(4, 1, 1)
-    whole = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        labels = LabelBatch.stack([LabelMap(values[order], ids[order])])
-        logits, _ = sample_tokens(labels, whole, (1, 1), everything(1).float(), 9)
-        assert logits[0, 0].tolist() == [0, 0, 0, -1, 0, 0, 0, 5, 0]
 
 
 def test_class_ids_above_2048_are_exact() -> None:
@@ -177,17 +121,6 @@ def test_targets_are_the_published_softmax_with_smoothing_that_sums_to_one() -> 
     assert made.truth_target()[0].tolist() == pytest.approx([0.1 / 11] * 4 + [0.9 + 0.1 / 11] + [0.1 / 11] * 6)
 
 
-def test_crop_label_is_the_mean_over_covered_points_only() -> None:
-    labels, affine, visible = general_case(3)
-    labels = LabelBatch(labels.values, labels.ids, torch.tensor([(0.3, 0.3, 0.7, 0.7)] * 4))
-    made = make_targets(labels, affine, visible, torch.zeros(4), (3, 4), CLASSES, smoothing=0.0)
-    logits, share = loop_reference(labels, affine, (3, 4), visible, points_per_token((5, 7), (3, 4)))
-    covered = share.sum(1) > 0
-    assert covered.any() and made.weight is not None and 0 < made.weight.mean() < 0.9
-    mean = (logits * share[..., None]).sum(1)[covered] / share.sum(1, keepdims=True)[covered]
-    torch.testing.assert_close(made.cls[torch.from_numpy(covered)], torch.from_numpy(mean).softmax(-1))
-
-
 def test_nothing_covered_means_the_folder_class_and_no_token_weight() -> None:
     labels = LabelBatch.stack([LabelMap.unknown((2, 4, 4)), LabelMap.unknown((2, 4, 4), FULL_AREA)])
     assert tuple(labels.area[0].tolist()) == NO_AREA
@@ -197,28 +130,3 @@ def test_nothing_covered_means_the_folder_class_and_no_token_weight() -> None:
     assert made.cls[0].tolist() == pytest.approx([0.025, 0.025, 0.925, 0.025])
     assert made.cls[1].tolist() == pytest.approx([0.25] * 4)
     assert made.tokens is not None and torch.isfinite(made.tokens.dense(4)).all()
-
-
-def test_without_label_maps_every_token_has_the_folder_class() -> None:
-    whole = torch.zeros(3, 2, 3)
-    made = make_targets(None, whole, everything(3).float(), torch.tensor([1, 0, 2]), (2, 3), 4, smoothing=0.2)
-    assert made.tokens is not None and made.weight is not None
-    found = made.tokens.dense(4)
-    assert found.shape == (3, 6, 4) and (made.weight == 1).all()
-    assert found[1, 5].tolist() == pytest.approx([0.85, 0.05, 0.05, 0.05])
-    assert torch.allclose(found[:, 2], made.cls)
-
-
-def test_size_one_makes_a_crop_label_only() -> None:
-    labels, boxes, classes = random_labels(2, 5, 18, 18), random_boxes(2), torch.tensor([4, 0])
-    arguments = (labels, crop_affine(boxes), boxes, classes, (7, 7), CLASSES, 0.1)
-    single, full = make_targets(*arguments, token_label_size=1), make_targets(*arguments)
-    assert single.tokens is None and single.weight is None
-    assert torch.equal(single.cls, full.cls)
-
-
-def test_a_label_size_that_does_not_fit_names_the_flag() -> None:
-    arguments = (None, torch.zeros(1, 2, 3), everything(1), torch.tensor([0]), (14, 14), CLASSES, 0.1)
-    assert make_targets(*arguments, token_label_size=14).grid == (14, 14)
-    with pytest.raises(UserError, match="--token-label-size 24 does not fit the model's 14 x 14"):
-        make_targets(*arguments, token_label_size=24)

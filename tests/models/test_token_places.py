@@ -28,7 +28,7 @@ from tlt.targets import make_targets
         ("regnety_002", 112, 13.5),
         ("regnety_002", 118, 14.25),
         ("resnet18d", 76, 15.17),
-        ("convnext_atto", 120, 20.0),
+        ("test_convnext", 120, 20.0),
     ],
 )
 def test_tokens_look_at_their_places(name: str, size: int, equal_part: float) -> None:

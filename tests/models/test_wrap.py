@@ -143,10 +143,7 @@ def test_dropped_patches_and_missing_classes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "reason"),
-    [
-        ("densenet121", (64, 64), "none of its layers is one that MixToken knows"),
-    ],
+    ("name", "size", "reason"), [("densenet121", (64, 64), "none of its layers is one that MixToken knows")]
 )
 def test_models_that_can_t_be_mixed_train_without(name: str, size: tuple[int, int], reason: str) -> None:
     model = with_dense_head(timm.create_model(name, num_classes=CLASSES), size)

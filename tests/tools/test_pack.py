@@ -382,7 +382,7 @@ def test_many_classes_and_log_sum_exp(tmp_path: Path) -> None:
     writer.finish()
     store = open_labels(tmp_path / "out", names[0], bad_label="skip")
     np.testing.assert_array_equal(store.read(1).ids, ids)
-    np.testing.assert_array_equal(store.log_sum_exp(1), sums)
+    np.testing.assert_array_equal(store.reader.record(1).log_sum_exp, sums)
     assert store.missing() == [0] and load_file(tmp_path / "out" / "00000.safetensors")["ids"].dtype == np.int32
 
 

@@ -31,10 +31,9 @@ from tlt.errors import UserError
 from tlt.labels.metadata import TreeMetadata
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
-from tlt.tools import shard_writer
+from tlt.tools import pack_images as packer
 from tlt.tools.cli import main
-from tlt.tools.pack_images import pack_images
-from tlt.tools.shard_writer import member_names
+from tlt.tools.pack_images import Packing, member_names, pack_images
 from volo.checkpoint.resume import fingerprint
 
 
@@ -177,16 +176,16 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 def test_what_reads_other_than_it_was_written_is_told(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = shard_writer._write
+    write = packer._write
 
-    def damaging(split: shard_writer.ShardedSplit, shard: int, path: str) -> bytes:
-        digest = write(split, shard, path)
+    def damaging(packing: Packing, images: range, path: str) -> bytes:
+        digest = write(packing, images, path)
         content = bytearray(Path(path).read_bytes())
         content[700] ^= 1  # in the first image
         Path(path).write_bytes(content)
         return digest
 
-    monkeypatch.setattr(shard_writer, "_write", damaging)
+    monkeypatch.setattr(packer, "_write", damaging)
     with pytest.raises(UserError, match="00000.tar reads other than it was written"):
         pack_images(str(data), str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out" / "train").iterdir()] == [PARTIAL_NAME]
@@ -207,7 +206,7 @@ def test_a_full_disk_is_one_line(data: Path, tmp_path: Path, monkeypatch: pytest
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shard_writer.os, "fsync", full)
+    monkeypatch.setattr(packer.os, "fsync", full)
     with pytest.raises(UserError, match="can't be written .No space left on device.: mend that and run"):
         pack_images(str(data), str(tmp_path / "out"))
 

@@ -20,7 +20,7 @@ from tests.commands.conftest import nothing_left_running as nothing_left_running
 from tests.conftest import wait_until
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
-from tlt.labels.label_files import find_labels, label_names
+from tlt.labels.label_files import find_labels, label_names, tree_listing
 from tlt.tools.cli import main
 from tlt.tools.shrink import shrink
 from tlt.tools.shrink_folder import ShrinkSettings, jpeg_names, shrink_folder
@@ -88,19 +88,9 @@ def test_label_files_are_found_for_the_new_names(tmp_path: Path) -> None:
     for label in labels:
         (tmp_path / label).parent.mkdir(exist_ok=True)
         (tmp_path / label).touch()
-
-    class Listing:
-        root = str(tmp_path)
-
-        def files(self, folder: str) -> set[str]:
-            return set(os.listdir(tmp_path / folder))
-
-        def has(self, path: str) -> bool:
-            return (tmp_path / path).is_file()
-
     new = jpeg_names(names)
     assert len(set(new)) == len(names)
-    found = find_labels(Listing(), new)
+    found = find_labels(tree_listing(str(tmp_path)), str(tmp_path), new)
     assert not found.missing
     usual = [os.path.splitext(name)[0] + ".pt" for name in new]
     assert [found.other_name.get(row, usual[row]) for row in range(len(new))] == labels

@@ -1,11 +1,15 @@
-"""Checksums of files, flushing them to the disk, and reading from a place in them."""
+"""Files: checksums, flushing them to the disk, locks of folders, and reading from a place in them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
+
+from tlt.errors import UserError
 
 # Windows would translate line ends, and has none of the others. O_NONBLOCK: a pipe without a writer opens at once.
 READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
@@ -40,6 +44,41 @@ def write_at(descriptor: int, data: bytes, offset: int) -> None:
     with _SEEKING:
         os.lseek(descriptor, offset, os.SEEK_SET)
         os.write(descriptor, data)
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file, whole or not at all, and wait until it is on the disk; `sync_folder` does so for its name."""
+    path = Path(path)
+    # No process id in the name: what a killed process leaves behind, the next one overwrites.
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def locked(folder: str | Path, busy: str) -> Iterator[None]:
+    """Hold the lock of a folder, if its file system has locks. Raises UserError(`busy`) where another process does."""
+    import fcntl  # not on Windows
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(busy) from error
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sha256_of(path: str | Path) -> str:

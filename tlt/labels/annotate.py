@@ -155,31 +155,25 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
             (_head(model, 10 * probe, tokens), _classify(model, 10 * probe, tokens)),
         ]
     for own, dense in pairs:
-        _compare(own, dense.mean((1, 2)), name)
+        mean = dense.mean((1, 2))
+        if mean.shape != own.shape:
+            raise UserError(
+                f"{name}: dense logits of {mean.shape[1]} classes, own of {tuple(own.shape)}; {_SUGGESTION}"
+            )
+        difference, largest = float((mean - own).abs().max()), float(own.abs().max())
+        if not difference <= _TOLERANCE * largest:
+            raise UserError(
+                f"{name} can't annotate: the mean of its dense logits is up to {difference:.3g} away from its own "
+                f"logits (largest {largest:.3g}), because its head is more than a linear layer on averaged features; "
+                f"{_SUGGESTION}"
+            )
 
 
 def top_classes(dense: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of every place, or all C where there are fewer classes.
-
-    Args:
-        dense: (B, h, w, C).
-
-    Returns:
-        values (B, k, h, w) float16 and ids (B, k, h, w) int32, the largest first, on the device of `dense`.
-    """
+    """The k largest logits of every place of (B, h, w, C), or all C where there are fewer classes: values (B, k, h, w)
+    float16 and ids (B, k, h, w) int32, the largest first."""
     values, ids = dense.float().topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
     return values.permute(0, 3, 1, 2).half(), ids.permute(0, 3, 1, 2).int()
-
-
-def _compare(own: Tensor, mean: Tensor, name: str) -> None:
-    if mean.shape != own.shape:
-        raise UserError(f"{name}: dense logits of {mean.shape[1]} classes, own of {tuple(own.shape)}; {_SUGGESTION}")
-    difference, largest = float((mean - own).abs().max()), float(own.abs().max())
-    if not difference <= _TOLERANCE * largest:
-        raise UserError(
-            f"{name} can't annotate: the mean of its dense logits is up to {difference:.3g} away from its own logits "
-            f"(largest {largest:.3g}), because its head is more than a linear layer on averaged features; {_SUGGESTION}"
-        )
 
 
 def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:

@@ -27,10 +27,11 @@ from tlt.labels.archive_format import (
     Header,
     Manifest,
     MappedFile,
+    names_fields,
     row_crc,
     shard_name,
 )
-from tlt.labels.label_files import find_labels, find_published, published_label_name, usual_label_name
+from tlt.labels.label_files import find_labels, published_label_name, usual_label_name
 from tlt.labels.records import GRID_FIELDS, MapForm, Record
 
 
@@ -68,7 +69,7 @@ class Rows:
 
     def _map(self) -> None:
         header = self.header
-        self._names = MappedFile(os.path.join(self.root, NAMES_NAME), header.names_fields())
+        self._names = MappedFile(os.path.join(self.root, NAMES_NAME), names_fields(header.records, *header.name_bytes))
         self._shards = [
             MappedFile(os.path.join(self.root, shard_name(shard)), header.shard_fields(shard))
             for shard in range(header.shards)
@@ -84,19 +85,12 @@ class Rows:
 
     def label(self, row: int) -> bytes:
         """Label file of a row."""
-        return self._name("label", row)
-
-    def image(self, row: int) -> str:
-        """Image of a row, relative to the image folder; "" where it is not known."""
-        return os.fsdecode(self._name("image", row))
-
-    def _name(self, kind: str, row: int) -> bytes:
-        ends = self._names.tensors[f"{kind}_ends"]
+        ends = self._names.tensors["label_ends"]
         start = int(ends[row - 1]) if row else 0
-        return self._names.tensors[f"{kind}s"][start : int(ends[row])].tobytes()
+        return self._names.tensors["labels"][start : int(ends[row])].tobytes()
 
     def all_names(self, kind: str) -> Names:
-        """All names of a kind, "image" or "label", in row order."""
+        """All names of a kind, "image" ("" where not known) or "label", in row order."""
         return Names.packed(self._names.tensors[f"{kind}s"].data, self._names.tensors[f"{kind}_ends"])
 
     def column(self, name: str) -> np.ndarray:
@@ -202,8 +196,10 @@ class ArchiveReader:
         }
         rest = np.flatnonzero(rows < 0).tolist()
         rest_names = [names[index] for index in rest]
-        find = find_published if self.published_names else find_labels
-        found = find(_ArchiveListing(self.root, row_of_label), rest_names)
+        files: dict[str, set[str]] = {}  # by folder
+        for label in row_of_label:
+            files.setdefault(os.path.dirname(label), set()).add(os.path.basename(label))
+        found = find_labels(lambda folder: files.get(folder, set()), self.root, rest_names, self.published_names)
         for place, index in enumerate(rest):
             if place not in found.missing:
                 rows[index] = row_of_label[found.label(place, rest_names[place])]
@@ -216,20 +212,3 @@ def _are_labels_of(labels: Names, names: Sequence[str]) -> bool:
     images share a stem."""
     pairs = zip(labels, names, strict=False)
     return len(labels) == len(names) and all(usual_label_name(name) == label for label, name in pairs)
-
-
-class _ArchiveListing:
-    """The label files of an archive, for `find_labels`."""
-
-    def __init__(self, root: str, labels: dict[str, int]) -> None:
-        self.root, self._labels = root, labels
-        self._by_folder: dict[str, set[str]] = {}
-        for label in labels:
-            folder, file = os.path.split(label)
-            self._by_folder.setdefault(folder, set()).add(file)
-
-    def files(self, folder: str) -> set[str]:
-        return set(self._by_folder.get(folder, ()))
-
-    def has(self, path: str) -> bool:
-        return path in self._labels

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.files import sync_folder
+from tlt.io.files import sync_folder, write_whole
 from tlt.io.tensor_file import numpy_dtype
 from tlt.io.text import printable
 from tlt.label_map import Area
@@ -109,10 +109,6 @@ class Header:
             "form": ("U8", (n,)),
         }
 
-    def names_fields(self) -> Fields:
-        """The tensors of the names' file."""
-        return names_fields(self.records, *self.name_bytes)
-
 
 def names_fields(records: int, image_bytes: int, label_bytes: int) -> Fields:
     """The tensors of a names' file: where each name ends, then all of them in one."""
@@ -150,14 +146,8 @@ class Manifest:
         """Write as JSON with a checksum of itself, replacing `path` in one step, and wait until it is on the disk."""
         content = {"format": FORMAT, **asdict(self)}
         content["sha256"] = _digest(content)
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")
-        with open(temporary, "w", encoding="ascii") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+        sync_folder(Path(path).parent)
 
     @classmethod
     def read(cls, path: str | Path) -> Manifest:

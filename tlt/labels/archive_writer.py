@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tlt.errors import UserError
-from tlt.io.files import sha256_of, sync_folder
+from tlt.io.files import sha256_of, sync_folder, write_whole
 from tlt.io.tensor_file import numpy_dtype
 from tlt.io.text import printable
 from tlt.label_map import Area, LabelMap
@@ -38,11 +39,6 @@ from tlt.labels.archive_format import (
     shard_name,
 )
 from tlt.labels.metadata import TreeMetadata
-
-
-def id_type(num_classes: int) -> str:
-    """The number format of class ids."""
-    return "U16" if num_classes <= 2**16 else "I32"
 
 
 def make_header(
@@ -67,7 +63,7 @@ def make_header(
     return Header(
         k=shape[0],
         grid=shape[1:],
-        ids=id_type(num_classes),
+        ids="U16" if num_classes <= 2**16 else "I32",
         log_sum_exp=log_sum_exp,
         records=len(labels),
         shard_records=shard_records,
@@ -152,28 +148,13 @@ class ArchiveWriter:
             )
         if (log_sum_exp is not None) != header.log_sum_exp:
             raise ValueError("log_sum_exp is given if and only if the header has it")
-        tensors = {
-            "ids": label_map.ids,
-            "values": label_map.values,
-            "size": np.array(size),
-            "area": np.array(area or label_map.area),
-            "form": np.array(form),
-            **({} if log_sum_exp is None else {"log_sum_exp": log_sum_exp}),
-        }
-        self._write_row(row, tensors)
+        tensors = {} if log_sum_exp is None else {"log_sum_exp": log_sum_exp}
+        where = area or label_map.area
+        self._write_row(row, ids=label_map.ids, values=label_map.values, size=size, area=where, form=form, **tensors)
 
     def write_absent(self, row: int) -> None:
         """Write that a row has no label."""
-        shape = (self.header.k, *self.header.grid)
-        tensors = {
-            "ids": np.zeros(shape),
-            "values": np.zeros(shape),
-            "size": np.zeros(2),
-            "area": np.zeros(4),
-            "form": np.array(Form.ABSENT),
-            **({"log_sum_exp": np.zeros(self.header.grid)} if self.header.log_sum_exp else {}),
-        }
-        self._write_row(row, tensors)
+        self._write_row(row, form=Form.ABSENT)
 
     def finish(
         self, labels_json: str | None = None, tally: Agreement | None = None, classes: np.ndarray | None = None
@@ -188,13 +169,15 @@ class ArchiveWriter:
             UserError: A row is missing or damaged, or the disk fails.
         """
         max_id = absent = 0
-        for row, label_map in self._written():
-            if label_map is None:
+        for row in range(self.header.records):
+            tensors, place = self.rows.tensors(row)
+            if tensors["form"][place] == Form.ABSENT:
                 absent += 1
                 continue
-            max_id = max(max_id, int(label_map.ids.max()))
+            ids = tensors["ids"][place].astype(np.int32)
+            max_id = max(max_id, int(ids.max()))
             if tally is not None and classes is not None and classes[row] >= 0:
-                tally.add(int(classes[row]), label_map)
+                tally.add(int(classes[row]), LabelMap(tensors["values"][place], ids))
         header = self.header if labels_json is None else replace(self.header, labels_json=labels_json)
         try:
             for descriptor in self._files:
@@ -216,19 +199,13 @@ class ArchiveWriter:
             os.close(descriptor)
         self._files = []
 
-    def _written(self) -> Iterator[tuple[int, LabelMap | None]]:
-        for row in range(self.header.records):
-            tensors, place = self.rows.tensors(row)
-            if tensors["form"][place] == Form.ABSENT:
-                yield row, None
-            else:
-                yield row, LabelMap(tensors["values"][place], tensors["ids"][place].astype(np.int32))
-
-    def _write_row(self, row: int, tensors: dict[str, np.ndarray]) -> None:
+    def _write_row(self, row: int, **tensors: npt.ArrayLike) -> None:
+        """Write the tensors of a row, zeros where they are not given."""
         shard, place = divmod(row, self.header.shard_records)
-        fields = self.header.shard_fields(shard)
         stored = {
-            name: np.ascontiguousarray(tensor, numpy_dtype(fields[name][0]))[None] for name, tensor in tensors.items()
+            name: np.array(np.broadcast_to(tensors.get(name, 0), shape[1:]), numpy_dtype(dtype), order="C")[None]
+            for name, (dtype, shape) in self.header.shard_fields(shard).items()
+            if name != "crc32"
         }
         crc = np.array([row_crc(row_bytes(stored), 0, int(self.rows.keys[row]))], numpy_dtype("U32"))
         try:
@@ -266,10 +243,9 @@ class ArchiveWriter:
                 "or --overwrite"
             )
         content, _ = _names_file(images, labels)
-        names, temporary = self.root / NAMES_NAME, self.root / f".{NAMES_NAME}.tmp"
+        names = self.root / NAMES_NAME
         if not names.exists() or names.read_bytes() != content:
-            temporary.write_bytes(content)
-            os.replace(temporary, names)
+            write_whole(names, content)
         for shard in range(header.shards):
             self._make_shard(self.root / shard_name(shard), shard)
 

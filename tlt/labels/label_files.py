@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from typing import TypeAlias
 
 from tlt.errors import UserError
 from tlt.io.natural import natural_key
 from tlt.io.progress import SearchProgress
 from tlt.io.text import printable
+
+Listing: TypeAlias = Callable[[str], Set[str]]  # names of the label files in a folder
 
 
 def label_names(names: Sequence[str]) -> list[str]:
@@ -53,56 +56,40 @@ class LabelMatches:
         return self.other_name.get(row) or usual_label_name(name)
 
 
-class LabelListing(Protocol):
-    """The label files that exist."""
+def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> Listing:
+    """The label files below a folder; `found` is told how many there are so far."""
+    tell, counts = found or SearchProgress(), [0]
 
-    root: str
+    @lru_cache(maxsize=1)  # names come folder by folder, and those of a million files take much memory
+    def files(folder: str) -> frozenset[str]:
+        names = _label_files(root, folder)
+        counts[0] += len(names)
+        tell(f"looking for labels in {printable(root)}", counts[0])
+        return names
 
-    def files(self, folder: str) -> set[str]:
-        """Names of the label files in a folder, relative to the root."""
-
-    def has(self, path: str) -> bool:
-        """Whether the label file `path` exists, relative to the root."""
-
-
-class TreeListing:
-    """The label files below a folder."""
-
-    def __init__(self, root: str, found: Callable[[str, int], None] | None = None) -> None:
-        self.root, self._found, self._count = root, found or SearchProgress(), 0
-
-    def files(self, folder: str) -> set[str]:
-        files = _label_files(self.root, folder)
-        self._tell(len(files))
-        return files
-
-    def has(self, path: str) -> bool:
-        there = os.path.isfile(os.path.join(self.root, path))
-        self._tell(there)
-        return there
-
-    def _tell(self, more: int) -> None:
-        self._count += more
-        self._found(f"looking for labels in {printable(self.root)}", self._count)
+    return files
 
 
-def find_labels(listing: LabelListing, names: Sequence[str]) -> LabelMatches:
+def find_labels(listing: Listing, root: str, names: Sequence[str], published_names: bool = False) -> LabelMatches:
     """Match images with label files, at the cost of one listing per folder.
 
     Args:
-        listing: The label files.
+        listing: Names of the label files in a folder, which is relative to `root`.
         names: Image paths relative to the image folder.
+        published_names: By the published rule alone, which may give one file to several images.
 
     Raises:
         UserError: A label file fits two images, or a folder can't be read.
     """
+    if published_names:
+        return _find_published(listing, names)
     free: dict[str, set[str]] = {}  # label files not yet given to an image, by folder
     by_folder: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         by_folder.setdefault(os.path.dirname(name), []).append(index)
     found, open_cases = LabelMatches(), []
     for folder, indices in by_folder.items():
-        files = free[folder] = listing.files(folder)
+        files = free[folder] = set(listing(folder))
         for index in indices:
             file = os.path.basename(names[index])
             label = file + ".pt"
@@ -114,30 +101,38 @@ def find_labels(listing: LabelListing, names: Sequence[str]) -> LabelMatches:
                 files.remove(label)
             else:
                 open_cases.append(index)
-    _match_published(listing, names, free, open_cases, found)
+    _match_published(listing, root, names, free, open_cases, found)
     return found
 
 
-def find_published(listing: LabelListing, names: Sequence[str]) -> LabelMatches:
-    """Match images with label files by the published rule alone, which may give one file to several images."""
+def _find_published(listing: Listing, names: Sequence[str]) -> LabelMatches:
     found = LabelMatches()
     for index, name in enumerate(names):
         label = published_label_name(name)
-        if listing.has(label):
+        if _exists(listing, label):
             found.other_name[index] = label
         else:
             found.missing.add(index)
     return found
 
 
+def _exists(listing: Listing, label: str) -> bool:
+    folder, file = os.path.split(label)
+    return file in listing(folder)
+
+
 def _match_published(
-    listing: LabelListing, names: Sequence[str], free: dict[str, set[str]], open_cases: list[int], found: LabelMatches
+    listing: Listing,
+    root: str,
+    names: Sequence[str],
+    free: dict[str, set[str]],
+    open_cases: list[int],
+    found: LabelMatches,
 ) -> None:
-    root = listing.root
     claims: dict[str, list[int]] = {}
     for index in open_cases:
         own = usual_label_name(names[index])
-        if listing.has(own):
+        if _exists(listing, own):
             raise UserError(
                 f"label {printable(os.path.join(root, own))} fits {printable(names[index])} and another image; "
                 "make the labels again with generate_label.py, which tells the two apart"
@@ -146,7 +141,7 @@ def _match_published(
     for label, indices in claims.items():
         folder, file = os.path.split(label)
         if folder not in free:
-            free[folder] = listing.files(folder)
+            free[folder] = set(listing(folder))
         if file not in free[folder]:
             found.missing.update(indices)
         elif len(indices) > 1:
@@ -159,12 +154,12 @@ def _match_published(
             found.other_name[indices[0]] = label
 
 
-def _label_files(root: str, folder: str) -> set[str]:
+def _label_files(root: str, folder: str) -> frozenset[str]:
     try:
         with os.scandir(os.path.join(root, folder)) as entries:
-            return {entry.name for entry in entries if entry.name.endswith(".pt") and entry.is_file()}
+            return frozenset(each.name for each in entries if each.name.endswith(".pt") and each.is_file())
     except (FileNotFoundError, NotADirectoryError):
-        return set()
+        return frozenset()
     except OSError as error:
         path = printable(os.path.join(root, folder))
         raise UserError(f"label folder {path} can't be read ({error.strerror}): mend its permissions") from error

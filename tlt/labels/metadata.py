@@ -12,6 +12,8 @@ from tlt.errors import UserError
 from tlt.io.text import printable
 from tlt.label_map import Area
 
+METADATA_NAME = "labels.json"
+FORMAT = "volo-tlt label tree, version 1"
 AREAS = ("full", "center")
 
 
@@ -40,7 +42,7 @@ class TreeMetadata:
     def write(self, path: str | Path) -> None:
         """Write as JSON, replacing `path` in one step."""
         path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # several ranks may write it at a time
         temporary.write_text(self.text())
         os.replace(temporary, path)
 
@@ -82,12 +84,6 @@ class TreeMetadata:
             return cls(**(content | {"grid": (int(rows), int(cols)), "area": _checked_area(metadata.area)}))
         except (TypeError, ValueError) as error:
             raise UserError(f"{printable(str(path))}: {error}") from error
-
-
-METADATA_NAME = "labels.json"
-
-
-FORMAT = "volo-tlt label tree, version 1"
 
 
 def _checked_area(area: Any) -> str | Area:

@@ -1,4 +1,11 @@
-"""The interface of all readers of label maps: one record per image, and what all records have in common."""
+"""The interface of all readers of label maps: one record per image, and what all records have in common.
+
+Of the classes that a cell does not list, published targets take the logits to be 0. With the log-sum-exp of all the
+annotator's logits their true share is known: `--label-tail exact` gives each of them the same logit,
+t = log((exp(LSE) - sum of exp(listed)) / (C - k)), so that listed classes have the annotator's own probabilities. A
+softmax doesn't change if all logits are shifted: with t subtracted from the listed ones (`relative_to_tail`), the
+others have 0, as the code that makes targets expects.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tlt.label_map import Area
 
@@ -82,3 +91,27 @@ class Reader(Protocol):
 
     def damaged_files(self) -> list[str]:
         """Files whose checksum is wrong; [] where no checksums are recorded."""
+
+
+def relative_to_tail(values: Tensor, log_sum_exp: Tensor, num_classes: int) -> Tensor:
+    """Listed logits less the mean logit t of those that are not listed.
+
+    A tail share too small for float32 (rounding may even make it negative) counts as half the last digit
+    of the log-sum-exp: probabilities are right to about 1e-7 times that, and logits stay finite.
+
+    Args:
+        values: (..., k, h, w), of different classes in a cell.
+        log_sum_exp: (..., h, w) float32.
+        num_classes: C.
+
+    Returns:
+        (..., k, h, w) float32. Where all classes are listed there is no tail, and the values are as they were.
+    """
+    k = values.shape[-3]
+    if k >= num_classes:
+        return values.float()
+    total = log_sum_exp.double()
+    last_digit = 2.0**-24 * total.abs().clamp(min=1)
+    share = torch.maximum(-torch.expm1(values.double().logsumexp(-3) - total), last_digit)
+    tail = total + torch.log(share / (num_classes - k))
+    return (values.double() - tail.unsqueeze(-3)).float()

@@ -15,9 +15,8 @@ from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.archive import ArchiveReader, is_archive
-from tlt.labels.label_tail import relative_to_tail
 from tlt.labels.metadata import AREAS, TreeMetadata
-from tlt.labels.records import Reader, Record
+from tlt.labels.records import Reader, Record, relative_to_tail
 from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader
 
@@ -51,28 +50,19 @@ def open_labels(
         UserError: The labels can't be used, as far as that can be known before they are read.
     """
     packed = names if isinstance(names, Names) else Names(names)
-    reader = open_reader(path, packed, num_classes, published_names, found)
-    return LabelStore(reader, packed, area, num_classes, bad_label, class_names, label_tail)
-
-
-def open_reader(
-    path: str | Path,
-    names: Names,
-    num_classes: int | None = None,
-    published_names: bool = False,
-    found: Callable[[str, int], None] | None = None,
-) -> Reader:
-    """The reader of the maps at `path`. Arguments and errors are those of `open_labels`."""
+    reader: Reader
     if is_archive(path):
-        return ArchiveReader(os.fspath(path), names, published_names)
-    if (shards := shard_folder(path)) is None:
-        return TreeReader(os.fspath(path), names, num_classes, published_names, found)
-    if published_names:
+        reader = ArchiveReader(os.fspath(path), packed, published_names)
+    elif (shards := shard_folder(path)) is None:
+        reader = TreeReader(os.fspath(path), packed, num_classes, published_names, found)
+    elif published_names:
         raise UserError(
             f"--compat label-names: --token-label-data {printable(shards)} are shards, where each label has its "
             "image; leave it out"
         )
-    return ShardReader(shards, names)
+    else:
+        reader = ShardReader(shards, packed)
+    return LabelStore(reader, packed, area, num_classes, bad_label, class_names, label_tail)
 
 
 class LabelStore:
@@ -87,7 +77,7 @@ class LabelStore:
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
         class_names: Compared with the recorded class names, if there are any.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
-            have the share that the annotator gave them (`tlt.labels.label_tail`).
+            have the share that the annotator gave them (`tlt.labels.records`).
 
     Attributes:
         metadata: How the maps were made, or None.
@@ -120,8 +110,7 @@ class LabelStore:
         form = reader.form
         said = None if form is None else form.labels_json
         self.metadata = None if said is None else TreeMetadata.parse(said, f"{self.root}: labels.json")
-        self._compare(class_names)
-        self._check_ids()
+        self._check_classes(class_names)
         self._tail_classes = self._classes_of_tail(label_tail)
         self._area_asked = area is not None
         self.area = self._resolve_area(area, "full" if form is None else form.area)
@@ -162,7 +151,10 @@ class LabelStore:
         try:
             label_map = self.load(index, width, height)
             if label_map.shape != self.shape:
-                raise UserError(f"{self.source(index)}: {self._shapes(label_map.shape)}")
+                raise UserError(
+                    f"{self.source(index)}: shape (k, h, w) = {label_map.shape}, but the tree's is {self.shape}; "
+                    "make it again with the others' settings"
+                )
         except UserError as error:
             if self.bad_label == "stop":
                 raise
@@ -188,11 +180,6 @@ class LabelStore:
             area = (x0, y0, x1, y1)
         return LabelMap(values.copy(), record.ids.astype(np.int32), area)
 
-    def log_sum_exp(self, index: int) -> np.ndarray | None:
-        """(h, w) float32 log-sum-exp of all the annotator's logits for image `index`; None if it isn't recorded."""
-        found = self.reader.record(index).log_sum_exp
-        return None if found is None else found.copy()
-
     def area_of(self, width: int | None, height: int | None) -> Area:
         """The share of an image of this size that its map covers."""
         if not isinstance(self.area, str):
@@ -210,9 +197,6 @@ class LabelStore:
     def _replacement(self) -> LabelMap:
         return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
 
-    def _shapes(self, shape: tuple[int, int, int]) -> str:
-        return f"shape (k, h, w) = {shape}, but the tree's is {self.shape}; make it again with the others' settings"
-
     def _resolve_area(self, asked: str | None, recorded: str | Area) -> str | Area:
         if asked is not None and asked not in AREAS:
             raise UserError(f"--token-label-area {asked} is none of {', '.join(AREAS)}")
@@ -222,30 +206,24 @@ class LabelStore:
             )
         return asked or recorded
 
-    def _compare(self, class_names: Sequence[str] | None) -> None:
-        metadata, where = self.metadata, f"--token-label-data {printable(self.root)}"
-        if metadata is None:
-            return
-        if self.num_classes is not None and metadata.num_classes != self.num_classes:
+    def _check_classes(self, class_names: Sequence[str] | None) -> None:
+        metadata, where, form = self.metadata, f"--token-label-data {printable(self.root)}", self.reader.form
+        if metadata is not None and self.num_classes not in (None, metadata.num_classes):
             raise UserError(
                 f"{where} has labels of {metadata.num_classes} classes, but the model has {self.num_classes}: give "
                 f"--num-classes {metadata.num_classes} or make labels with an annotator for {self.num_classes} classes"
             )
-        if class_names is None or metadata.class_names is None or list(class_names) == metadata.class_names:
+        if form is not None and self.num_classes is not None and form.max_id >= self.num_classes:
+            raise UserError(
+                f"{where} has class ids up to {form.max_id}, which are not in 0..{self.num_classes - 1} (--num-classes "
+                f"{self.num_classes}); were these labels made for other classes?"
+            )
+        if class_names is None or metadata is None or metadata.class_names in (None, list(class_names)):
             return
         pairs = enumerate(zip(metadata.class_names, class_names, strict=False))
         first = next((f"class {i} is {printable(a)} there, {printable(b)} here" for i, (a, b) in pairs if a != b), "")
         counts = f"{len(metadata.class_names)} classes there, {len(class_names)} here"
         raise UserError(f"{where} was made for other class folders ({first or counts}); make labels for this data set")
-
-    def _check_ids(self) -> None:
-        form = self.reader.form
-        if form is not None and self.num_classes is not None and form.max_id >= self.num_classes:
-            raise UserError(
-                f"--token-label-data {printable(self.root)} has class ids up to {form.max_id}, which are not "
-                f"in 0..{self.num_classes - 1} (--num-classes {self.num_classes}); were these labels made for other "
-                "classes?"
-            )
 
     def _classes_of_tail(self, label_tail: str) -> int:
         """The number of classes for `"exact"`, 0 for `"zero"`."""

@@ -20,18 +20,10 @@ import torch
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.natural import natural_key
-from tlt.io.progress import SearchProgress
 from tlt.io.text import printable
 from tlt.io.weights import refused_name, short_reason, verify_zip
 from tlt.label_map import FULL_AREA, Area, LabelMap
-from tlt.labels.label_files import (
-    TreeListing,
-    find_labels,
-    find_published,
-    label_files_below,
-    published_label_name,
-    usual_label_name,
-)
+from tlt.labels.label_files import find_labels, label_files_below, published_label_name, tree_listing, usual_label_name
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
 from tlt.labels.records import MapForm, Record
 
@@ -158,8 +150,7 @@ class TreeReader:
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
         self._names = names
         self.form = self._read_form()
-        listing = TreeListing(root, found or SearchProgress())
-        self._matches = (find_published if published_names else find_labels)(listing, names)
+        self._matches = find_labels(tree_listing(root, found), root, names, published_names)
         self.missing = self._matches.missing
 
     def path(self, index: int) -> str:

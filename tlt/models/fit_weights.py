@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.io.weights import clean_state_dict, unwrap
-from tlt.models.pos_embed import Grid, resize_pos_embed, resize_token_pos_embed
-from tlt.models.token_labeling import TokenLabelModel
+from tlt.models.token_labeling import Grid, TokenLabelModel, resize_pos_embed, resize_token_pos_embed
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid, conv_stem_places
-from tlt.models.token_places import TokenPlaces
+from tlt.models.token_labeling import Orders, TokenLabelModel
 
 STEM_STRIDE = 2
 
@@ -81,9 +80,6 @@ class LVViT(TokenLabelModel):
     """A plain vision transformer with a convolutional stem, scaled residuals and a dense head.
 
     Args:
-        depth: Transformer blocks.
-        embed_dim: Channels.
-        num_heads: Heads.
         img_size: Pixels, a side or (H, W).
         global_pool: "token", "avg" (mean over the other tokens) or "" (head on every token).
         patch_size: Pixels to a token.
@@ -149,15 +145,6 @@ class LVViT(TokenLabelModel):
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
         self._init_heads()
-
-    def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        return conv_stem_grid(img_size or self.img_size, STEM_STRIDE, self.patch_size)
-
-    def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
-        return conv_stem_places(STEM_STRIDE, self.patch_size)
-
-    def embed(self, x: Tensor) -> Tensor:
-        return self.patch_embed(x)
 
     def start(self, x: Tensor) -> Tensor:
         pos = self.resized_pos_embed((x.shape[1], x.shape[2]))

@@ -28,6 +28,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from tlt.errors import UserError
+from tlt.io.weights import read_checkpoint, state_dict_of
 from tlt.models.fit_weights import adapt_state_dict, source_grid
 
 Entrypoint: TypeAlias = Callable[..., nn.Module]
@@ -69,8 +70,6 @@ def create(
     """Build a model as `timm.create_model` asks for it.
 
     Args:
-        model_cls: Class of the model.
-        name: Its registered name.
         pretrained: Load the published weights, converted to the image size, channels and classes asked for.
         pyramid: Stages that `features_only=True` returns unless `out_indices` says otherwise.
         device, dtype: Of the weights, as timm's newest models take them; None: torch's own.
@@ -108,12 +107,14 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
     url, hub_id = cfg.get("url"), cfg.get("hf_hub_id")
     name = ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
     if not url:
-        raise UserError(f"{name}: no weights are published under this name; {_alternatives(cfg['architecture'])}")
+        tags = list_models(f"{cfg['architecture']}.*", pretrained=True)
+        instead = f"there are {' and '.join(tags)}" if tags else "build the model with pretrained=False"
+        raise UserError(f"{name}: no weights are published under this name; {instead}")
     file = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
     hub_id = hub_id if importlib.util.find_spec("huggingface_hub") else None
     for local in (file, *(_hub_cache(hub_id) if hub_id else ())):
         if local.is_file():
-            return _read(local)
+            return state_dict_of(read_checkpoint(local))
     try:
         if hub_id:
             _probe(import_module("huggingface_hub").constants.ENDPOINT)
@@ -127,18 +128,7 @@ def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
             f"{name}: the weights can't be fetched ({type(error).__name__}: {reason}). "
             f"Download {url} and save it as {file}, or give the file with --initial-checkpoint"
         ) from error
-    return _read(file)
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    from tlt.io.weights import read_checkpoint, state_dict_of
-
-    return state_dict_of(read_checkpoint(file), use_ema=None)
-
-
-def _alternatives(architecture: str) -> str:
-    tags = list_models(f"{architecture}.*", pretrained=True)
-    return f"there are {' and '.join(tags)}" if tags else "build the model with pretrained=False"
+    return state_dict_of(read_checkpoint(file))
 
 
 def _hub_cache(hub_id: str) -> list[Path]:

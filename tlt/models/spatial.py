@@ -5,7 +5,6 @@ Shapes: B images of (H, W) pixels, maps of `h x w` places, C channels, P prefix 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -35,21 +34,13 @@ def feature_map(model: nn.Module, features: Any, img_size: tuple[int, int]) -> T
         raise UserError(f"{kind} has no spatial features: they are {shape}, neither a map nor tokens")
     if features.ndim == 4:
         return features if is_channels_last(model) else features.permute(0, 2, 3, 1)
-    grid, prefix = patch_grid(model, img_size), prefix_tokens(model)
+    layers: list[Any] = [getattr(model, name, None) for name in ("patch_embed", "stem")]
+    measure = next((layer.dynamic_feat_size for layer in layers if hasattr(layer, "dynamic_feat_size")), None)
+    grid, prefix = None if measure is None else tuple(measure(img_size)), prefix_tokens(model)
     if grid is None or features.shape[1] != prefix + grid[0] * grid[1]:
         where = "it doesn't say which patch each shows" if grid is None else f"not {grid[0]} x {grid[1]} patches"
         raise UserError(f"{kind} has no spatial features: {features.shape[1] - prefix} tokens, {where}")
     return features[:, prefix:].unflatten(1, grid)
-
-
-def patch_grid(model: nn.Module, img_size: tuple[int, int]) -> tuple[int, int] | None:
-    """Rows and columns of a plain vision transformer's patches for images of (H, W), None where no layer knows."""
-    for name in ("patch_embed", "stem"):
-        measure = getattr(getattr(model, name, None), "dynamic_feat_size", None)
-        if measure is not None:
-            rows, cols = cast(Callable[[tuple[int, int]], tuple[int, int]], measure)(img_size)
-            return rows, cols
-    return None
 
 
 def prefix_tokens(model: nn.Module) -> int:

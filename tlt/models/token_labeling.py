@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.compiler.config as compiler_config
 import torch.fx
+import torch.nn.functional as F
 from timm.layers import resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
@@ -20,10 +21,10 @@ from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth, draw_orders
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import choose_library, linear
-from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
-from tlt.models.token_places import TokenPlaces
+from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
+Grid = tuple[int, int]
 Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
@@ -43,8 +44,8 @@ class TokenLabelModel(nn.Module):
     `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
     `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
 
-    A subclass sets `pos_grid` and `feature_info`, calls `_init_heads` last and defines `token_grid`, `token_places`,
-    `embed`, `start`, `stage`, `stage_map` and `finish`.
+    A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_init_heads` last and defines `stage`,
+    `stage_map` and `finish`; without a convolutional stem also `embed`, `token_grid` and `token_places`.
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
@@ -87,7 +88,7 @@ class TokenLabelModel(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, H, W) -> (B, rows * mix_scale, columns * mix_scale, channels)."""
-        raise NotImplementedError
+        return self.patch_embed(x)
 
     def start(self, x: Tensor) -> Tensor:
         """What happens to the embedding before the first stage."""
@@ -111,11 +112,11 @@ class TokenLabelModel(nn.Module):
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size)."""
-        raise NotImplementedError
+        return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, self.mix_scale)
 
     def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
         """Where the tokens lie in an image, whatever its size."""
-        raise NotImplementedError
+        return conv_stem_places(self.stem_stride, self.patch_size, self.mix_scale)
 
     # Forward -------------------------------------------------------------------------------------------------------
 
@@ -422,34 +423,26 @@ class TokenLabelModel(nn.Module):
         self._recompute = {blocks[name]: level for name, level in levels.items() if level != NOTHING}
 
 
-def conv_stem_grid(
-    img_size: int | tuple[int, int], stem_stride: int, patch_size: int, pooling: int = 1
-) -> tuple[int, int]:
-    """Rows and columns that a 7x7 stem (padding 3), a patch convolution and `pooling` make of (H, W) pixels.
-
-    Sizes that are no multiple of the patch are floored, as the convolutions do.
-
-    Raises:
-        UserError: Not one token is left.
-    """
-    height, width = to_2tuple(img_size)
-    kernel = patch_size // stem_stride
-    rows, cols = (((side - 1) // stem_stride + 1) // kernel // pooling for side in (height, width))
-    if min(rows, cols) < 1:
-        least = patch_size * pooling
-        raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
-    return rows, cols
-
-
-def conv_stem_places(stem_stride: int, patch_size: int, pooling: int = 1) -> TokenPlaces:
-    """Where the tokens of `conv_stem_grid` lie: the first cell of the stem has its centre at 0.5 pixels, and a token
-    that of the cells it is made of."""
-    pitch = patch_size * pooling
-    first = (pitch - stem_stride) / 2 + 0.5
-    return TokenPlaces((pitch, pitch), (first, first))
-
-
 def _checked_pool(global_pool: str) -> str:
     if global_pool not in ("token", "avg", ""):
         raise UserError(f"global_pool (--gp) is token, avg or '', not {global_pool!r}")
     return global_pool
+
+
+# At run time, in `set_input_size`, and when weights are loaded.
+def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
+    """Resize position embeddings (1, H, W, C) to (1, rows, columns, C) as published: bicubic, pixel centres at +0.5, no
+    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`."""
+    if tuple(pos.shape[1:3]) == tuple(grid):
+        return pos
+    wide = pos if pos.dtype == torch.float64 else pos.float()
+    resized = F.interpolate(wide.permute(0, 3, 1, 2), size=tuple(grid), mode="bicubic", align_corners=False)
+    return resized.permute(0, 2, 3, 1).to(pos.dtype)
+
+
+def resize_token_pos_embed(pos: Tensor, grid: Grid, target: Grid) -> Tensor:
+    """Like `resize_pos_embed` for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry is unchanged."""
+    if tuple(grid) == tuple(target):
+        return pos
+    resized = resize_pos_embed(pos[:, 1:].unflatten(1, grid), target)
+    return torch.cat((pos[:, :1], resized.flatten(1, 2)), dim=1)

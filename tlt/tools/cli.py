@@ -23,7 +23,7 @@ from tlt._version import __version__
 from tlt.errors import UserError
 from tlt.upstream.rows import LABEL_ROWS
 
-_SPLIT = "folder of the images within DATA, if there is one"
+_SPLIT = "folder of the images within DATA, if there is one (train)"
 
 
 def parser() -> ArgumentParser:
@@ -32,123 +32,78 @@ def parser() -> ArgumentParser:
     top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _pack(commands.add_parser("pack", help="a tree of label files into one archive", description=_PACK))
-    _unpack(commands.add_parser("unpack", help="an archive into the tree it was packed from", description=_UNPACK))
-    _pack_images(commands.add_parser("pack-images", help="images and labels into tar shards", description=_PACK_IMAGES))
-    _check(commands.add_parser("check", help="whether labels and images belong together", description=_CHECK))
-    _probe(commands.add_parser("probe", help="which way round the maps are, and what they cover", description=_PROBE))
-    _show(commands.add_parser("show", help="a picture of images with their labels", description=_SHOW))
-    _shrink(commands.add_parser("shrink", help="an image folder of smaller images, or of tiles", description=_SHRINK))
-    _index(commands.add_parser("index", help="the sizes of all images, read once", description=_INDEX))
-    for name, command in commands.choices.items():
+    for name, (arguments, summary, add_flags) in _COMMANDS.items():
         # Flags that take several values would swallow what argparse prints after them.
-        command.usage = f"tlt {name} {_ARGUMENTS[name]} [flags]"
+        usage = f"tlt {name} {arguments} [flags]"
+        command = commands.add_parser(name, usage=usage, help=summary, description=add_flags.__doc__)
+        add_flags(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top
 
 
-_ARGUMENTS = {
-    "pack": "TREE OUT",
-    "unpack": "ARCHIVE OUT",
-    "pack-images": "DATA OUT",
-    "check": "DATA LABELS",
-    "probe": "DATA LABELS",
-    "show": "DATA LABELS -o FILE",
-    "shrink": "DATA OUT (--max-side N | --tile N)",
-    "index": "DATA",
-}
-_PACK = (
-    "Pack every label file of TREE into the archive OUT, a folder. Every entry is checked, and compared with what was "
-    "packed. A killed command goes on where it was."
-)
-_UNPACK = "Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."
-_PACK_IMAGES = (
-    "Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an "
-    "index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command "
-    "goes on where it was."
-)
-_CHECK = (
-    "Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's "
-    "folder. LABELS is a tree or an archive."
-)
-_PROBE = (
-    "Find out from the images which of {as stored, transposed} x {full image, centre square} fits the maps, and how "
-    "sure that is. Nothing is written."
-)
-
-_SHOW = (
-    "Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with "
-    "the target of every token. Needs matplotlib."
-)
-
-_SHRINK = (
-    "Copy an image folder, splits and classes as they are, with no image larger than N pixels, or with larger images "
-    "cut into tiles (IMAGE_y_x.jpg). Huge JPEG, PNG and TIFF files are streamed. A killed command goes on where it "
-    "was. Token labels stay valid for smaller images, not for tiles. Needs pyvips: pip install 'volo-tlt[huge]'."
-)
-
-
-_INDEX = (
-    "Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then "
-    "on: they open no header a second time, and know unreadable images before they start."
-)
-
-
 def _pack(command: ArgumentParser) -> None:
+    """Pack every label file of TREE into the archive OUT, a folder. Every entry is checked, and compared with what was
+    packed. A killed command goes on where it was."""
     command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt")
     command.add_argument("out", metavar="OUT", help="folder of the archive")
     command.add_argument("--images", metavar="DATA", help="images: stores their names and sizes, measures agreement")
-    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--split", default="train", help=_SPLIT)
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
     command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: readers turn them")
     command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT")
 
 
 def _unpack(command: ArgumentParser) -> None:
+    """Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."""
     command.add_argument("archive", metavar="ARCHIVE")
     command.add_argument("out", metavar="OUT", help="folder of the tree")
     command.add_argument("--overwrite", action="store_true", help="write into OUT although it is not empty")
 
 
 def _pack_images(command: ArgumentParser) -> None:
+    """Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an
+    index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes
+    on where it was."""
     command.add_argument("data", metavar="DATA", help="images")
     command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
     command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
     command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
-    command.add_argument(
-        "--labels", metavar="LABELS", help="label tree or archive of the first split, packed beside it"
-    )
+    command.add_argument("--labels", metavar="LABELS", help="label tree or archive of the first split: packed too")
     command.add_argument("--shard-size", type=_positive, default=512, metavar="MB", help="about so large (512)")
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per CPU)")
-    command.add_argument(
-        "--max-side", type=_positive, metavar="N", help="make larger images smaller, as tlt shrink does"
-    )
-    command.add_argument("--quality", type=_percent, metavar="Q", help="of the JPEGs that --max-side makes (90)")
+    command.add_argument("--max-side", type=_positive, metavar="N", help="make larger images smaller, as tlt shrink")
+    command.add_argument("--quality", type=_positive, metavar="Q", help="of the JPEGs that --max-side makes (90)")
     command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT")
 
 
-def _check(command: ArgumentParser) -> None:
+def _images_and_labels(command: ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="image folder")
     command.add_argument("labels", metavar="LABELS", help="label tree or archive")
-    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    command.add_argument("--split", default="train", help=_SPLIT)
+
+
+def _check(command: ArgumentParser) -> None:
+    """Count missing, extra, wrong-shaped and unusable labels, and say how often labels name the class of the image's
+    folder. LABELS is a tree or an archive."""
+    _images_and_labels(command)
     command.add_argument("--num-classes", type=int, metavar="N", help="class ids must be below it")
 
 
 def _probe(command: ArgumentParser) -> None:
-    command.add_argument("data", metavar="DATA", help="image folder")
-    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
-    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
+    """Find out from the images which of {as stored, transposed} x {full image, centre square} fits the maps, and how
+    sure that is. Nothing is written."""
+    _images_and_labels(command)
     command.add_argument("-n", type=_positive, default=512, metavar="N", help="images looked at (512)")
     command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the bootstrap (0)")
 
 
 def _show(command: ArgumentParser) -> None:
-    command.add_argument("data", metavar="DATA", help="image folder")
-    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    """Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with
+    the target of every token. Needs matplotlib."""
+    _images_and_labels(command)
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="picture: .png, .pdf or .svg")
     command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
     command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
-    command.add_argument("--split", default="train", help=f"{_SPLIT} (train)")
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
     command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")
@@ -164,6 +119,9 @@ def _show(command: ArgumentParser) -> None:
 
 
 def _shrink(command: ArgumentParser) -> None:
+    """Copy an image folder, splits and classes as they are, with no image larger than N pixels, or with larger images
+    cut into tiles (IMAGE_y_x.jpg). Huge JPEG, PNG and TIFF files are streamed. A killed command goes on where it was.
+    Token labels stay valid for smaller images, not for tiles. Needs pyvips: pip install 'volo-tlt[huge]'."""
     command.add_argument("data", metavar="DATA", help="image folder, with splits or without")
     command.add_argument("out", metavar="OUT", help="folder of the new one")
     size = command.add_mutually_exclusive_group(required=True)
@@ -179,6 +137,8 @@ def _shrink(command: ArgumentParser) -> None:
 
 
 def _index(command: ArgumentParser) -> None:
+    """Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then
+    on: they open no header a second time, and know unreadable images before they start."""
     command.add_argument("data", metavar="DATA", help="image folder or shards")
     command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
     command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")
@@ -195,22 +155,28 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _percent(text: str) -> int:
-    if not 1 <= int(text) <= 100:
-        raise ValueError(text)
-    return int(text)
+_COMMANDS = {  # arguments, one line of help, and what adds the flags; the description is its text
+    "pack": ("TREE OUT", "a tree of label files into one archive", _pack),
+    "unpack": ("ARCHIVE OUT", "an archive into the tree it was packed from", _unpack),
+    "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
+    "check": ("DATA LABELS", "whether labels and images belong together", _check),
+    "probe": ("DATA LABELS", "which way round the maps are, and what they cover", _probe),
+    "show": ("DATA LABELS -o FILE", "a picture of images with their labels", _show),
+    "shrink": ("DATA OUT (--max-side N | --tile N)", "an image folder of smaller images, or of tiles", _shrink),
+    "index": ("DATA", "the sizes of all images, read once", _index),
+}
 
 
 def _run_pack_images(args: Namespace) -> list[str]:
     from tlt.io.processes import available_cpus
     from tlt.tools.pack_images import pack_images
-    from tlt.tools.shard_writer import ShrinkOptions
+    from tlt.tools.shrink_folder import ShrinkSettings
 
     if args.quality and not args.max_side:
         raise UserError(
             f"--quality {args.quality}: only images that --max-side makes smaller are encoded; leave it out"
         )
-    shrinking = ShrinkOptions(args.max_side, args.quality or 90) if args.max_side else None
+    shrinking = ShrinkSettings(args.max_side, quality=args.quality or 90) if args.max_side else None
     workers = args.workers or available_cpus()
     return pack_images(
         args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking, args.dataset

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 
@@ -37,7 +36,7 @@ def index(
     decode: bool = False,
     dataset: str = "",
 ) -> list[str]:
-    """Write the index of a split, or of all that are there.
+    """Write the index of a split, or of all that are there; return lines that say what was done.
 
     Args:
         data: Folder of the data set, or of a split.
@@ -47,9 +46,6 @@ def index(
         decode: Decode every image of a folder, which finds the truncated ones too.
         dataset: Kind of data set (`--dataset`); "": image folders or shards.
 
-    Returns:
-        Lines that say what was done.
-
     Raises:
         UserError: No images, or the index can't be written; a flag that a kind of data set has no use for.
     """
@@ -58,7 +54,16 @@ def index(
     roots = _roots(data, split)
     if out is not None and len(roots) > 1:
         raise UserError(f"-o {printable(out)}: one file holds the sizes of one split; name it with --split")
-    return list(chain.from_iterable(_index_split(root, workers, out, decode) for root in roots))
+    lines: list[str] = []
+    for root in roots:
+        if not is_sharded(root):
+            lines += _index_folder(root, workers, out or index_file(root), decode)
+        elif decode:
+            shown = printable(root)
+            raise UserError(f"--decode: {shown} holds shards, of whose images the headers are read; leave it out")
+        else:
+            lines += index_shards(root, out, available_cpus() if workers is None else workers)
+    return lines
 
 
 def _roots(data: str, split: str | None) -> list[str]:
@@ -72,14 +77,6 @@ def _roots(data: str, split: str | None) -> list[str]:
         except UserError:
             continue
     return found or [find_split(data, SPLITS[0], allow_root=True)]
-
-
-def _index_split(root: str, workers: int | None, out: str | None, decode: bool) -> list[str]:
-    if not is_sharded(root):
-        return _index_folder(root, workers, out or index_file(root), decode)
-    if decode:
-        raise UserError(f"--decode: {printable(root)} holds shards, of whose images the headers are read; leave it out")
-    return index_shards(root, out, available_cpus() if workers is None else workers)
 
 
 def _index_files(
@@ -99,11 +96,12 @@ def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> lis
     source = image_folder(listing)
     found = read_sizes(source, workers, decode)
     write_index(out, SizeIndex(found.sizes, found.faults, listing))
+    width, height = found.sizes[found.sizes.astype(np.int64).prod(axis=1).argmax()].tolist()
     lines = [f"warning: {warning}" for warning in source.warnings]
     lines += [f"{printable(source.path(row))}: {reason}" for row, reason in sorted(found.faults.items())]
     lines.append(
         f"{printable(out)}: {len(source)} images, {len(found.faults)} can't be {'decoded' if decode else 'read'}, "
-        f"largest {_largest(found.sizes)}, {os.path.getsize(out)} bytes"
+        f"largest {width} x {height}, {os.path.getsize(out)} bytes"
     )
     lines += _heavy(source, found.sizes)
     if found.not_decoded:
@@ -128,11 +126,6 @@ def _heavy(source: ImageSource, sizes: np.ndarray) -> list[str]:
     ]
 
 
-def _largest(sizes: np.ndarray) -> str:
-    width, height = sizes[sizes.astype(np.int64).prod(axis=1).argmax()].tolist()
-    return f"{width} x {height}"
-
-
 @dataclass
 class ImageSizes:
     """The sizes (n, 2) uint16 of consecutive images, and why some can't be read, by index."""
@@ -153,7 +146,7 @@ def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = F
     whole = ImageSizes(np.zeros((count, 2), np.uint16))
     workers = available_cpus() if workers is None else workers
     what = f"{printable(source.root)}, {_BLOCK} images each"
-    parts = in_processes(_SizeReader.read, _SizeReader(source, decode), blocks, workers, what, "block")
+    parts = in_processes(_read_block, (source, decode), blocks, workers, what, "block")
     for rows, part in zip(blocks, parts, strict=True):
         whole.sizes[rows.start : rows.stop] = part.sizes
         whole.faults |= part.faults
@@ -161,32 +154,22 @@ def read_sizes(source: ImageSource, workers: int | None = None, decode: bool = F
     return whole
 
 
-@dataclass(frozen=True)
-class _SizeReader:
-    """Reads sizes; decodes the images too if `decode`."""
-
-    source: ImageSource
-    decode: bool
-
-    def read(self, rows: range) -> ImageSizes:
-        found = ImageSizes(np.zeros((len(rows), 2), np.uint16))
-        for place, row in enumerate(rows):
-            try:
-                width, height = self.source.read_size(row, UNLIMITED)  # what is too large the programs say
-                if max(width, height) > LARGEST_SIDE:
-                    raise BadImage(f"{width} x {height} pixels: no side may have more than {LARGEST_SIDE}")
-                if self.decode:
-                    found.not_decoded += not self._decodes(row, width, height)
-                found.sizes[place] = width, height
-            except BadImage as error:
-                found.faults[row] = str(error)
-        return found
-
-    def _decodes(self, row: int, width: int, height: int) -> bool:
-        """Whether the image is small enough to be decoded. Raises BadImage if it can't be decoded."""
-        if width * height > DEFAULT_MAX_PIXELS:
-            return False
-        backend = TorchvisionBackend()
-        encoded = backend.open(self.source.path(row), self.source.read(row), (width, height))
-        backend.decode(encoded, None, (height, width), "bilinear")
-        return True
+def _read_block(job: tuple[ImageSource, bool], rows: range) -> ImageSizes:
+    """Read the sizes of some images of a source; decode the images too if that is the job."""
+    source, decode = job
+    found = ImageSizes(np.zeros((len(rows), 2), np.uint16))
+    for place, row in enumerate(rows):
+        try:
+            width, height = source.read_size(row, UNLIMITED)  # what is too large the programs say
+            if max(width, height) > LARGEST_SIDE:
+                raise BadImage(f"{width} x {height} pixels: no side may have more than {LARGEST_SIDE}")
+            if decode and width * height > DEFAULT_MAX_PIXELS:
+                found.not_decoded += 1
+            elif decode:
+                backend = TorchvisionBackend()
+                encoded = backend.open(source.path(row), source.read(row), (width, height))
+                backend.decode(encoded, None, (height, width), "bilinear")
+            found.sizes[place] = width, height
+        except BadImage as error:
+            found.faults[row] = str(error)
+    return found

@@ -87,11 +87,7 @@ class Example:
 
 
 def read_examples(
-    dataset: TrainDataset,
-    batch: Batch,
-    targets: Targets | None,
-    mean: Sequence[float],
-    std: Sequence[float],
+    dataset: TrainDataset, batch: Batch, targets: Targets | None, mean: Sequence[float], std: Sequence[float]
 ) -> list[Example]:
     """The images of a batch with their sources, read again.
 
@@ -292,30 +288,28 @@ def _draw_key(figure: Figure, top: float, note: str, coloured: bool) -> None:
     """One line that says what the marks mean."""
     from matplotlib.patches import Rectangle
 
-    axes = place(figure, _EDGE, top, figure.get_size_inches()[0] - 2 * _EDGE, 0.4)
-    axes.set(xlim=(0, figure.get_size_inches()[0] - 2 * _EDGE), ylim=(0.4, 0))
-    axes.add_patch(Rectangle((0.02, 0.03), 0.26, 0.12, fill=False, edgecolor=_WINDOW, linewidth=1.8))
+    width = figure.get_size_inches()[0] - 2 * _EDGE
+    axes = place(figure, _EDGE, top, width, 0.4)
+    axes.set(xlim=(0, width), ylim=(0.4, 0))
+
+    def explain(x: float, y: float, text: str) -> None:
+        axes.text(x + 0.36, y, text, fontsize=7.5, va="center", color=INK)
+
+    def box(x: float, y: float, **style: Any) -> None:
+        axes.add_patch(Rectangle((x, y), 0.26, 0.12, **{"facecolor": "none", **style}))
+
+    box(0.02, 0.03, edgecolor=_WINDOW, linewidth=1.8)
     axes.plot(0.02, 0.03, marker="o", color=_WINDOW, markersize=5, markeredgecolor=INK, clip_on=False)
-    text = "window of the augmented image, dot at its upper left (dotted: fill colour beyond)"
-    axes.text(0.38, 0.09, text, fontsize=7.5, va="center", color=INK)
+    explain(0.02, 0.09, "window of the augmented image, dot at its upper left (dotted: fill colour beyond)")
     if not coloured:
         return
     steps = np.linspace(0, 1, 32)[None]
     axes.imshow(steps, extent=(0.02, 0.28, 0.36, 0.24), cmap="Greys", aspect="auto", vmin=0, vmax=1.2)
-    axes.text(
-        0.38,
-        0.30,
-        f"opacity 0 to 1: {note} x share of the token that has a label",
-        fontsize=7.5,
-        va="center",
-        color=INK,
-    )
-    axes.add_patch(
-        Rectangle((_KEY_COLUMN, 0.24), 0.26, 0.12, facecolor="none", edgecolor="#808080", hatch="//////", linewidth=0.3)
-    )
-    axes.text(_KEY_COLUMN + 0.36, 0.30, "no label: left out of the dense loss", fontsize=7.5, va="center", color=INK)
-    axes.add_patch(Rectangle((_KEY_COLUMN, 0.03), 0.26, 0.12, fill=False, linestyle=(0, (4, 2)), edgecolor=INK))
-    axes.text(_KEY_COLUMN + 0.36, 0.09, "what the label map covers", fontsize=7.5, va="center", color=INK)
+    explain(0.02, 0.30, f"opacity 0 to 1: {note} x share of the token that has a label")
+    box(_KEY_COLUMN, 0.24, edgecolor="#808080", hatch="//////", linewidth=0.3)
+    explain(_KEY_COLUMN, 0.30, "no label: left out of the dense loss")
+    box(_KEY_COLUMN, 0.03, linestyle=(0, (4, 2)), edgecolor=INK)
+    explain(_KEY_COLUMN, 0.09, "what the label map covers")
 
 
 def _draw_swatches(

@@ -23,7 +23,7 @@ from tlt.labels.agreement import Agreement
 from tlt.labels.archive import Rows, read_manifest
 from tlt.labels.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
 from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.label_files import TreeListing, find_labels, label_files_below
+from tlt.labels.label_files import find_labels, label_files_below, tree_listing
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
 from tlt.labels.tree import map_of, most_classes, read_tensor
 
@@ -50,16 +50,13 @@ def pack(
     overwrite: bool = False,
     shard_records: int = SHARD_RECORDS,
 ) -> list[str]:
-    """Pack every label file of a tree, reading each one back from what was packed.
+    """Pack every label file of a tree, reading each one back from what was packed; return lines that say what was done.
 
     Args:
         images: The images, or a folder with them in `split`: gives sizes, image names, and how well labels agree.
         area: "full" or "center", what the maps cover; None: as `labels.json` says, else full.
         transposed: The maps are stored as (k, w, h); readers will turn them.
         overwrite: Begin anew.
-
-    Returns:
-        Lines that say what was done.
 
     Raises:
         UserError: No labels, a label that can't be trained on or restored exactly, or `out` can't be written.
@@ -108,7 +105,7 @@ def find_sources(tree: str, folder: ImageSource | None) -> Sources:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     if folder is None:
         return Sources(files, [""] * len(files), [-1] * len(files), np.full(len(files), -1), notes)
-    found = find_labels(TreeListing(tree), folder.paths)
+    found = find_labels(tree_listing(tree), tree, folder.paths)
     rows = [row for row in range(len(folder)) if row not in found.missing]
     labels = [found.label(row, folder.paths[row]) for row in rows]
     extra = sorted(set(files).difference(labels), key=lambda name: (natural_key(name), name))
@@ -147,7 +144,8 @@ def _pack_row(
     label_map = map_of(tensor, shown, num_classes)
     form = _form(path, tensor, shown)
     writer.write(row, label_map, size, form, area=_area(writer.header.area, size))
-    restored = restore(*_stored(writer.rows, row), form)
+    tensors, place = writer.rows.tensors(row)
+    restored = restore(tensors["values"][place], tensors["ids"][place], form)
     if not _same_bits(restored, tensor):
         raise UserError(
             f"{shown} holds numbers that half precision logits and whole class ids can't: packing would change them; "
@@ -168,21 +166,11 @@ def _form(path: str, tensor: torch.Tensor, shown: str) -> int:
     if dtype not in FILE_DTYPES:
         raise UserError(f"{shown}: numbers of type {dtype} are none of {', '.join(FILE_DTYPES)}")
     form = FILE_DTYPES.index(dtype) | (Form.FIVE_DIMENSIONS if tensor.ndim == 5 else 0)
-    return form | _saved_as(path)
-
-
-def _saved_as(path: str) -> int:
-    """The bit of `Form` for the name under which torch saved a file."""
     if not zipfile.is_zipfile(path):
-        return 0  # torch's format before 1.6
+        return form  # torch's format before 1.6
     with zipfile.ZipFile(path) as file:
-        prefix = file.namelist()[0].split("/")[0]
-    return {f".{os.path.basename(path)}": Form.TEMPORARY_NAME, "archive": Form.NO_NAME}.get(prefix, 0)
-
-
-def _stored(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
-    tensors, place = rows.tensors(row)
-    return tensors["values"][place], tensors["ids"][place]
+        saved_as = file.namelist()[0].split("/")[0]
+    return form | {f".{os.path.basename(path)}": Form.TEMPORARY_NAME, "archive": Form.NO_NAME}.get(saved_as, 0)
 
 
 def restore(values: np.ndarray, ids: np.ndarray, form: int) -> torch.Tensor:
@@ -200,10 +188,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
-    """Write the label files that an archive was packed from, and their `labels.json` last.
-
-    Returns:
-        Lines that say what was done.
+    """Write the label files that an archive was packed from, `labels.json` last; return lines that say what was done.
 
     Raises:
         UserError: The archive is incomplete or damaged, or `out` is not empty or can't be written.

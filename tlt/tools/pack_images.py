@@ -10,31 +10,39 @@ what it then finds is read again, every byte of it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
+from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shard_index import Contents, write_index
-from tlt.data.sources.shard_scan import ShardRows
+from tlt.data.sources.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
 from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardIndex
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import sync_folder
+from tlt.io.files import locked, sync_folder, write_whole
 from tlt.io.processes import in_processes
 from tlt.io.text import printable
+from tlt.label_map import LabelMap
+from tlt.labels.archive_format import UNKNOWN_AREA
+from tlt.labels.records import MapForm
 from tlt.labels.store import LabelStore, open_labels
-from tlt.tools.shard_writer import ShardedSplit, ShrinkOptions, describe_labels, make_shard, member_names, read_image
+from tlt.tools.shrink import shrink
+from tlt.tools.shrink_folder import ShrinkSettings
 
+_JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
 _SAMPLED = 256  # images whose bytes say how many make a shard
 
 
@@ -46,10 +54,10 @@ def pack_images(
     shard_mb: int = 512,
     workers: int = 1,
     overwrite: bool = False,
-    shrinking: ShrinkOptions | None = None,
+    shrinking: ShrinkSettings | None = None,
     dataset: str = "",
 ) -> list[str]:
-    """Pack the images of a data set into shards.
+    """Pack the images of a data set into shards; return lines that say what was done.
 
     Args:
         splits: What is packed, the training set first: its classes number the others. (): train and, where it is there,
@@ -58,9 +66,6 @@ def pack_images(
         shard_mb: About so many megabytes make a shard.
         overwrite: Begin anew.
         dataset: Kind of data set (`--dataset`).
-
-    Returns:
-        Lines that say what was done.
 
     Raises:
         UserError: No images, an image or label that can't be read, or `out` can't be written or holds something else.
@@ -84,14 +89,7 @@ def _splits_of(data: str) -> list[str]:
 
 
 class Packing:
-    """Writes the shards of one split.
-
-    Args:
-        folder: Of the shards; made if need be.
-        source: The images.
-        labels: Their label maps.
-        shard_mb, shrinking: See `pack_images`.
-    """
+    """Writes the shards of one split into `folder`; `shard_mb` and `shrinking` are those of `pack_images`."""
 
     def __init__(
         self,
@@ -99,50 +97,39 @@ class Packing:
         source: ImageSource,
         labels: LabelStore | None,
         shard_mb: int,
-        shrinking: ShrinkOptions | None,
+        shrinking: ShrinkSettings | None,
     ) -> None:
         self.folder, self.source, self.labels, self.shrinking = folder, source, labels, shrinking
         self.shard_mb, self.shown = shard_mb, f"OUT {printable(folder)}"
+        self.names = member_names(source.paths)  # the member of each image
+        self._without_label = frozenset(labels.missing() if labels else ())
         self.state = self._state()
+
+    def has_label(self, row: int) -> bool:
+        """Whether there is a label map for an image."""
+        return self.labels is not None and row not in self._without_label
 
     def run(self, workers: int, overwrite: bool) -> list[str]:
         """Write the shards that are missing, and the index. Returns lines that say what was done."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with self._locked():
-                return self._run(workers, overwrite)
+            with locked(self.folder, f"{self.shown}: another command is packing into it; wait until it ends"):
+                self._refuse_other(overwrite)
+                if overwrite:
+                    self._remove()
+                if (index := self._complete()) is not None:
+                    return [f"{len(index)} images are packed in {printable(self.folder)} already"]
+                per_shard, total = self._begin(), len(self.source)
+                images = [range(start, min(start + per_shard, total)) for start in range(0, total, per_shard)]
+                for temporary in Path(self.folder).glob(".*.tmp"):  # of a killed command
+                    temporary.unlink()
+                made = in_processes(make_shard, self, [*enumerate(images)], workers, "packing", "shard")
+                return self._finish(*zip(*made, strict=True))
         except OSError as error:
             where = printable(str(error.filename or self.folder))
             raise UserError(
                 f"OUT {where} can't be written ({error.strerror}): mend that and run the same command again"
             ) from error
-
-    def _run(self, workers: int, overwrite: bool) -> list[str]:
-        self._refuse_other(overwrite)
-        if overwrite:
-            self._remove()
-        if (index := self._complete()) is not None:
-            return [f"{len(index)} images are packed in {printable(self.folder)} already"]
-        split = self._begin()
-        for temporary in Path(self.folder).glob(".*.tmp"):  # of a killed command
-            temporary.unlink()
-        made = in_processes(make_shard, split, range(split.shards), workers, "packing", "shard")
-        return self._finish(*zip(*made, strict=True))
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Raise UserError if another command is packing into the folder."""
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(f"{self.shown}: another command is packing into it; wait until it ends") from error
-            except OSError:  # a file system without locks
-                pass
-            yield
-        finally:
-            os.close(descriptor)
 
     def _state(self) -> dict[str, Any]:
         """The settings that must be equal for a command to continue what another one began."""
@@ -186,17 +173,12 @@ class Packing:
         Path(self.folder, PARTIAL_NAME).unlink(missing_ok=True)
         return index
 
-    def _begin(self) -> ShardedSplit:
-        """Plan the shards; the plan is saved, or compared with the one that another command saved."""
+    def _begin(self) -> int:
+        """Plan how many images make a shard; the plan is saved, or compared with the one that another command saved."""
         path = Path(self.folder, PARTIAL_NAME)
         if not path.exists():
             content = {"state": self.state, "per_shard": self._images_per_shard()}
-            temporary = Path(self.folder, f".{PARTIAL_NAME}.tmp")
-            with open(temporary, "w") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            write_whole(path, json.dumps(content).encode())
             sync_folder(self.folder)
         try:
             begun = json.loads(path.read_text())
@@ -205,9 +187,7 @@ class Packing:
             raise UserError(f"OUT {printable(str(path))} is damaged ({error}): begin anew with --overwrite") from error
         if state != self.state:
             raise UserError(f"{self.shown} holds the beginning of other shards: choose another folder, or --overwrite")
-        source, labels = self.source, self.labels
-        missing = frozenset(labels.missing()) if labels else frozenset()
-        return ShardedSplit(self.folder, source, member_names(source.paths), per_shard, labels, missing, self.shrinking)
+        return per_shard
 
     def _images_per_shard(self) -> int:
         rows = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(np.int64)).tolist()
@@ -216,11 +196,13 @@ class Packing:
         return max(1, int(self.shard_mb * 1e6 / (image + label + 3 * tarfile.BLOCKSIZE)))
 
     def _finish(self, shards: Sequence[ShardRows], max_ids: Sequence[int]) -> list[str]:
-        source, labels = self.source, None
-        if self.labels is not None:
-            labels = describe_labels(self.labels, max(max_ids))
+        source, labels, described = self.source, self.labels, None
+        if labels is not None:
+            text = labels.metadata.text() if labels.metadata else None
+            form = MapForm(labels.shape, max(max_ids), labels.area, labels.has_log_sum_exp, text)
+            described = {**asdict(form), "identity": labels.identity().decode(errors="surrogateescape")}
         contents = Contents(
-            source.paths, source.classes, source.class_names, source.folder_names, labels=labels, packed=self.state
+            source.paths, source.classes, source.class_names, source.folder_names, labels=described, packed=self.state
         )
         lines = write_index(
             os.path.join(self.folder, INDEX_NAME), shards, contents, np.arange(len(source)), whole_folder=True
@@ -233,3 +215,149 @@ class Packing:
 def _is_ours(name: str) -> bool:
     stem, extension = os.path.splitext(name.removeprefix(".").removesuffix(".tmp"))
     return stem + extension in (INDEX_NAME, PARTIAL_NAME) or (stem.isdigit() and extension == ".tar")
+
+
+def member_names(names: Sequence[str]) -> list[str]:
+    """The tar member of each image, `CLASS/STEM.jpg`. Other readers cut file names at the first dot, so a stem has
+    none, and no two images share one: dots and percent signs are written as in addresses (`%2E`)."""
+    stems = [os.path.splitext(name)[0] for name in names]
+    shared = {stem for stem, count in Counter(stems).items() if count > 1}
+    return [_member_name(name, stem, stem in shared) for name, stem in zip(names, stems, strict=True)]
+
+
+def _member_name(name: str, stem: str, shared: bool) -> str:
+    suffix = name[len(stem) + 1 :]
+    folder, base = os.path.split(stem)
+    key = base.replace("%", "%25").replace(".", "%2E") + (f"%_{suffix}" if shared else "")
+    extension = suffix.lower()
+    if extension in _JPEG_SUFFIXES or f".{extension}" not in image_extensions():
+        extension = "jpg"
+    return f"{os.path.join(folder, key)}.{extension}"
+
+
+def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[ShardRows, int]:
+    """Write a shard, a number and its images, unless it exists, and read it; return it and the largest class id of its
+    label maps (-1: no maps). A shard is a function of images and labels alone, not of who wrote it when.
+
+    Raises:
+        UserError: An image or label can't be read; or what is there is something else, or other than it was written.
+        OSError: It can't be written.
+    """
+    number, images = shard
+    path = os.path.join(packing.folder, f"{number:05d}.tar")
+    if os.path.exists(path):
+        rows = scan_shard(path)
+    else:
+        temporary = os.path.join(packing.folder, f".{number:05d}.tar.tmp")
+        try:
+            digest = _write(packing, images, temporary)
+            rows = scan_shard(temporary)
+            if rows.sha256 != digest:
+                raise UserError(f"OUT {printable(path)} reads other than it was written: is the disk damaged?")
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        sync_folder(packing.folder)
+        rows.path = path
+    other = UserError(f"OUT {printable(path)} holds other images or labels: remove it, and run the same command again")
+    labelled = [packing.has_label(row) for row in images]
+    if rows.names != [packing.names[row] for row in images] or rows.labelled() != labelled:
+        raise other
+    try:
+        return rows, _largest_id(rows)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise other from error
+
+
+def _write(packing: Packing, images: range, path: str) -> bytes:
+    """Write the file of a shard. Returns its sha256."""
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for row in images:
+            for name, data in _members(packing, row):
+                block = _tar_member(name, data)
+                digest.update(block)
+                file.write(block)
+        digest.update(end := bytes(2 * tarfile.BLOCKSIZE))
+        file.write(end)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return digest.digest()
+
+
+def _tar_member(name: str, data: bytes | bytearray) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
+    return header + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def _members(packing: Packing, row: int) -> list[tuple[str, bytes | bytearray]]:
+    """Name and bytes of the files that are stored for an image."""
+    image: bytes | bytearray = read_image(packing.source, row)
+    size = None
+    if packing.shrinking is not None and image:
+        image, size = _shrunk(packing.shrinking, image)
+    name, number = packing.names[row], int(packing.source.classes[row])
+    key = name.rpartition(".")[0]
+    members: list[tuple[str, bytes | bytearray]] = [(name, image), (f"{key}.cls", str(number).encode())]
+    if packing.labels is not None and packing.has_label(row):
+        members.append((f"{key}.{LABEL_EXTENSION}", save(label_record(packing.labels, row, size))))
+    return members
+
+
+def read_image(source: ImageSource, row: int) -> bytearray:
+    """The encoded image; empty bytes for an empty file.
+
+    Raises:
+        UserError: It is unreadable, perhaps only for now.
+    """
+    try:
+        return source.read(row)
+    except BadImage as error:
+        if str(error) == "empty file":
+            return bytearray()
+        raise UserError(f"{printable(source.path(row))} can't be read ({error}): mend or remove it") from error
+
+
+def _shrunk(shrinking: ShrinkSettings, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
+    """The image made smaller and its new size if it is too large, else the image itself and None."""
+    try:
+        small = shrink(image, shrinking.max_side, shrinking.quality)
+        return (image, None) if small == image else (small, read_size(small))
+    except BadImage:  # it keeps its place, and the index says that it can't be read
+        return image, None
+
+
+def _largest_id(rows: ShardRows) -> int:
+    largest = -1
+    with open(rows.path, "rb") as file:
+        for offset, length in rows.label_places.tolist():
+            if length:
+                ids = load(os.pread(file.fileno(), length, offset))["ids"]
+                largest = max(largest, int(ids.max()))
+    return largest
+
+
+def label_record(labels: LabelStore, index: int, size: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
+    """The map of image `index` as it is written beside it. `size`: of the image, where it isn't the one labelled.
+
+    Raises:
+        UserError: The map is damaged, or can't be trained on.
+    """
+    found = labels.reader.record(index)
+    record = {name: np.ascontiguousarray(array) for name, array in found._asdict().items() if array is not None}
+    if found.area is None:
+        record["area"] = np.array(UNKNOWN_AREA if labels.area == "center" else labels.area_of(None, None), np.float32)
+    if found.size is None:
+        record["ids"] = found.ids.astype(np.uint16 if found.ids.max() < 2**16 else np.int32)
+        record["size"] = np.zeros(2, np.int32)
+    classes = labels.metadata.num_classes if labels.metadata else labels.num_classes
+    shape = LabelMap(record["values"], record["ids"]).validate(classes, labels.source(index)).shape
+    if shape != labels.shape:
+        raise UserError(f"{labels.source(index)}: shape (k, h, w) = {shape}, but the others' is {labels.shape}")
+    if size is not None:
+        record["size"] = np.array(size, np.int32)
+    return record

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from tlt.data.backends.decode import TorchvisionBackend
+from tlt.data.backends.decode import TorchvisionBackend, resized_crop
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
@@ -162,10 +163,6 @@ def _patches(pixels: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
 
 def _features(pixels: np.ndarray, region: tuple[int, int, int, int], grid: tuple[int, int]) -> np.ndarray:
     """(rows, columns, d): mean and deviation of the colours of each patch, and its edges in four directions."""
-    import torch
-
-    from tlt.data.backends.decode import resized_crop
-
     rows, cols = grid
     size = (rows * _PATCH, cols * _PATCH)
     small = resized_crop(torch.from_numpy(pixels), region, size, "bilinear").numpy().astype(np.float32) / 255

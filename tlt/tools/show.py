@@ -56,16 +56,8 @@ def show(args: Namespace) -> list[str]:
     num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # Without smoothing, so that opacity 1 means certain.
-    targets = make_targets(
-        batch.labels,
-        batch.affine,
-        batch.visible,
-        batch.classes,
-        grid,
-        num_classes,
-        smoothing=0.0,
-        uncovered=args.uncovered,
-    )
+    given = batch.labels, batch.affine, batch.visible, batch.classes
+    targets = make_targets(*given, grid, num_classes, smoothing=0.0, uncovered=args.uncovered)
     try:
         examples = read_examples(dataset, shown, targets, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     except BadImage as error:
@@ -124,17 +116,9 @@ def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> tuple[Batc
     host = dataset.load(BatchKey(epoch, tuple(rows)))
     assert host.plan is not None
     stage = DeviceStage(dataset.config, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    batch = Batch(
-        images=stage(host.images, host.plan),
-        classes=host.classes,
-        indices=host.indices,
-        affine=host.affine,
-        visible=host.visible,
-        labels=host.labels,
-        skipped=host.skipped,
-        bad_labels=host.bad_labels,
-        size=len(host.indices),
-    )
+    taken = ("classes", "indices", "affine", "visible", "labels", "skipped", "bad_labels")
+    found = {name: getattr(host, name) for name in taken}
+    batch = Batch(stage(host.images, host.plan), **found, size=len(host.indices))
     affine, visible = (torch.from_numpy(each).float() for each in (host.plan.normalised_affine(), host.plan.visible()))
     return batch, replace(batch, affine=affine, visible=visible)
 

@@ -8,19 +8,18 @@ Every file is complete or absent, so a command that was killed can be run again 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS, ImageFolder, find_split, scan_folder
 from tlt.data.sources.image_file import JPEG_SUFFIXES, BadImage
 from tlt.errors import UserError
-from tlt.io.files import sync_folder
+from tlt.io.files import locked, sync_folder, write_whole
 from tlt.io.names import Names
 from tlt.io.processes import available_cpus, in_processes
 from tlt.io.text import printable
@@ -100,7 +99,7 @@ def shrink_folder(
     workers: int | None = None,
     memory: int = DEFAULT_MEMORY,
 ) -> list[str]:
-    """Write OUT, or the part of it that is missing.
+    """Write OUT, or the part of it that is missing; return lines that say what was done.
 
     Args:
         data: Folder with splits, or with class folders.
@@ -108,15 +107,14 @@ def shrink_folder(
         workers: Processes; None: one per core.
         memory: Bytes that each may take for what can't be streamed.
 
-    Returns:
-        Lines that say what was done.
-
     Raises:
         UserError: There are no images, OUT holds something else or can't be written, or no image of a split can be
             read.
     """
     folders = _source_folders(data, split)
-    with _claimed(out, folders, settings):
+    _make_folder(out, folders)
+    with locked(out, f"OUT {printable(out)} is being written by another `tlt shrink`: wait for it"):
+        _begin(out, settings)
         lines: list[str] = []
         broken: dict[str, str] = {}
         for name, root in folders.items():
@@ -142,9 +140,8 @@ def _source_folders(data: str, split: str | None) -> dict[str, str]:
     return {os.path.relpath(path, data): path for path in found}
 
 
-@contextmanager
-def _claimed(out: str, folders: dict[str, str], settings: ShrinkSettings) -> Iterator[None]:
-    """Hold the lock of OUT, which is begun or continued."""
+def _make_folder(out: str, folders: dict[str, str]) -> None:
+    """Make OUT, which must not lie in a folder of the images."""
     shown = printable(out)
     for name, source in folders.items():
         target = os.path.realpath(os.path.join(out, name))
@@ -152,18 +149,8 @@ def _claimed(out: str, folders: dict[str, str], settings: ShrinkSettings) -> Ite
             raise UserError(f"OUT {shown} is in the folder of the images, {printable(source)}: give another one")
     try:
         os.makedirs(out, exist_ok=True)
-        descriptor = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"OUT {shown} can't be made ({error.strerror}): give another folder") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"OUT {shown} is being written by another `tlt shrink`: wait for it") from error
-        _begin(out, settings)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _begin(out: str, settings: ShrinkSettings) -> None:
@@ -250,7 +237,8 @@ def make(split: _SplitJob, row: int) -> ImageOutcome:
                 written = [_write(path, data) for path, data in zip(paths, contents, strict=True)]
             except BadImage:  # the file is cut: the tiles above the cut are written already
                 for path in paths:
-                    _remove(path)
+                    with suppress(OSError):
+                        os.unlink(path)
                 raise
             return ImageOutcome(what, bytes_read=os.path.getsize(source), bytes_written=sum(written))
     except BadImage as error:
@@ -279,25 +267,12 @@ def _contents(picture: Picture, settings: ShrinkSettings) -> Iterator[bytes]:
 
 
 def _write(path: str, data: bytes) -> int:
-    """Write a file, whole or not at all, and wait until it is on the disk; returns its length."""
-    folder, name = os.path.split(path)
-    # No process id in the name: what a killed command leaves behind, the next one overwrites.
-    temporary = os.path.join(folder, f".{name}.tmp")
+    """Write a file, whole or not at all; returns its length."""
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, data)
     except OSError as error:
-        _remove(temporary)
         raise _unwritable(path, error) from error
     return len(data)
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)
 
 
 def _unwritable(path: str, error: OSError) -> UserError:

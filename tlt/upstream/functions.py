@@ -275,13 +275,13 @@ def create_token_label_loader(
     feed |= {"prefetch": use_prefetcher, "persistent_workers": use_multi_epochs_loader}
     if not is_training:
         evaluation = EvalDataset(dataset.folder, size, crop_pct or 0.875, interpolation=interpolation)
-        return TokenLabelLoader(_eval_loader(evaluation, batch_size, mean, std, distributed, feed), None, fp16, False)
+        return TokenLabelLoader(_loader(evaluation, batch_size, mean, std, distributed, feed), None, fp16, False)
     crop: dict[str, Any] = {"size": size, "hflip": hflip, "vflip": vflip, "interpolation": interpolation}
     crop |= {name: tuple(value) for name, value in (("scale", scale), ("ratio", ratio), ("mean", mean)) if value}
     colour: dict[str, Any] = {"auto_augment": auto_augment, "color_jitter": color_jitter, "no_aug": no_aug}
     config = AugmentConfig(**crop, **colour, reprob=re_prob, remode=re_mode, recount=re_count)
     train = TrainDataset(dataset.folder, config, seed, dataset.labels if use_token_label else None)
-    loader = _train_loader(train, batch_size, mean, std, distributed, feed)
+    loader = _loader(train, batch_size, mean, std, distributed, feed)
     return TokenLabelLoader(loader, collate_fn, fp16, use_token_label)
 
 
@@ -293,35 +293,21 @@ def _refuse(dataset: TokenLabelDataset, use_token_label: bool, **ruled_out: Any)
         raise UserError("use_token_label needs a dataset with label_root")
 
 
-def _ranks(distributed: bool) -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
-
-
-def _train_loader(
-    dataset: TrainDataset,
+def _loader(
+    dataset: TrainDataset | EvalDataset,
     batch_size: int,
     mean: Sequence[float],
     std: Sequence[float],
     distributed: bool,
     feed: dict[str, Any],
-) -> TrainLoader:
-    world, rank = _ranks(distributed)
+) -> TrainLoader | EvalLoader:
+    world, rank = (dist.get_world_size(), dist.get_rank()) if distributed else (1, 0)
+    if isinstance(dataset, EvalDataset):
+        stage = EvalStage(mean, std).to(feed["device"])
+        return EvalLoader(dataset, batch_size, stage, **feed, world_size=world, rank=rank)
     # timm's training loader leaves out the last, smaller batch.
     stream = IndexStream(len(dataset), batch_size * world, dataset.seed, world, rank, drop_last=True)
     return TrainLoader(dataset, stream, DeviceStage(dataset.config, mean, std).to(feed["device"]), **feed)
-
-
-def _eval_loader(
-    dataset: EvalDataset,
-    batch_size: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    distributed: bool,
-    feed: dict[str, Any],
-) -> EvalLoader:
-    world, rank = _ranks(distributed)
-    stage = EvalStage(mean, std).to(feed["device"])
-    return EvalLoader(dataset, batch_size, stage, **feed, world_size=world, rank=rank)
 
 
 class TokenLabelLoader:

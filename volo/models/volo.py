@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import Orders, TokenLabelModel, conv_stem_grid, conv_stem_places
-from tlt.models.token_places import TokenPlaces
+from tlt.models.token_labeling import Orders, TokenLabelModel
 from volo.models.blocks import ClassBlock, Downsample, OutlookAttention, Outlooker, PatchEmbed
 
 CLASS_BLOCKS = 2
@@ -129,15 +128,6 @@ class VOLO(TokenLabelModel):
         for module in self.modules():
             if isinstance(module, OutlookAttention):
                 module.kernel = kernel
-
-    def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, POOLING)
-
-    def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
-        return conv_stem_places(self.stem_stride, self.patch_size, POOLING)
-
-    def embed(self, x: Tensor) -> Tensor:
-        return self.patch_embed(x)
 
     def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
         # network: outlookers, downsampling, three stages of transformer blocks

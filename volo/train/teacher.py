@@ -24,7 +24,7 @@ from tlt.io.files import sha256_of
 from tlt.io.weights import clean_state_dict
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
-from tlt.labels.label_tail import relative_to_tail
+from tlt.labels.records import relative_to_tail
 from tlt.models.flops import flops_per_image
 from volo.cluster.distributed import World
 from volo.train.compilation import feature_compiler
@@ -73,7 +73,7 @@ class Teacher:
         num_classes: Number of classes of both student and annotator.
         area: The part of an image that the annotator labels (`tlt.labels.annotate.labelled_area`).
         device: The device of the batches.
-        exact_tail: `--label-tail exact` (`tlt.labels.label_tail`).
+        exact_tail: `--label-tail exact` (`tlt.labels.records`).
         record: What checkpoints record about the teacher.
         averaged: The annotator's weights are a moving average.
     """
