@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.flags_speed import SYNTHETIC
-from benchmarks.scaling.prediction import check_model
+from benchmarks.scaling import check_model
 from benchmarks.timing import interleaved, synchronize
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens

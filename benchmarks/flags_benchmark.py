@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.flags_speed import ACTIVATIONS, ALL, DEBUG, DEVICE, INFERENCE, TRAIN_STEP
-from benchmarks.scaling.machines import LINK_EFFICIENCY, MACHINES
+from benchmarks.machines import LINK_EFFICIENCY, MACHINES
 from volo.config.flag_table import (
     ABOVE_ZERO,
     AMOUNT,
@@ -275,20 +275,10 @@ _SCALING_STEP = Group(
         flag("--grad-compression", default="none", choices=("none", "bf16"), help="as train.py's"),
     ),
 )
-_SCALING_MEASURING = Group(
-    "Measuring",
-    (
-        flag("--ranks", default=None, type=POSITIVE, nargs="+", help="(1, 2, 4, ... as GPUs or CPUs go)"),
-        flag("--device", default=None, metavar="NAME", help="cpu or cuda (GPUs where there are some)"),
-        flag("--threads", default=None, type=POSITIVE, help="of a rank on CPUs (an even share)"),
-        flag("--rounds", default=10, type=POSITIVE, help="steps of each kind; the quickest counts"),
-    ),
-)
-_MACHINE = Need("a --machine", lambda a: a.machine != "here")
 _SCALING_PREDICTION = Group(
     "Prediction",
     (
-        flag("--machine", default="here", choices=("here", *MACHINES), help="here: links as measured"),
+        flag("--machine", default="dgx-a100", choices=tuple(MACHINES), help="whose links join the GPUs"),
         flag(
             "--gpus",
             default=[1, 2, 4, 8, 16, 40, 80, 160, 320, 640],
@@ -301,10 +291,9 @@ _SCALING_PREDICTION = Group(
             default=None,
             type=ABOVE_ZERO,
             metavar="R",
-            help="of one GPU alone; nothing is measured then",
-            needs=(_MACHINE,),
+            help="of one GPU alone",
         ),
-        flag("--gpus-per-node", default=None, type=POSITIVE, help="(the machine's; here: all)"),
+        flag("--gpus-per-node", default=None, type=POSITIVE, help="(the machine's)"),
         flag("--node-gbits", default=None, type=ABOVE_ZERO, metavar="G", help="Gbit/s that a node really gets out"),
         flag("--latency-us", default=None, type=AMOUNT, metavar="U", help="microseconds of a message between nodes"),
         flag(
@@ -313,20 +302,17 @@ _SCALING_PREDICTION = Group(
             type=Number(float, positive=True, high=1),
             metavar="R",
             help="of the machine's nominal bandwidths, what is got",
-            needs=(_MACHINE,),
         ),
     ),
 )
 _PREDICTED = Need("a model to predict: leave out --published", lambda a: not a.published)
-_MEASURED = Need("measuring: leave out --images-per-second", lambda a: a.images_per_second is None)
 _SCALING = (
     replace(_SCALING_STEP, flags=needing(_PREDICTED, *_SCALING_STEP.flags)),
-    replace(_SCALING_MEASURING, flags=needing(_PREDICTED, *needing(_MEASURED, *_SCALING_MEASURING.flags))),
     replace(_SCALING_PREDICTION, flags=needing(_PREDICTED, *_SCALING_PREDICTION.flags)),
     Group(
         "Output",
         (
-            switch("--published", help="compare the model with published throughputs instead; nothing is measured"),
+            switch("--published", help="compare the model with published throughputs instead"),
             *_OUTPUT,
         ),
     ),
@@ -372,7 +358,7 @@ COMMANDS: dict[str, Command] = {
     "ablation": Command(
         "evidence.ablation", "Does a label at the right place make a better model? Hours on a CPU.", _ABLATION
     ),
-    "scaling": Command("scaling.study", "Step time against ranks, measured and predicted for 1 to 640 GPUs.", _SCALING),
+    "scaling": Command("scaling", "Step time on 1 to 640 GPUs, predicted, and published throughputs.", _SCALING),
 }
 
 

@@ -2,7 +2,7 @@
 
     python benchmark.py train | infer | loss | outlook | activations            on the device    [--help]
     python benchmark.py labels | augmentation | data | alignment | startup | checkpoint   what feeds it, what saves it
-    python benchmark.py scaling                                                 many of them
+    python benchmark.py scaling --published                                     many of them
     python benchmark.py ablation                                                are models better for what differs
     python benchmark.py tests                                                   what a GPU has to compute right
     python benchmark.py --all --output DIR                                      every number that has a target

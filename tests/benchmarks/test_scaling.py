@@ -1,11 +1,9 @@
-"""benchmark.py scaling: the model against simulations that don't know its formulas, fits against scipy, the program."""
+"""benchmark.py scaling: the model against simulations that don't know its formulas, and the program."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,27 +12,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
 
-from benchmarks.scaling.prediction import (
+from benchmarks.scaling import (
     MIB,
     Gradient,
     Link,
     Machine,
-    Transfer,
     all_reduce_seconds,
     computing,
     even_gradients,
-    fit_link,
     gradients_of,
     in_buckets,
+    machine_of,
     overlapped_seconds,
     predict,
     ring_seconds,
     step_seconds,
 )
-from benchmarks.scaling.study import machine_of
-from tests.conftest import LIMIT
 from volo import cli
 
 ROOT = Path(__file__).parents[2]
@@ -145,31 +139,6 @@ def test_what_a_step_waits_for() -> None:
     assert overlapped.efficiency == pytest.approx(overlapped.images_per_second / 4 / (10 / 0.9))
 
 
-def measured(link: Link, noise: float, sizes: Sequence[float], ranks: Sequence[int]) -> list[Transfer]:
-    rng = np.random.default_rng(1)
-    pairs = [(size, count) for size in sizes for count in ranks]
-    return [Transfer(s, p, ring_seconds(s, p, link) * (1 + noise * rng.standard_normal())) for s, p in pairs]
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("latency", [40e-6, 0.0])
-def test_the_fitted_link_is_the_nonnegative_least_squares_one(noise: float, latency: float) -> None:
-    transfers = measured(Link(latency, 2e9), noise, [1e5, 1e6, 1e7], [2, 4])
-    rows = np.array([[2 * (p - 1), 2 * (p - 1) / p * size * 1e-9] for size, p, _ in transfers])
-    expected, _ = nnls(rows / np.array([[t.seconds] for t in transfers]), np.ones(len(transfers)))
-    found = fit_link(transfers)
-    assert [found.latency, 1e9 / found.bandwidth] == pytest.approx(expected, rel=1e-6, abs=1e-12)
-    if not noise:
-        assert found.bandwidth == pytest.approx(2e9) and found.latency == pytest.approx(latency, abs=1e-9)
-
-
-def test_a_latency_below_zero_is_none() -> None:
-    transfers = [Transfer(1e5, 2, 1e-5), Transfer(1e7, 2, 2e-3)]  # the small one is quicker than in proportion
-    found = fit_link(transfers)
-    rows = np.array([[2, 1e5 * 1e-9], [2, 1e7 * 1e-9]]) / [[1e-5], [2e-3]]
-    assert [found.latency, 1e9 / found.bandwidth] == pytest.approx(nnls(rows, np.ones(2))[0])
-
-
 def test_published_throughputs_beside_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("benchmark", ["scaling", "--published", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["published"]
@@ -203,27 +172,6 @@ def test_a_prediction_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert "volo_d5, 44 images per GPU, 1181.8 MB of gradients" in capsys.readouterr().out
 
 
-def test_ranks_are_measured_and_fitted() -> None:
-    """As a user starts it: the ranks are processes of their own, which have to know this project's models, too."""
-    line = "scaling --model volo_test -b 2 --ranks 1 2 --device cpu --rounds 1 --threads 1 --json"
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmark.py"), *line.split()], capture_output=True, text=True, timeout=LIMIT
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout[ended.stdout.index("{") :])  # gloo of torch 2.9 has its say first
-    one, two = found["measured"]
-    assert (one["ranks"], two["ranks"]) == (1, 2)
-    sizes = gradients_of("volo_test")
-    assert one["gradient_bytes"] == two["gradient_bytes"] == sum(g.size for g in sizes)
-    for name in ("forward", "backward", "step"):
-        assert one[name] > 0 and two[name] > 0
-    assert found["fit"]["link"]["bandwidth"] > 0
-    assert len(found["fit"]["transfer_residuals"]) == len(two["all_reduce"]) == 5
-    assert len(found["fit"]["step_residuals"]) == 1
-    assert found["machine"]["inter"] == found["machine"]["intra"] == found["fit"]["link"]
-    assert found["predicted"][0]["gpus"] == 1 and found["predicted"][-1]["gpus"] == 640
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -231,11 +179,9 @@ def test_ranks_are_measured_and_fitted() -> None:
             "--published --node-gbits 9",
             "--node-gbits 9.0 has no effect without a model to predict",
         ),
-        ("--images-per-second 3", "--images-per-second 3.0 has no effect without a --machine"),
-        ("--images-per-second 3 --machine dgx-2 --ranks 2", "--ranks 2 has no effect without measuring"),
-        ("--link-efficiency 0.5", "--link-efficiency 0.5 has no effect without a --machine"),
+        ("--link-efficiency 0.5", "give --images-per-second, what one GPU alone does, or --published"),
         ("--images-per-second 3 --machine dgx-2 --model volo_d9", "volo_d9: no such model; did you mean volo_d5"),
-        ("--model volo_d9", "volo_d9: no such model"),
+        ("--images-per-second 3 --model nothing", "nothing: no such model"),
         ("--link-efficiency 2", "--link-efficiency: 2 is out of range"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from argparse import Namespace
+from collections.abc import Iterator
 
 import pytest
 import timm
@@ -185,6 +186,14 @@ def _optimizers() -> list[str]:
     return [name for name in list_optimizers(exclude_filters=["fused*", "bnb*", "adahessian"])]
 
 
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """timm compiles a step of kron, for a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 @pytest.mark.parametrize("opt", [name for each in _optimizers() for name in (each, f"lookahead_{each}")])
 def test_every_optimizer_goes_on_where_it_was(opt: str) -> None:

@@ -1,1 +1,0 @@
-"""Many devices: step time against ranks, measured and predicted."""
