@@ -34,15 +34,17 @@ class Program(NamedTuple):
 COMMANDS = {
     "train": Program("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
     "validate": Program(
-        "measure the accuracy of checkpoints (validate.py)", "volo.config.args:parse_validate", "volo.commands.validate"
+        "measure the accuracy of checkpoints (validate.py)",
+        "volo.config.flags_eval:parse_validate",
+        "volo.commands.validate",
     ),
     "label": Program(
         "write token labels for a folder of images (generate_label.py)",
-        "volo.config.args:parse_generate_label",
+        "volo.config.flags_eval:parse_generate_label",
         "volo.commands.generate_label",
     ),
     "predict": Program(
-        "classes, token maps and features of images", "volo.config.args:parse_predict", "volo.commands.predict"
+        "classes, token maps and features of images", "volo.config.flags_eval:parse_predict", "volo.commands.predict"
     ),
     "export": Program(
         "write a model as ONNX or torch.export", "volo.config.flags_tools:parse_export", "volo.commands.export"
@@ -71,7 +73,7 @@ COMMANDS = {
     ),
     "preflight": Program(
         "are these machines fit for a run?",
-        "volo.config.flags_preflight:parse_preflight",
+        "volo.config.flags_tools:parse_preflight",
         "volo.cluster.preflight",
     ),
     "benchmark": Program(

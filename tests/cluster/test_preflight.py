@@ -33,7 +33,7 @@ from volo.cluster.preflight.findings import Finding, Needs, check_bandwidths, ch
 from volo.cluster.preflight.local_node import WorkerProcess
 from volo.cluster.preflight.node_report import NodeReport, PathState
 from volo.cluster.preflight.rendezvous import Rendezvous, Unfit, expand_hostlist, rendezvous_from_environment
-from volo.config.flags_preflight import parse_preflight
+from volo.config.flags_tools import parse_preflight
 
 NAMES = {0: "n1", 1: "n2", 2: "n3"}
 # As `scontrol show hostnames` of Slurm 22.05 writes them out.

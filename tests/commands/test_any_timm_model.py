@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_resumed_run_ends_in_the_same_bits(call: Call, data: Path, labels: Pat
     flags = f"{data} {SMALL} --lr 1e-3 --epochs 3 --model test_vit4 --drop-path 0.2 --token-label --model-ema"
     flags += f" --output {tmp_path} --token-label-data {labels} --recovery-interval 1"
     assert call("train", flags, "--experiment", "whole").code == 0
-    assert call("train", flags, "--experiment", "cut").code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     (tmp_path / "cut" / "last.pth.tar").unlink()
     first = tmp_path / "cut" / "checkpoint-0.pth.tar"
     ended = call("train", flags, "--experiment", "cut", "--resume", first)
@@ -192,8 +193,11 @@ def test_models_that_can_t_are_one_line_with_exit_code_2(
     assert ended.code == 2 and named in ended.err and len(ended.err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
-@pytest.mark.parametrize("model", ["volo_test --img-size 32", "test_vit4"])
+# What is mixed is no matter of the model, so that one mode is enough for the second one.
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [*(("volo_test --img-size 32", mode) for mode in ("batch", "pair", "elem")), ("test_vit4", "elem")],
+)
 def test_mixup_and_cutmix_beside_token_labels(
     call: Call,
     make_dataset: Callable[..., Path],

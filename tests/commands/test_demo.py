@@ -15,7 +15,8 @@ import pytest
 
 from tests.commands.conftest import ROOT
 from tlt.tools import cli as tlt_cli
-from volo.config.args import parse_generate_label, parse_train, parse_validate
+from volo.config.args import parse_train
+from volo.config.flags_eval import parse_generate_label, parse_validate
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     size = "--img-size 64"
     flags = f"{QUICK.replace('--model volo_test --img-size 32', f'--model {model} {size}')} -b 4 --epochs 1 --lr 1e-3"
     labels = "--token-label --token-label-size 4" if model == "volo_d1" else "--token-label"
-    ended = call("train", f"{make_dataset()} {flags} {labels} --output {tmp_path} --experiment run")
+    ended = call("train", f"{make_dataset(train=4)} {flags} {labels} --output {tmp_path} --experiment run")
     assert ended.code == 0, ended.err
     checkpoint, folder = tmp_path / "run" / "last.pth.tar", tmp_path / "hub"
     line = f"--checkpoint {checkpoint} --to-hf {folder} --licence apache-2.0 --origin-url https://example.org/mine"

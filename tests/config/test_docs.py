@@ -17,12 +17,13 @@ from benchmarks.flags_benchmark import benchmark_parser
 from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
 from volo import cli
-from volo.config.args import generate_label_parser, predict_parser, train_parser, validate_parser
-from volo.config.flags_preflight import preflight_parser
+from volo.config.args import train_parser
+from volo.config.flags_eval import generate_label_parser, predict_parser, validate_parser
 from volo.config.flags_tools import (
     attention_parser,
     completion_parser,
     export_parser,
+    preflight_parser,
     push_parser,
     report_parser,
     slurm_parser,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from benchmarks.flags_benchmark import COMMANDS, benchmark_parser
 from tests.commands.conftest import ROOT
-from volo.config.args import generate_label_parser, predict_parser, train_parser, validate_parser
+from volo.config.args import train_parser
 from volo.config.flag_table import Flag
-from volo.config.flags_preflight import preflight_parser
-from volo.config.flags_tools import attention_parser, export_parser, report_parser
+from volo.config.flags_eval import generate_label_parser, predict_parser, validate_parser
+from volo.config.flags_tools import attention_parser, export_parser, preflight_parser, report_parser
 
 PARSERS = (
     *(train_parser, validate_parser, generate_label_parser, predict_parser, export_parser, attention_parser),

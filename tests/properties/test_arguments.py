@@ -21,17 +21,17 @@ from benchmarks.flags_benchmark import COMMANDS, benchmark_parser, parse_benchma
 from tests.properties.outcomes import result_or_refusal
 from tlt.tools import cli as tlt_cli
 from volo.commands.console import run_program
-from volo.config.args import (
-    generate_label_parser,
-    parse_generate_label,
-    parse_train,
-    parse_validate,
-    train_parser,
-    validate_parser,
-)
+from volo.config.args import parse_train, train_parser
 from volo.config.flag_table import Flag, FlagParser
-from volo.config.flags_preflight import parse_preflight, preflight_parser
-from volo.config.flags_tools import export_parser, parse_export, parse_report, report_parser
+from volo.config.flags_eval import generate_label_parser, parse_generate_label, parse_validate, validate_parser
+from volo.config.flags_tools import (
+    export_parser,
+    parse_export,
+    parse_preflight,
+    parse_report,
+    preflight_parser,
+    report_parser,
+)
 from volo.config.recipes import load_yaml
 
 PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParser, list[str]]] = {

@@ -38,6 +38,7 @@ from tlt.tools.drawing import (
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import choose_device
 from volo.commands.attention_maps import Heat, View, choose_layers, view
+from volo.commands.console import say
 from volo.train.data import eval_dataset
 from volo.train.model import eval_settings
 from volo.train.trained_model import load_annotator
@@ -58,11 +59,11 @@ _LEGEND = (
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    say(args.notes)
     check_format(args.output)
     device = choose_device(args.device, 0)
     built, recorded, notes = load_annotator(args)
-    print(*notes, sep="\n", end="\n" if notes else "")
+    say(notes)
     model: Any = built  # with timm's interface
     layers = choose_layers(model, args.layers)
     settings = eval_settings(args, model, recorded)

@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
 
@@ -41,6 +41,12 @@ def run_program(
     output.end()
     errors.end()
     return code
+
+
+def say(lines: Iterable[str], on_this_rank: bool = True) -> None:
+    """Print each line at once."""
+    for line in lines if on_this_rank else ():
+        print(line, flush=True)
 
 
 class _Output:

@@ -33,6 +33,7 @@ from tlt.io.weights import read_checkpoint
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import explained, install, save_checkpoint, tensor_bytes
 from volo.checkpoint.model_config import class_names
+from volo.commands.console import say
 from volo.commands.model_card import write_folder
 from volo.train.convolutions import check_convolutions
 from volo.train.trained_model import TrainedModel, load_trained
@@ -171,12 +172,11 @@ def _quiet() -> Iterator[None]:
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    say(args.notes)
     if args.to_hf:
         trained = load_trained(args, args.checkpoint or None)
-        print(*trained.notes, sep="\n", end="\n" if trained.notes else "")
-        for line in write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url):
-            print(line)
+        say(trained.notes)
+        say([write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url)])
         return 0
     path = Path(args.output)
     check_path(path)
@@ -189,7 +189,7 @@ def run(args: Namespace) -> int:
     for package in kind.packages:
         require(package, extra="onnx")
     trained = load_trained(args, args.checkpoint or None, args.dense)
-    print(*trained.notes, sep="\n", end="\n" if trained.notes else "")
+    say(trained.notes)
     check_dense(trained, args.dense)
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width
@@ -198,8 +198,7 @@ def run(args: Namespace) -> int:
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
     dtype = getattr(torch, args.model_dtype)
-    for line in check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")):
-        print(line, flush=True)
+    say(check_convolutions(trained.model, trained.settings["input_size"], dtype, torch.device("cpu")))
     module = ExportModule(trained.model.to(dtype), args.dense)
     program = trace(module, torch.zeros(2, *shape))
 

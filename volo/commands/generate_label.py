@@ -39,6 +39,7 @@ from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
 from tlt.labels.metadata import TreeMetadata
 from volo.cluster.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
+from volo.commands.console import say
 from volo.record.metrics import Sums
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
@@ -73,11 +74,9 @@ def run(args: Namespace) -> int:
 def label_folder(args: Namespace, world: World, board: Board) -> int:
     """Build everything, label the images and finish the tree or archive. Returns the exit code."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
-    for line in [*args.notes, *(f"warning: {warning}" for warning in folder.warnings)] if world.is_primary else []:
-        print(line, flush=True)
+    say([*args.notes, *(f"warning: {warning}" for warning in folder.warnings)], world.is_primary)
     model, recorded, notes = load_annotator(args)
-    for line in notes if world.is_primary else []:
-        print(line, flush=True)
+    say(notes, world.is_primary)
     check_classes(args, model, folder, recorded)
     settings = label_settings(args, model, recorded)
     annotator = prepare_annotator(args, model, settings, world)
@@ -133,9 +132,7 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
     model = model.eval().to(world.device).to(memory_format=memory_format)
     check_dense(model, torch.randn(2, *settings["input_size"], device=world.device), f"--model {args.model}")
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    lines = check_convolutions(model, settings["input_size"], dtype, world.device)
-    for line in lines if world.is_primary else ():
-        print(line, flush=True)
+    say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     check_scope(args, model)
     return Annotator(model, args.top_k, dtype, feature_compiler(model, args))
 
@@ -302,26 +299,21 @@ def close(
     counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
     if counter.total == len(folder):
         raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
-    for line in counter.take_lines():
-        print(line, flush=True)
+    say(counter.take_lines())
     row_of = {folder.path(row): row for row in pending}
     skipped = sorted(row_of[path] for path in counter.reasons if path in row_of)
     agreement = job.finish(skipped)
-    print(summary(args, job, len(pending) - len(skipped)), flush=True)
+    grid = job.metadata.grid
+    made = len(pending) - len(skipped)
+    print(
+        f"{made} label maps of {job.metadata.k} classes on {grid[0]} x {grid[1]} places made in "
+        f"{args.token_label_root}, for {len(folder)} images",
+        flush=True,
+    )
     if not agreement and totals["images"]:
         agreement = [
             f"mean of the places names the folder's class for {100 * totals['top1'] / totals['images']:.2f} % of "
             f"{totals['images']:.0f} images, a single place for {100 * totals['agreeing'] / totals['places']:.2f} % of "
             f"{totals['places']:.0f} places"
         ]
-    for line in agreement:
-        print(line, flush=True)
-
-
-def summary(args: Namespace, job: LabelJob, made: int) -> str:
-    """Return the line that says how many label maps were made, and where."""
-    grid = job.metadata.grid
-    return (
-        f"{made} label maps of {job.metadata.k} classes on {grid[0]} x {grid[1]} places made in "
-        f"{args.token_label_root}, for {len(job.folder)} images"
-    )
+    say(agreement)

@@ -18,26 +18,21 @@ from volo.record.run_directory import read_summary
 from volo.train.model import is_ours
 from volo.train.trained_model import TrainedModel
 
+# The arguments of the run that the card tells.
 _SETTINGS = (
-    *(
-        "epochs",
-        "batch_size",
-        "opt",
-        "lr",
-        "lr_base",
-        "weight_decay",
-        "drop_path",
-        "aa",
-        "mixup",
-        "cutmix",
-        "smoothing",
-    ),
-    *("token_label", "token_label_data", "token_label_teacher", "dense_weight", "model_ema", "seed"),
+    *("epochs", "batch_size", "opt", "lr", "lr_base", "weight_decay", "drop_path", "aa", "mixup", "cutmix"),
+    *("smoothing", "token_label", "token_label_data", "token_label_teacher", "dense_weight", "model_ema", "seed"),
+)
+_IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
+# What timm says of its own weights, which these are not.
+_OF_OTHERS = (
+    *("url", "hf_hub_id", "origin_url", "paper_ids", "paper_name", "notes", "license", "tag", "file", "source"),
+    *("test_input_size", "test_crop_pct"),
 )
 
 
-def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: str, origin_url: str) -> list[str]:
-    """Write the folder; return lines for the user.
+def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: str, origin_url: str) -> str:
+    """Write the folder; return a line for the user.
 
     Args:
         checkpoint: The file of the weights, whose run tells accuracy and settings; "": published weights.
@@ -70,18 +65,8 @@ def write_folder(trained: TrainedModel, checkpoint: str, folder: Path, licence: 
         (folder / "README.md").write_text(card(trained, name, checkpoint, names, licence, origin_url))
     except OSError as error:
         raise UserError(f"--to-hf {folder} can't be written: {error.strerror}") from error
-    needs = needed_import(name)
-    return [
-        f"wrote {folder}: {name}, {len(names) or trained.model.num_classes} classes; {needs or 'timm alone loads it'}"
-    ]
-
-
-_IMAGES = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
-# What timm says of its own weights, which these are not.
-_OF_OTHERS = (
-    *("url", "hf_hub_id", "origin_url", "paper_ids", "paper_name", "notes", "license", "tag", "file", "source"),
-    *("test_input_size", "test_crop_pct"),
-)
+    how = needed_import(name) or "timm alone loads it"
+    return f"wrote {folder}: {name}, {len(names) or trained.model.num_classes} classes; {how}"
 
 
 def name_in_timm(trained: TrainedModel) -> str:
@@ -121,11 +106,8 @@ def card(trained: TrainedModel, name: str, checkpoint: str, names: list[str], li
         flags = " ".join(_flag(key, value) for key, value in told.items())
         lines += ["## Training", "", "```bash", f"volo train DATA --model {trained.args.model} {flags}", "```", ""]
     if names:
-        lines += [
-            "## Classes",
-            "",
-            ", ".join(names[:100]) + (f" and {len(names) - 100} more" if len(names) > 100 else ""),
-        ]
+        more = f" and {len(names) - 100} more" if len(names) > 100 else ""
+        lines += ["## Classes", "", ", ".join(names[:100]) + more]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
 

@@ -38,6 +38,7 @@ from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
 from volo.commands.attention import draw_answers
 from volo.commands.attention_maps import TOP, View
+from volo.commands.console import say
 from volo.commands.predictions import Predictions, Table, write_embeddings
 from volo.record.run_directory import check_writable
 from volo.train.convolutions import check_convolutions
@@ -75,12 +76,12 @@ class Answer(NamedTuple):
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
-    print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    say(args.notes)
     found = find_images(args.paths)
-    print(*(f"warning: {line}" for line in found.warnings), sep="\n", end="\n" if found.warnings else "")
+    say(f"warning: {line}" for line in found.warnings)
     check_outputs(args, found)
     trained = load_trained(args, checkpoint_of(args.checkpoint), dense=bool(args.token_maps))
-    print(*trained.notes, sep="\n", end="\n" if trained.notes else "")
+    say(trained.notes)
     check_model(args, trained)
     names = names_of_classes(args.class_names, trained)
 
@@ -89,8 +90,7 @@ def run(args: Namespace) -> int:
     fold_batchnorm(trained.model)
     model = place_model(trained.model, args, world)
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    for line in check_convolutions(model, trained.settings["input_size"], dtype, world.device):
-        print(line, flush=True)
+    say(check_convolutions(model, trained.settings["input_size"], dtype, world.device))
     loader = image_loader(args, found.paths, trained.settings, world)
     results = predict(args, trained, loader, Precision(world.device, dtype), found.names, names)
     print(f"{len(results.read)} images predicted, {loader.skips.total} could not be read", flush=True)
@@ -246,8 +246,7 @@ def predict(
 def tell_unreadable(loader: EvalLoader) -> int:
     """Print which images were left out since the last call; return how many."""
     lines = loader.skips.take_lines()
-    for line in lines:
-        print(f"warning: {line}", flush=True)
+    say(f"warning: {line}" for line in lines)
     return len(lines)
 
 

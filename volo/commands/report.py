@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import sys
 from argparse import Namespace
 from datetime import datetime
 from itertools import zip_longest
@@ -13,8 +12,6 @@ from pathlib import Path
 
 from tlt.errors import UserError
 from tlt.io.text import table
-from volo.commands.console import run_program
-from volo.config.flags_tools import parse_report
 from volo.record.events import duration
 from volo.record.history import History, RunStart, faults, losses, number, read_history, skipped_files
 from volo.record.json_lines import read_json_lines
@@ -193,7 +190,3 @@ def _write_page(history: History, sections: list[tuple[str, list[str]]]) -> str:
     except OSError as error:
         raise UserError(f"--html: {file} can't be written ({error.strerror})") from error
     return f"written: {file}"
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(parse_report, "volo.commands.report"))

@@ -15,7 +15,7 @@ from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timm.utils import ModelEmaV3, distribute_bn
@@ -101,7 +101,9 @@ from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.optim import create_optimizer
 from volo.train.precision import Precision, WorkingCopy, compute_dtype
 from volo.train.schedule import LrSchedule, resolve_lr
-from volo.train.teacher import load_teacher, teacher_costs
+
+if TYPE_CHECKING:
+    from volo.train.teacher import Teacher
 
 
 def run(args: TrainArgs) -> int:
@@ -202,7 +204,7 @@ def build(
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
-    teacher = load_teacher(args, model, settings, folders.train.class_names, world)
+    teacher = find_teacher(args, model, settings, folders.train.class_names, world)
     criterion = make_criterion(args, model, input_size[1:], world.data_rank, teacher)
     model = prepare_model(model, args, world)
     dtype = compute_dtype(args, world.device)
@@ -262,6 +264,17 @@ def find_labels(
     """Open the token labels; return them, warnings, and the fingerprint of images and labels for checkpoints."""
     labels, warnings = open_labels(args, folder, num_classes, found)
     return labels, warnings, fingerprint(folder, labels)
+
+
+def find_teacher(
+    args: Namespace, student: TimmModel, settings: dict[str, Any], class_names: list[str], world: World
+) -> Teacher | None:
+    """Load the annotator of `--token-label-teacher`, which few runs have; None without one."""
+    if not args.token_label_teacher:
+        return None
+    from volo.train.teacher import load_teacher
+
+    return load_teacher(args, student, settings, class_names, world)
 
 
 def load_start(model: TimmModel, args: Namespace, logger: Logger) -> None:
@@ -379,7 +392,11 @@ def train_epochs(
         logger.start_epoch(epoch, epochs, len(training.loader))
         criterion = criterion_of_epoch(training.criterion, args, epoch)
         totals = train_epoch(training, criterion, world, meter, watch, saver, guard)
-        costs = teacher_costs(training.teacher, totals.seconds, logger.line)
+        costs = {}
+        if training.teacher is not None:
+            from volo.train.teacher import teacher_costs
+
+            costs = teacher_costs(training.teacher, totals.seconds, logger.line)
         evaluations = validate_epoch(args, training, epoch, world, logger, guard)
         state.scores[epoch] = scores_of(evaluations)
         state.end_epoch()

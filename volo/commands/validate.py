@@ -31,6 +31,7 @@ from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import checkpoints_in
 from volo.cluster.distributed import World, init_world, primary_first, shut_down
+from volo.commands.console import say
 from volo.record.metrics import Evaluation, Sums
 from volo.record.run_directory import check_writable
 from volo.train.compilation import compile_errors_told, compile_model
@@ -56,8 +57,7 @@ def run(args: Namespace) -> int:
 
 def validate(args: Namespace, world: World) -> None:
     """Evaluate every checkpoint, print a line for each and write the results file."""
-    if world.is_primary:
-        print(*args.notes, sep="\n", end="\n" if args.notes else "")
+    say(args.notes, world.is_primary)
     if args.results_file:
         check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
@@ -96,14 +96,14 @@ def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dic
                 raise
         torch.cuda.empty_cache()
         args.batch_size //= 2
-        _say(world, [f"out of memory: again with --batch-size {args.batch_size} (--retry)"])
+        say([f"out of memory: again with --batch-size {args.batch_size} (--retry)"], world.is_primary)
 
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint; return its row of the results."""
     trained = load_trained(args, path)
     model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
-    _say(world, trained.notes)
+    say(trained.notes, world.is_primary)
     parameters = sum(p.numel() for p in model.parameters())
     fold_batchnorm(model)
     if args.test_pool:
@@ -117,19 +117,17 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     called = ChosenClasses(model, read_numbers(args.valid_labels)) if args.valid_labels else model
     called = place_model(called, args, world)
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    _say(world, check_convolutions(model, settings["input_size"], dtype, world.device))
+    say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     called = compile_model(called, args)
     loader = validation_loader(args, folder, args.batch_size, settings, world)
     known = loader.skips.known_images()
-    _say(world, [f"warning: left out {printable(image.path)}: {image.reason}" for image in known])
+    say([f"warning: left out {printable(image.path)}: {image.reason}" for image in known], world.is_primary)
     precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = _Progress(args.log_freq, loader, world, real)
     result = evaluate(called, loader, precision, world, watch)
-    for line in loader.skips.take_lines():
-        print(f"warning: {line}")
-    if world.is_primary:
-        print(result, flush=True)
+    say(f"warning: {line}" for line in loader.skips.take_lines())
+    say([str(result)], world.is_primary)
     return _row(args, parameters, settings, result) | (real.accuracy() if real else {})
 
 
@@ -146,13 +144,8 @@ def open_folder(args: Namespace, config: dict[str, Any], model: TimmModel, world
     if args.num_samples is not None and args.num_samples < len(folder):
         folder = folder.select(np.linspace(0, len(folder) - 1, args.num_samples).round())
     outputs = len(read_numbers(args.valid_labels)) if args.valid_labels else model.num_classes
-    _say(world, [f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)])
+    say([f"warning: {warning}" for warning in folder.warnings + check_num_classes(folder, outputs)], world.is_primary)
     return folder
-
-
-def _say(world: World, lines: list[str]) -> None:
-    for line in lines if world.is_primary else ():
-        print(line, flush=True)
 
 
 def _row(args: Namespace, parameters: int, settings: dict[str, Any], result: Evaluation) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The command lines of the programs: they are parsed over a recipe and checked before anything starts.
+"""The command line of train.py: it is parsed over a recipe and checked before anything starts.
 
-Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer`, `flags_data` and `flags_eval` (the
-flags), `recipes`, `flag_rules` (contradictions), this file.
+Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer` and `flags_data` (the flags), `recipes`,
+`flag_rules` (contradictions), this file. The other programs' flags stand with their parsers in `flags_eval`,
+`flags_tools` and `flags_preflight`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.errors import UserError
-from volo.config.flag_rules import check_predict, check_train, check_validate, resolve_aliases
+from volo.config.flag_rules import check_train, join_data_dir, resolve_aliases
 from volo.config.flag_table import Flag, FlagParser
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
-from volo.config.flags_eval import GENERATE_LABEL_GROUPS, PREDICT_GROUPS, VALIDATE_GROUPS
 from volo.config.flags_train import FITTED, TRAIN_GROUPS
 from volo.config.recipes import load_yaml
 
@@ -60,36 +60,6 @@ def train_parser() -> FlagParser:
     )
 
 
-def validate_parser() -> FlagParser:
-    """The parser of validate.py; use `parse_validate`, which also checks."""
-    return FlagParser(
-        "validate",
-        "DATA --checkpoint PATH [flags]",
-        "Measure the accuracy of a checkpoint, or of every checkpoint in a folder.",
-        VALIDATE_GROUPS,
-    )
-
-
-def generate_label_parser() -> FlagParser:
-    """The parser of generate_label.py."""
-    return FlagParser(
-        "label",
-        "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
-        "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
-        GENERATE_LABEL_GROUPS,
-    )
-
-
-def predict_parser() -> FlagParser:
-    """The parser of `volo predict`."""
-    return FlagParser(
-        "predict",
-        "PATH [PATH ...] --checkpoint PATH [flags]",
-        "Predict the classes of images; write token maps and features.",
-        PREDICT_GROUPS,
-    )
-
-
 def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
 
@@ -101,37 +71,12 @@ def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     recipe = load_yaml(given["config"], parser.flags) if given.get("config") else {}
     args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
     args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
-    _join_data_dir(args, "DATA_DIR")
+    join_data_dir(args, "DATA_DIR", "data_dir")
     args.notes = resolve_aliases(args) + check_train(args, parser.flags)
     for dest in ("aug_order", "uncovered"):
         if given.get(dest, getattr(args, dest)) != getattr(args, dest):
             row = dest.replace("_", "-")
             raise UserError(f"--{row} {given[dest]} contradicts --compat {row}: keep one of them (no-{row})")
-    return args
-
-
-def parse_validate(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse validate.py's command line. Returns and raises as `parse_train` does; the data folder is `data`."""
-    parser = validate_parser()
-    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
-    _join_data_dir(args, "DATA", "data")
-    args.notes = resolve_aliases(args) + check_validate(args, parser.flags)
-    return args
-
-
-def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse generate_label.py's command line. Returns and raises as `parse_train` does."""
-    parser = generate_label_parser()
-    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
-    args.notes = resolve_aliases(args) + check_validate(args, parser.flags)
-    return args
-
-
-def parse_predict(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line of `volo predict`. Returns and raises as `parse_train` does."""
-    parser = predict_parser()
-    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
-    args.notes = resolve_aliases(args) + check_predict(args, parser.flags)
     return args
 
 
@@ -146,11 +91,3 @@ def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: M
     if {"img_size", "input_size"} & given.keys() and recipe.get("token_label_size") != 1:
         void.add("token_label_size")  # it belongs to the recipe's image size
     return {dest: value for dest, value in recipe.items() if dest not in void}
-
-
-def _join_data_dir(args: Namespace, shown: str, dest: str = "data_dir") -> None:
-    option = args.__dict__.pop("data_dir_option")
-    positional = getattr(args, dest)
-    if option and positional and option != positional:
-        raise UserError(f"{shown} is given twice: {positional} and --data-dir {option}")
-    setattr(args, dest, positional or option)

@@ -12,7 +12,6 @@ from tlt.errors import UserError
 from tlt.upstream.rows import resolve
 from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
-from volo.config.flags_eval import EMBEDDING_FILES, OUTPUTS
 from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
 from volo.config.flags_train import CUDA_GRAPH_MODES, TRACKERS, mixes
 
@@ -97,7 +96,8 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read")
     if args.freeze and (args.grad_checkpointing or args.activation_memory is not None):
         raise UserError("--freeze stores no activations: remove --grad-checkpointing and --activation-memory")
-    _check_mixing(args)
+    if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
+        raise UserError("--cutmix-minmax takes two numbers, the least and the most")
     check_drop_path(args)
     if args.amp and args.model_dtype != "float32":
         raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
@@ -142,30 +142,31 @@ def _check_trackers(args: Namespace) -> None:
             raise UserError(f"--log-{name} needs {name}: pip install 'volo-tlt[{name}]'")
 
 
-def check_validate(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
+def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
+    """Set `dest` to the data folder, which the command line names by its place or as `--data-dir`.
+
+    Raises:
+        UserError: It has both, and they differ.
+    """
+    option = args.__dict__.pop("data_dir_option")
+    positional = getattr(args, dest)
+    if option and positional and option != positional:
+        raise UserError(f"{shown} is given twice: {positional} and --data-dir {option}")
+    setattr(args, dest, positional or option)
+
+
+def check_images(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what validate.py, generate_label.py and `volo predict` cannot honour; return lines for the log.
 
     Raises:
         UserError: As `check_train`.
     """
-    _check_dataset(args, args.data, "DATA")
+    notes = resolve_aliases(args)
+    if "data" in args:
+        _check_dataset(args, args.data, "DATA")
     check_pixels(args)
     _check_workers(args)
-    return check_weights(args, flags)
-
-
-def check_predict(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what `volo predict` cannot honour; return lines for the log.
-
-    Raises:
-        UserError: As `check_train`.
-    """
-    for dest, endings in (("output", OUTPUTS), ("embeddings", EMBEDDING_FILES)):
-        if (path := getattr(args, dest)) and not path.endswith(endings):
-            raise UserError(f"--{dest} {path}: end the name in {', '.join(endings[:-1])} or {endings[-1]}")
-    check_pixels(args)
-    _check_workers(args)
-    return check_weights(args, flags)
+    return notes + check_weights(args, flags)
 
 
 def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
@@ -324,11 +325,6 @@ def _check_compile(args: Namespace) -> None:
             f"--torchcompile-mode {args.torchcompile_mode} records where a graph's weights lie, and blocks of other "
             "weights share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs"
         )
-
-
-def _check_mixing(args: Namespace) -> None:
-    if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
-        raise UserError("--cutmix-minmax takes two numbers, the least and the most")
 
 
 def check_drop_path(args: Namespace) -> None:

@@ -205,23 +205,13 @@ TOKEN_LABELS = Group(
             type=AMOUNT,
             metavar="W",
             help="weight of the dense loss",
-            needs=(
-                TOKEN_LABEL_OR_0,
-                DENSE_TARGETS_OR_0,
-            ),
+            needs=(TOKEN_LABEL_OR_0, DENSE_TARGETS_OR_0),
         ),
         flag(
             "--cls-weight", default=1.0, type=AMOUNT, metavar="W", help="weight of the class loss", needs=(TOKEN_LABEL,)
         ),
         switch("--no-mix-token", help="do not mix two images after the patch embedding", needs=(TOKEN_LABEL,)),
-        switch(
-            "--ground-truth",
-            help="blend the true class into the class target",
-            needs=(
-                TOKEN_LABEL,
-                DENSE_TARGETS,
-            ),
-        ),
+        switch("--ground-truth", help="blend the true class into the class target", needs=(TOKEN_LABEL, DENSE_TARGETS)),
         flag(
             "--gt-weight-agree",
             default=0.5,

@@ -6,24 +6,15 @@ what it is.
 
 from __future__ import annotations
 
-from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, Group, Need, flag, switch
-from volo.config.flags_data import CLASS_MAP, DATASET, FILE_BACKENDS, INTERPOLATIONS, LIMITS, LOADING
-from volo.config.flags_train import (
-    BIND,
-    CHANNELS_LAST,
-    COMPILE,
-    MIXED_PRECISION,
-    NO_TORCHSCRIPT,
-    OUTLOOK_KERNEL,
-    POOLS,
-)
+from argparse import Namespace
+from collections.abc import Sequence
 
-IMAGE_LIST = flag(
-    "--image-list",
-    default="",
-    metavar="FILE",
-    help="these images alone, one CLASS/FILE a line",
-)
+from tlt.errors import UserError
+from volo.config.flag_rules import check_images, join_data_dir
+from volo.config.flag_table import ABOVE_ZERO, COUNT, FLOAT, POSITIVE, Flag, FlagParser, Group, Need, flag, switch
+from volo.config.flags_data import CLASS_MAP, DATASET, FILE_BACKENDS, INTERPOLATIONS, LIMITS, LOADING
+from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISION, NO_TORCHSCRIPT, OUTLOOK_KERNEL, POOLS
+
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
@@ -80,7 +71,7 @@ def _batch_size(default: int) -> Flag:
     return flag("-b", "--batch-size", default=default, type=POSITIVE, help="images per device")
 
 
-VALIDATE_GROUPS = (
+_VALIDATE_GROUPS = (
     Group(
         "Data",
         (
@@ -89,7 +80,7 @@ VALIDATE_GROUPS = (
             DATASET,
             flag("--split", default="validation", metavar="NAME", help="folder of the images (val is found too)"),
             CLASS_MAP,
-            IMAGE_LIST,
+            flag("--image-list", default="", metavar="FILE", help="these images alone, one CLASS/FILE a line"),
             flag("--num-samples", default=None, type=POSITIVE, help="so many images, evenly spaced over the split"),
             flag("--crop-mode", default="", choices=("", "center", "squash", "border"), help="(the model's own)"),
             _batch_size(256),
@@ -102,12 +93,7 @@ VALIDATE_GROUPS = (
         ),
     ),
     Group(
-        "Model",
-        (
-            *MODEL,
-            switch("--test-pool", help="test-time pooling"),
-            switch("--no-test-pool", help="the default"),
-        ),
+        "Model", (*MODEL, switch("--test-pool", help="test-time pooling"), switch("--no-test-pool", help="the default"))
     ),
     Group(
         "Results",
@@ -147,7 +133,7 @@ VALIDATE_GROUPS = (
     ),
 )
 
-GENERATE_LABEL_GROUPS = (
+_GENERATE_LABEL_GROUPS = (
     Group(
         "Data",
         (
@@ -187,8 +173,8 @@ GENERATE_LABEL_GROUPS = (
 )
 
 # The endings that files of predictions and of embeddings have.
-OUTPUTS, EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".npz")
-PREDICT_GROUPS = (
+_OUTPUTS, _EMBEDDING_FILES = (".csv", ".json", ".parquet"), (".safetensors", ".npz")
+_PREDICT_GROUPS = (
     Group(
         "Images",
         (
@@ -229,3 +215,62 @@ PREDICT_GROUPS = (
     ),
     Group("Precision and speed", (*_DEVICE, OUTLOOK_KERNEL)),
 )
+
+
+def validate_parser() -> FlagParser:
+    """The parser of validate.py; use `parse_validate`, which also checks."""
+    return FlagParser(
+        "validate",
+        "DATA --checkpoint PATH [flags]",
+        "Measure the accuracy of a checkpoint, or of every checkpoint in a folder.",
+        _VALIDATE_GROUPS,
+    )
+
+
+def generate_label_parser() -> FlagParser:
+    """The parser of generate_label.py."""
+    return FlagParser(
+        "label",
+        "DATA OUT --model NAME [--checkpoint PATH | --pretrained] [flags]",
+        "Write a token-label map for every image of a folder: OUT/CLASS/IMAGE.pt, or one archive.",
+        _GENERATE_LABEL_GROUPS,
+    )
+
+
+def predict_parser() -> FlagParser:
+    """The parser of `volo predict`."""
+    return FlagParser(
+        "predict",
+        "PATH [PATH ...] --checkpoint PATH [flags]",
+        "Predict the classes of images; write token maps and features.",
+        _PREDICT_GROUPS,
+    )
+
+
+def parse_validate(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse validate.py's command line. Returns and raises as `volo.config.args.parse_train` does; the data folder is
+    `data`."""
+    parser = validate_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    join_data_dir(args, "DATA", "data")
+    args.notes = check_images(args, parser.flags)
+    return args
+
+
+def parse_generate_label(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse generate_label.py's command line. Returns and raises as `volo.config.args.parse_train` does."""
+    parser = generate_label_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    args.notes = check_images(args, parser.flags)
+    return args
+
+
+def parse_predict(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line of `volo predict`. Returns and raises as `volo.config.args.parse_train` does."""
+    parser = predict_parser()
+    args = Namespace(**(parser.defaults() | parser.explicit(argv)))
+    for dest, endings in (("output", _OUTPUTS), ("embeddings", _EMBEDDING_FILES)):
+        if (path := getattr(args, dest)) and not path.endswith(endings):
+            raise UserError(f"--{dest} {path}: end the name in {', '.join(endings[:-1])} or {endings[-1]}")
+    args.notes = check_images(args, parser.flags)
+    return args

@@ -111,13 +111,7 @@ def _gib_or_auto(text: str) -> float | str:
 RUN = Group(
     "Run",
     (
-        flag(
-            "-c",
-            "--config",
-            default="",
-            metavar="FILE",
-            help="YAML recipe, or its name; flags win over it",
-        ),
+        flag("-c", "--config", default="", metavar="FILE", help="YAML recipe, or its name; flags win over it"),
         flag("--output", default="", metavar="DIR", help="folder for run directories (output/train)"),
         flag("--experiment", default="", metavar="NAME", help="name of the run directory (TIME-MODEL-SIZE)"),
         flag("--seed", default=42, type=SEED, help="seed of weights, data order, augmentation and MixToken"),

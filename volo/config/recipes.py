@@ -6,6 +6,7 @@ import argparse
 import os
 import stat
 from collections.abc import Mapping
+from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
@@ -13,11 +14,23 @@ import yaml
 
 from tlt.errors import UserError
 from volo.config.flag_table import Flag, nearest
-from volo.config.shipped import recipe_file
 
 # A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
 _NOT_IN_RECIPES = ("config", "data_dir_option")
 _MOST_ITEMS, _MOST_BYTES = 100_000, 1_000_000
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped(folder: str) -> Path:
+    """Return the folder "configs" or "slurm": at the root of a checkout, in the package where it is installed."""
+    installed = _PACKAGE / "files" / folder
+    return installed if installed.is_dir() else _PACKAGE.parent / folder
+
+
+def recipe_file(name: str) -> str:
+    """Return the file that `-c` names: a path, or a recipe of this project by its name alone (`volo_d1_224`)."""
+    known = shipped("configs") / f"{name}.yaml"
+    return str(known) if not Path(name).exists() and Path(name).name == name and known.is_file() else name
 
 
 class _Loader(yaml.SafeLoader):

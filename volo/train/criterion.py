@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,9 @@ from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets, make_targets
 from tlt.upstream import behaviour
 from volo.train.model import TimmModel
-from volo.train.teacher import Teacher
+
+if TYPE_CHECKING:
+    from volo.train.teacher import Teacher
 
 _MIXUP_STREAM = 0x57EB  # one more random stream of a step, beside those of `tlt.api`
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,9 @@ from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
-from volo.train.teacher import Teacher
+
+if TYPE_CHECKING:
+    from volo.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
