@@ -100,6 +100,14 @@ class Results:
         ours, other = self.row(OURS).wall, self.row(peer).wall
         return other.median / ours.median if ours and other else None
 
+    def ratios(self, peer: str) -> tuple[float, float] | None:
+        """Return the lowest and the highest ratio of two turns of one round; None without several rounds."""
+        ours, other = self.row(OURS).wall, self.row(peer).wall
+        if not ours or not other or len(ours.rounds) < 2:
+            return None
+        found = [theirs / own for own, theirs in zip(ours.rounds, other.rounds, strict=True)]
+        return min(found), max(found)
+
     def utilisation(self, row: CandidateRow) -> float | None:
         """Return the model FLOPs utilisation: FLOPs of the model per second over the peak."""
         return row.flops / row.wall.median / self.peaks[row.dtype] if row.wall else None
@@ -211,6 +219,7 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 _MIB = 2**20
+_BUSY = 1.4  # a ratio that differs by more between rounds is not told
 
 
 def show(args: Namespace, found: Results) -> str:
@@ -237,6 +246,7 @@ def as_json(args: Namespace, found: Results) -> dict[str, Any]:
             "wall_seconds_per_image": asdict(row.wall) if row.wall else None,
             "cpu_seconds_per_image": asdict(row.cpu) if row.cpu else None,
             "ours/arm": found.ratio(row.name),
+            "ours/arm_by_round": found.ratios(row.name),
             "start_seconds": row.start,
             "mfu": found.utilisation(row),
             "flops_per_image": row.flops,
@@ -281,10 +291,21 @@ def _cells(row: Mapping[str, Any], scale: float, memory: list[str], parts: list[
         row["arm"],
         f"{row['images/s']:.4g}",
         f"{wall['median'] * scale:.1f} ({wall['low'] * scale:.1f}-{wall['high'] * scale:.1f})",
-        "" if row["arm"] == OURS or row["ours/arm"] is None else f"{row['ours/arm']:.2f}x",
+        _shown_ratio(row),
         f"{row['cpu_seconds_per_image']['median'] * 1e3:.1f}",
         f"{row['mfu']:.1%}",
         f"{row['start_seconds']:.1f}",
         *(f"{row['peak_bytes_per_image'][name] / _MIB:.1f}" for name in memory),
         *(f"{row['seconds_per_image_of'][name] * scale:.1f}" for name in parts),
     ]
+
+
+def _shown_ratio(row: Mapping[str, Any]) -> str:
+    """Return the ratio with its range over the rounds, or that other work on the machine makes it say nothing."""
+    if row["arm"] == OURS or row["ours/arm"] is None:
+        return ""
+    if row["ours/arm_by_round"] is None:
+        return f"{row['ours/arm']:.2f}x"
+    low, high = row["ours/arm_by_round"]
+    told = "machine busy" if high > _BUSY * low else f"{row['ours/arm']:.2f}x"
+    return f"{told} ({low:.2f}-{high:.2f})"

@@ -23,11 +23,12 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per unit of work: median, smallest and largest over the rounds."""
+    """Seconds per unit of work: median, smallest and largest over the rounds, and each round's."""
 
     median: float
     low: float
     high: float
+    rounds: tuple[float, ...] = ()
 
     def spread(self, scale: float) -> str:
         """Return the smallest and the largest, times `scale`."""
@@ -56,7 +57,10 @@ def by_clocks(
                 if number:
                     seconds[clock][name].append((read() - start[clock]) / units)
     return {
-        clock: {name: Timing(statistics.median(found), min(found), max(found)) for name, found in arms_found.items()}
+        clock: {
+            name: Timing(statistics.median(found), min(found), max(found), tuple(found))
+            for name, found in arms_found.items()
+        }
         for clock, arms_found in seconds.items()
     }
 

@@ -35,7 +35,7 @@ def test_rounds_are_interleaved_and_the_first_does_not_count() -> None:
 
     arms = {"one": arm("one", [50, 2, 4, 8]), "two": arm("two", [50, 10, 30, 20])}
     times = interleaved(arms, 3, clock=lambda: now[0])
-    assert times == {"one": Timing(2, 1, 4), "two": Timing(10, 5, 15)}
+    assert times == {"one": Timing(2, 1, 4, (1, 2, 4)), "two": Timing(10, 5, 15, (5, 15, 10))}
     assert calls == ["one", "two", "two", "one", "one", "two", "two", "one"]
 
 

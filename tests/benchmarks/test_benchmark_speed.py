@@ -239,6 +239,19 @@ def test_utilisation_and_ratio_by_hand() -> None:
     assert found.utilisation(ours) == pytest.approx(0.1) and found.utilisation(peer) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(
+    ("rounds", "told"),
+    [((1.4, 1.5, 1.65), "3.00x (2.80-3.00)"), ((0.9, 1.5, 1.65), "machine busy (1.80-3.00)"), ((), "3.00x")],
+)
+def test_a_ratio_has_its_range_over_the_rounds(rounds: tuple[float, ...], told: str) -> None:
+    ours = CandidateRow("ours", torch.float32, wall=Timing(0.5, 0.5, 0.55, (0.5, 0.5, 0.55)[: len(rounds)]))
+    peer = CandidateRow("timm", torch.float32, wall=Timing(1.5, 1, 2, rounds))
+    row = replace(ours, cpu=ours.wall, start=0.0), replace(peer, cpu=peer.wall, start=0.0)
+    found = Results("cpu", "step", list(row), {torch.float32: 60e9}, [])
+    args = Namespace(model="", batch_size=1, rounds=3, steps=1, warm_up=1)
+    assert f"| {told} |" in comparison.table(comparison.as_json(args, found))[-1]
+
+
 def test_parts_add_up_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter([10.0, 11.0, 14.0, 100.0, 100.5, 101.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
