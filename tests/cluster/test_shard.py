@@ -23,6 +23,7 @@ import volo  # noqa: F401  (registers the models)
 from tests.cluster.test_ddp import join
 from tests.train.small_run import tensors
 from tlt.errors import NonFiniteError, UserError
+from tlt.io.parts import read_parts
 from tlt.io.weights import peek_checkpoint, read_checkpoint, verify_checkpoint
 from volo.checkpoint.checkpoint import TrainState
 from volo.checkpoint.checkpoint_file import NotWrittenError
@@ -250,6 +251,7 @@ def test_all_ranks_tell_of_parts_that_cannot_be_written(directory: Path) -> None
         (lambda folder: shutil.rmtree(folder), "its tensors lie in .*, which is not there: copy that folder along"),
         (lambda folder: next(folder.iterdir()).unlink(), "rank-.* cannot be read: No such file"),
         (lambda folder: flip_byte(next(folder.iterdir())), "is damaged: .*rank-.* does not match its checksum"),
+        (lambda folder: (folder / "more.safetensors").touch(), "is refused: .*more.safetensors is none of its parts"),
     ],
 )
 def test_parts_that_are_missing_or_damaged(
@@ -263,6 +265,14 @@ def test_parts_that_are_missing_or_damaged(
     for read in (read_checkpoint, verify_checkpoint):
         with pytest.raises(UserError, match=says):
             read(file)
+
+
+def test_parts_that_hold_another_shape(directory: Path) -> None:
+    file = directory / "in_parts.pth.tar"
+    checkpoint = read_checkpoint(file, whole=False)
+    place = ("state_dict", "head.weight")
+    with pytest.raises(UserError, match="is damaged: .*parts-.* does not hold its tensors"):
+        read_parts({place: torch.empty(3, 3)}, file, checkpoint)
 
 
 def flip_byte(file: Path) -> None:

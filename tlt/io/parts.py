@@ -73,11 +73,15 @@ def verify_parts(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Compare the files of a checkpoint's parts with their recorded sizes and checksums; nothing for a whole one.
 
     Raises:
-        UserError: A file is missing or damaged.
+        UserError: A file is missing or damaged, or there is one that the checkpoint does not know.
     """
     folder = folder_of(checkpoint, path)
-    for name, recorded in {} if folder is None else checkpoint[PARTS_KEY]["files"].items():
-        assert folder is not None
+    if folder is None:
+        return
+    files = checkpoint[PARTS_KEY]["files"]
+    if unknown := {each.name for each in folder.glob("*.safetensors")} - files.keys():
+        raise UserError(f"{path} is refused: {folder / min(unknown)} is none of its parts")
+    for name, recorded in files.items():
         try:
             found = size_and_checksum(folder / Path(name).name)
         except OSError as error:
@@ -115,6 +119,9 @@ def read_parts(tensors: Mapping[Path_, Tensor], path: str | Path, checkpoint: Ma
     """Fill tensors, whole ones or DTensors, with what the files of parts hold for them; others are left as they are.
 
     Nothing is sent: each rank reads what it needs of the files.
+
+    Raises:
+        UserError: The files don't hold a tensor in this shape.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -126,7 +133,11 @@ def read_parts(tensors: Mapping[Path_, Tensor], path: str | Path, checkpoint: Ma
     wanted = {part_name(place): tensor for place, tensor in tensors.items() if part_name(place) in there}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:  # derived from BaseException
+            reason = "; ".join(str(cause) for cause, _ in error.failures.values())
+            raise UserError(f"{path} is damaged: {folder} does not hold its tensors ({reason[:200]})") from error
 
 
 def _replaced(

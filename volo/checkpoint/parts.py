@@ -24,6 +24,7 @@ from tlt.errors import NonFiniteError, UserError
 from tlt.io.files import sync_folder
 from tlt.io.parts import FOLDERS, IN_PARTS, PARTS_KEY, leaves, part_name, read_parts, replaced, size_and_checksum
 from tlt.io.weights import first_non_finite, peek_checkpoint
+from tlt.models.wrap import DENSE_ENTRIES
 from volo.checkpoint.checkpoint_file import explained
 from volo.cluster.distributed import from_all, from_primary
 
@@ -39,7 +40,8 @@ def write_parts(content: dict[str, Any], directory: Path, update: int) -> dict[s
     """
     tensors = {place: value for place, value in leaves(content) if isinstance(value, Tensor)}
     divided = {place: value for place, value in tensors.items() if isinstance(value, DTensor)}
-    weights = {part_name(place): value.to_local() for place, value in divided.items() if place[0] == "state_dict"}
+    saved = ("state_dict", DENSE_ENTRIES["state_dict"])
+    weights = {part_name(place): value.to_local() for place, value in divided.items() if place[0] in saved}
     if broken := next(filter(None, from_all(first_non_finite(weights))), None):
         raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved")
     name = from_primary(f"parts-{update}-{secrets.token_hex(4)}")
