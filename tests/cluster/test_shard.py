@@ -269,10 +269,9 @@ def test_parts_that_are_missing_or_damaged(
 
 def test_parts_that_hold_another_shape(directory: Path) -> None:
     file = directory / "in_parts.pth.tar"
-    checkpoint = read_checkpoint(file, whole=False)
-    place = ("state_dict", "head.weight")
+    folder, place = directory / peek_checkpoint(file)["parts"]["folder"], ("state_dict", "head.weight")
     with pytest.raises(UserError, match="is damaged: .*parts-.* does not hold its tensors"):
-        read_parts({place: torch.empty(3, 3)}, file, checkpoint)
+        read_parts({place: torch.empty(3, 3)}, folder, file)
 
 
 def flip_byte(file: Path) -> None:

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,58 +105,53 @@ def with_shapes(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: The parts are not those of this checkpoint.
     """
-    return _replaced(checkpoint, path, lambda size, dtype: torch.empty(size, dtype=dtype, device="meta"))
+    folder = folder_of(checkpoint, path)
+    return checkpoint if folder is None else replaced(checkpoint, _empty(checkpoint, folder, path, "meta"))
 
 
 def with_tensors(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """Return a checkpoint with whole tensors on the CPU in place of those in parts. Raises as `with_shapes`."""
-    checkpoint = _replaced(checkpoint, path, lambda size, dtype: torch.empty(size, dtype=dtype))
-    read_parts({place: value for place, value in leaves(checkpoint) if isinstance(value, Tensor)}, path, checkpoint)
-    return {key: value for key, value in checkpoint.items() if key != PARTS_KEY}
+    folder = folder_of(checkpoint, path)
+    if folder is None:
+        return checkpoint
+    tensors = _empty(checkpoint, folder, path, "cpu")
+    read_parts(tensors, folder, path)
+    return {key: value for key, value in replaced(checkpoint, tensors).items() if key != PARTS_KEY}
 
 
-def read_parts(tensors: Mapping[Path_, Tensor], path: str | Path, checkpoint: Mapping[str, Any]) -> None:
-    """Fill tensors, whole ones or DTensors, with what the files of parts hold for them; others are left as they are.
+def read_parts(tensors: Mapping[Path_, Tensor], folder: Path, path: str | Path) -> None:
+    """Fill tensors, whole ones or DTensors, with what the files in a folder of parts hold for their places.
 
-    Nothing is sent: each rank reads what it needs of the files.
+    Nothing is sent: each rank reads what it needs of the files. `path` is the checkpoint's, for messages.
 
     Raises:
         UserError: The files don't hold a tensor in this shape.
     """
     import torch.distributed.checkpoint as dcp
 
-    folder = folder_of(checkpoint, path)
-    if folder is None:
-        return
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    there = reader.read_metadata().state_dict_metadata
-    wanted = {part_name(place): tensor for place, tensor in tensors.items() if part_name(place) in there}
+    wanted = {part_name(place): tensor for place, tensor in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
         try:
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
         except dcp.CheckpointException as error:  # derived from BaseException
             reason = "; ".join(str(cause) for cause, _ in error.failures.values())
             raise UserError(f"{path} is damaged: {folder} does not hold its tensors ({reason[:200]})") from error
 
 
-def _replaced(
-    checkpoint: dict[str, Any], path: str | Path, make: Callable[[torch.Size, torch.dtype], Tensor]
-) -> dict[str, Any]:
+def _empty(checkpoint: Mapping[str, Any], folder: Path, path: str | Path, device: str) -> dict[Path_, Tensor]:
+    """Return a tensor on `device` for each place holder of a checkpoint, in the size that the files of parts have."""
     import torch.distributed.checkpoint as dcp
 
-    folder = folder_of(checkpoint, path)
-    if folder is None:
-        return checkpoint
     there = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     _check_complete(there, folder)
-    new = {}
+    found = {}
     for place in [place for place, value in leaves(checkpoint) if isinstance(value, str) and value == IN_PARTS]:
         if part_name(place) not in there:
             raise UserError(f"{path} is damaged: {part_name(place)} is missing in {folder}")
         saved: Any = there[part_name(place)]
-        new[place] = make(saved.size, saved.properties.dtype)
-    return replaced(checkpoint, new)
+        found[place] = torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+    return found
 
 
 def _check_complete(there: Mapping[str, Any], folder: Path) -> None:

@@ -22,7 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from tlt.errors import NonFiniteError, UserError
 from tlt.io.files import sync_folder
-from tlt.io.parts import FOLDERS, IN_PARTS, PARTS_KEY, leaves, part_name, read_parts, replaced, size_and_checksum
+from tlt.io.parts import (
+    FOLDERS,
+    IN_PARTS,
+    PARTS_KEY,
+    folder_of,
+    leaves,
+    part_name,
+    read_parts,
+    replaced,
+    size_and_checksum,
+)
 from tlt.io.weights import first_non_finite, peek_checkpoint
 from tlt.models.wrap import DENSE_ENTRIES
 from volo.checkpoint.checkpoint_file import explained
@@ -87,12 +97,15 @@ def _write_own(tensors: Mapping[Any, DTensor], folder: Path) -> dict[str, list[i
 
 def own_parts_read(checkpoint: dict[str, Any], path: str | Path, like: Mapping[Any, DTensor]) -> dict[str, Any]:
     """Return a checkpoint with this rank's parts in place of the tensors on `meta` that `like` has by their place."""
+    folder = folder_of(checkpoint, path)
+    if folder is None:
+        return checkpoint
     own = {
         place: torch.empty_like(like[place], dtype=value.dtype)
         for place, value in leaves(checkpoint)
         if isinstance(value, Tensor) and value.is_meta and place in like and like[place].shape == value.shape
     }
-    read_parts(own, path, checkpoint)
+    read_parts(own, folder, path)
     return replaced(checkpoint, own)
 
 
