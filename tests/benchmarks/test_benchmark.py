@@ -90,12 +90,12 @@ def test_peak_counts_what_was_freed_again_and_not_what_was_there() -> None:
 
 @LINUX
 def test_loss_compares_both_forms_of_one_loss(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "loss -b 24 --grid 6 6 --num-classes 1500 --map-size 7 7 --device cpu --repeats 1"
+    line = "loss -b 24 --grid 6 6 --num-classes 3000 --map-size 7 7 --device cpu --repeats 1"
     assert cli.run("benchmark", [*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     dense, sparse = found["dense"], found["sparse"]
     assert dense["value"] == pytest.approx(sparse["value"], rel=1e-5)
-    logits = 24 * 37 * 1500 * 4
+    logits = 24 * 37 * 3000 * 4
     # Two copies of the targets at least, while they are made; the sparse form has groups of images alone.
     assert dense["work_bytes"] > 2 * logits and sparse["work_bytes"] < logits
     assert sparse["all_bytes"] - sparse["work_bytes"] == 2 * logits
