@@ -184,7 +184,7 @@ def test_a_crop_that_shows_nothing_of_the_image_is_all_fill_and_has_no_labels():
     plan = plan.select(outside)
     assert (plan.crop[:, 2:] > 0).all() and (plan.crop[:, :2] >= 0).all()
     images = DeviceStage(chosen, (0, 0, 0), (1, 1, 1))(torch.zeros(len(plan), 3, 32, 32, dtype=torch.uint8), plan)
-    assert torch.equal(images, torch.tensor(chosen.fill).view(1, 3, 1, 1).expand_as(images).float() / 255)
+    assert torch.allclose(images, (torch.tensor(chosen.fill).view(1, 3, 1, 1) / 255).expand_as(images), atol=1e-7)
     maps = LabelBatch.stack([LabelMap.unknown((2, 4, 4), (0.0, 0.0, 1.0, 1.0))] * len(plan))
     geometry_of = (torch.from_numpy(plan.normalised_affine()).float(), torch.from_numpy(plan.visible()).float())
     targets = make_targets(maps, *geometry_of, torch.zeros(len(plan)), (2, 2), 4)

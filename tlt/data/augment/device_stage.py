@@ -88,9 +88,9 @@ def _warp_work(plan: Plan) -> list[Work]:
 
 
 def _axes(maps: Floats) -> Ints:
-    """`Along` of each map (B, 2, 3): the axis that the map doesn't just shift or mirror by whole pixels."""
-    mirrored = (np.abs(maps[:, [0, 1], [0, 1]]) == 1) & (maps[:, [0, 1], [1, 0]] == 0)
-    x_stays, y_stays = (mirrored & (maps[:, :, 2] == np.round(maps[:, :, 2]))).T
+    """`Along` of each map (B, 2, 3)."""
+    plain = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1, keepdims=True)  # neither axis is stretched
+    x_stays, y_stays = (plain & (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))).T
     return np.where(y_stays, Along.X, np.where(x_stays, Along.Y, Along.BOTH))
 
 
@@ -112,10 +112,11 @@ def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int]) -> Tens
 
 
 def _taken(images: Tensor, rows: Tensor) -> Tensor:
-    """`images[rows]`."""
+    """`images[rows]`, not to be written to."""
     # There index_select takes five times as long as copies, index_copy_ twenty times.
     if on_device.in_small_pieces(images.device):
-        return torch.stack([images[row] for row in rows.tolist()])
+        taken = [images[row] for row in rows.tolist()]
+        return taken[0][None] if len(taken) == 1 else torch.stack(taken)
     return images.index_select(0, rows)
 
 
@@ -149,13 +150,14 @@ class EvalStage(nn.Module):
     With one mean in place of three the images become grey, (B, 1, H, W), by Pillow's weights (its mode L).
     """
 
-    mean: Tensor
-    std: Tensor
+    mean: Tensor  # grey levels
+    scale: Tensor  # of a grey level
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(tuple(mean)).view(1, -1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(tuple(std)).view(1, -1, 1, 1), persistent=False)
+        levels, deviations = (255 * torch.tensor(tuple(part)).view(1, -1, 1, 1) for part in (mean, std))
+        self.register_buffer("mean", levels, persistent=False)
+        self.register_buffer("scale", 1 / deviations, persistent=False)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ class EvalStage(nn.Module):
         result = torch.empty(shape, dtype=torch.float32, device=images.device)
         step = on_device.portion(images)
         for some, levels in zip(result.split(step), images.split(step), strict=True):
-            some.copy_(levels if shape[1] == 3 else _grey(levels)).div_(255).sub_(self.mean).div_(self.std)
+            some.copy_(levels if shape[1] == 3 else _grey(levels)).sub_(self.mean).mul_(self.scale)
         return result
 
 

@@ -6,13 +6,14 @@ Legend: b boxes, S rows of pixels in them, P pixels in them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tlt.data.augment.on_device import portion, send
+from tlt.data.augment.on_device import in_small_pieces, send
 from tlt.data.augment.plan import Plan
 
 Ints = npt.NDArray[np.int64]
@@ -24,14 +25,30 @@ def erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
     for number in range(plan.erase.shape[1]):
         boxes = plan.erase[:, number]
         rows = np.flatnonzero(boxes[:, 2] * boxes[:, 3])
-        step = portion(images)
-        for some in (rows[start : start + step] for start in range(0, len(rows), step)):
-            _erase_boxes(images, boxes[some], some, keys[some], mode, number)
+        if in_small_pieces(images.device):
+            for row in rows.tolist():
+                _erase_box(images[row], boxes[row].tolist(), int(keys[row]), mode, number)
+        elif len(rows):
+            _erase_boxes(images, boxes[rows], rows, keys[rows], mode, number)
     return images
 
 
+def _erase_box(image: Tensor, box: Sequence[int], key: int, mode: str, number: int) -> None:
+    """Fill the `number`-th box of an image (C, H, W): top, left, h, w."""
+    (channels, height, width), (top, left, tall, wide) = image.shape, box
+    part = image[:, top : top + tall, left : left + wide]
+    channel = torch.arange(channels)[:, None, None]
+    if mode == "pixel":
+        places = torch.arange(top, top + tall)[:, None] * width + torch.arange(left, left + wide)
+        part.copy_(normal_noise(key, channel * (height * width) + places))
+    elif mode == "rand":
+        part.copy_(normal_noise(key, channel + channels * number))
+    else:
+        part.zero_()
+
+
 def _erase_boxes(images: Tensor, boxes: Ints, images_of: Ints, keys: Ints, mode: str, number: int) -> None:
-    """Fill the `number`-th box in each of some images; `boxes` (b, 4) top, left, h, w."""
+    """The same for all boxes (b, 4) at once."""
     channels, height, width = images.shape[1:]
     plane = height * width
     top, left, tall, wide = boxes.T
@@ -61,19 +78,19 @@ def _signed(word: int) -> int:
 
 def _shifted(z: Tensor, by: int) -> Tensor:
     """Logical right shift of int64."""
-    return (z >> by) & ((1 << (64 - by)) - 1)
+    return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def hash_words(keys: Tensor, words: Tensor) -> Tensor:
+def hash_words(keys: Tensor | int, words: Tensor) -> Tensor:
     """`tlt.data.augment.counter`'s hash of one more word, same bits: int64 keys and words (broadcast) -> int64."""
-    z = keys + (words + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
+    z = ((words + 1) * _signed(0x9E3779B97F4A7C15)).add(keys)
+    z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    return z.bitwise_xor_(_shifted(z, 31))
 
 
-def normal_noise(keys: Tensor, words: Tensor) -> Tensor:
+def normal_noise(keys: Tensor | int, words: Tensor) -> Tensor:
     """Standard normal float32, a function of (key, word) alone (Box-Muller on the two ends of the hash)."""
     bits = hash_words(keys, words)
-    radius = torch.sqrt(-2 * torch.log((_shifted(bits, 40).float() + 0.5) * 2.0**-24))
-    return radius * torch.cos((bits & 0xFFFFFF).float() * (2 * math.pi * 2.0**-24))
+    radius = _shifted(bits, 40).float().add_(0.5).mul_(2.0**-24).log_().mul_(-2).sqrt_()
+    return (bits & 0xFFFFFF).float().mul_(2 * math.pi * 2.0**-24).cos_().mul_(radius)

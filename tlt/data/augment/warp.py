@@ -1,29 +1,25 @@
 """Affine warps of batches of uint8 images, on any device, as `PIL.Image.transform` computes them.
 
-Legend: B images of H x W pixels, S = W + 4 the width of an image with its frame.
+Legend: B images of H x W pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.data.augment import on_device
-
-Blend: TypeAlias = Callable[[Sequence[Tensor], Tensor], Tensor]
-
 _FRAME = 2  # pixels around an image that bicubic sampling can reach
 
 
 class Along(IntEnum):
-    """Which axes a map interpolates along; the other one it shifts or mirrors by whole pixels."""
+    """Along which axis a map moves lines of pixels, each by a distance of its own and none stretched. The other axis
+    it shifts by whole pixels; both may be mirrored."""
 
-    BOTH = 0
+    BOTH = 0  # any other map
     X = 1
     Y = 2
 
@@ -36,77 +32,121 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
         maps: (B, 2, 3), output px -> input px, float64 where the device has it.
         fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
         cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
-        along: Not BOTH: `maps` takes whole pixels to whole pixels along the other axis, and that axis alone decides
-            where. Gives what BOTH gives, for a fraction of the work.
+        along: Not BOTH: each of the maps is such a one. Takes a third of the time; mirrored images are what
+            `PIL.ImageOps.mirror` or `flip` and the unmirrored map make of them.
+
+    Returns:
+        (B, 3, H, W) uint8.
     """
+    if along == Along.BOTH:
+        values, outside = _sample(images, maps, cubic)
+    else:
+        values, outside = _move_lines(images, maps, cubic, 0 if along == Along.X else 1)
+    levels = values.clamp_(0, 255).short().to(torch.uint8)  # truncated, as PIL
+    colour = torch.tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
+    # The colour where outside, in three quick passes on a CPU: there `torch.where` takes longer.
+    return levels.bitwise_xor_((levels ^ colour).bitwise_and_(outside.to(torch.uint8)[:, None]))
+
+
+def _sample(images: Tensor, maps: Tensor, cubic: bool) -> tuple[Tensor, Tensor]:
+    """Values (B, 3, H, W), and where they lie outside of the image, (B, H, W): see `_outside`."""
     height, width = images.shape[2:]
-    x, y = _mapped_centres(maps, (height, width), along)
-    inside = ((x >= 0) & (x < width)) & ((y >= 0) & (y < height))
+    m = maps[..., None, None]
+    columns, rows = _centres(width, maps), _centres(height, maps)[:, None]
+    x, y = (m[:, axis, 0] * columns + m[:, axis, 1] * rows + m[:, axis, 2] for axis in (0, 1))
+    outside = _outside(x.floor().int(), width) | _outside(y.floor().int(), height)
     x, y = x - 0.5, y - 0.5
     left, top = x.floor(), y.floor()
-    # Sums of two pixels are often whole numbers, where a float32 just below would lose a level: keep the doubles.
-    precision = torch.float32 if cubic else x.dtype
-    reach = range(-1, 3) if cubic else range(2)
-    columns, rows = (reach if along != Along.Y else range(1)), (reach if along != Along.X else range(1))
+    # With a frame of repeated edges only the first of the 4 x 4 pixels around has to be clamped.
     row_length = width + 2 * _FRAME
-    index = ((top + 1) * row_length + (left + 1)).long()  # of the first of the 4 x 4 pixels around
-    index = torch.where(inside, index, (height + 2 * _FRAME) * row_length).flatten(1)
-    table = _framed(images, fill)
-    dx, dy = ((point - corner).to(precision)[:, None] for point, corner in ((x, left), (y, top)))
-    blend = _cubic if cubic else _linear
-    lines = []
-    for row in rows:
-        taps = (table[:, (row + 1) * row_length + column + 1 :].gather(1, index) for column in columns)
-        pixels = [[part.to(precision) for part in _unpacked(tap.view(inside.shape))] for tap in taps]
-        lines.append([blend(values, dx) for values in zip(*pixels, strict=True)])
-    levels = torch.cat([blend(values, dy) for values in zip(*lines, strict=True)], dim=1)
-    return levels.clamp_(0, 255).short().to(torch.uint8)  # truncated, as PIL
+    first = (top.int().clamp_(-1, height - 1) + 1) * row_length + (left.int().clamp_(-1, width - 1) + 1)
+    index = _of_channels(first)
+    table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
+    reach = range(4) if cubic else range(1, 3)
+
+    across, down = _weights(x - left, cubic), _weights(y - top, cubic)
+
+    def row(number: int) -> Tensor:
+        start = number * row_length
+        return _blend([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach], across)
+
+    return _blend([row(number) for number in reach], down), outside
 
 
-def _mapped_centres(maps: Tensor, size: tuple[int, int], along: Along) -> tuple[Tensor, Tensor]:
-    """Input coordinates x, y of the output pixels' centres (B, H, W), or less where one of its axes decides."""
-    height, width = size
-    columns = torch.arange(width, dtype=maps.dtype, device=maps.device) + 0.5
-    rows = torch.arange(height, dtype=maps.dtype, device=maps.device)[:, None] + 0.5
-    m = maps[..., None, None]
-    x = m[:, 0, 0] * columns + m[:, 0, 1] * rows if along != Along.Y else m[:, 0, 0] * columns
-    y = m[:, 1, 0] * columns + m[:, 1, 1] * rows if along != Along.X else m[:, 1, 1] * rows
-    return x + m[:, 0, 2], y + m[:, 1, 2]
+def _move_lines(images: Tensor, maps: Tensor, cubic: bool, axis: int) -> tuple[Tensor, Tensor]:
+    """As `_sample`, for maps that move lines along an axis (0 is x). Every pixel of a line is read once: neighbours in
+    the output are blended of neighbours in the input."""
+    height, width = images.shape[2:]
+    length, number = (width, height) if axis == 0 else (height, width)  # of the lines
+
+    def along(values: Tensor) -> Tensor:  # (length,) -> (1, W) or (H, 1)
+        return values if axis == 0 else values[:, None]
+
+    def across(values: Tensor) -> Tensor:  # (B, number) -> (B, H, 1) or (B, 1, W)
+        return values.unsqueeze(2 - axis)
+
+    sign, shear, shift = maps[:, axis, axis, None], maps[:, axis, 1 - axis, None], maps[:, axis, 2, None]
+    # Of an image that is mirrored first, as PIL's is: then all maps go forwards.
+    shear, shift = shear * sign, torch.where(sign > 0, shift, length - shift)
+    lines = _centres(number, maps)
+    distance = shear * lines + shift  # (B, number)
+    first = distance.floor()
+    fraction = across(distance - first)
+    if not cubic:  # rounded pixel by pixel, as `_sample` does it
+        x = along(_centres(length, maps)) + across(shear * lines) + across(shift)
+        fraction = x - 0.5 - (across(first) + along(_count(length, maps)))
+    line = (maps[:, 1 - axis, 1 - axis, None] * lines + maps[:, 1 - axis, 2, None]).floor().int()
+    ints = _count(length + 3, line)
+    outside = _outside(along(ints[:length]) + across((distance + 0.5).floor().int()), length)
+    outside = outside | across(_outside(line, number))
+    reach = range(-1, 3) if cubic else range(2)
+    position = across(first.int() + reach[0]) + along(ints[: length + len(reach) - 1])
+    position = position.clamp_(0, length - 1) * across(sign.int()) + across((sign < 0).int() * (length - 1))
+    line = across(line.clamp_(0, number - 1))
+    index = position + line * width if axis == 0 else position * width + line
+    read = images.float().flatten(2).gather(2, _of_channels(index)).view(-1, 3, *index.shape[1:])
+    return _blend([read.narrow(3 - axis, i, length) for i in range(len(reach))], _weights(fraction, cubic)), outside
 
 
-def _framed(images: Tensor, fill: Sequence[int]) -> Tensor:
-    """Pixels packed into one int32 each, with their edges repeated and four rows of `fill` below: (B, (H + 8) * S).
+def _count(number: int, like: Tensor) -> Tensor:
+    return torch.arange(number, dtype=like.dtype, device=like.device)
 
-    With the frame no coordinate needs to be clamped, and what lies outside reads the last rows.
+
+def _centres(number: int, maps: Tensor) -> Tensor:
+    """Output coordinates of the pixels of a side (number,)."""
+    return _count(number, maps) + 0.5
+
+
+def _outside(pixels: Tensor, side: int) -> Tensor:
+    """-1 (all bits) where int32 pixels are not in 0..side - 1, else 0: on a CPU a comparison takes longer."""
+    return (pixels | (side - 1 - pixels)) >> 31
+
+
+def _of_channels(index: Tensor) -> Tensor:
+    """The same place in every channel: (B, h, w) int32 -> (B, 3, h * w) int64."""
+    return index.long().flatten(1)[:, None].expand(-1, 3, -1)
+
+
+def _weights(fraction: Tensor, cubic: bool) -> tuple[Tensor, ...]:
+    """By what `_blend` multiplies differences of neighbours at a point between them; `fraction` (B, h, w) in 0..1."""
+    t = fraction[:, None]
+    if not cubic:
+        # The result is often a whole number, where a float32 just below would lose a level: keep the doubles.
+        return (t,)
+    t = t.float()
+    rest = 1 - t
+    far = t * rest
+    return -far * rest, t + t * far, -far * t
+
+
+def _blend(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
+    """Between two neighbours, or the middle two of four: cubic convolution with a = -1, which is PIL's for transforms.
+
+    By differences of pixels: where all are the same, so is the result, to the last bit.
     """
-    red, green, blue = images.int().unbind(1)
-    packed = (red | green << 8 | blue << 16).float()  # 24 bits: exact, and floats are what can be padded
-    framed = F.pad(packed, (_FRAME,) * 4, mode="replicate")
-    colour = fill[0] | fill[1] << 8 | fill[2] << 16
-    return F.pad(framed, (0, 0, 0, 2 * _FRAME), value=float(colour)).int().flatten(1)
-
-
-def _unpacked(pixels: Tensor) -> tuple[Tensor, ...]:
-    """Red, green and blue of packed pixels (B, H, W), int32: in one (B, 3, H, W) or three (B, 1, H, W)."""
-    pixels = pixels[:, None]
-    if on_device.in_small_pieces(pixels.device):
-        return pixels & 255, (pixels >> 8) & 255, pixels >> 16
-    return ((pixels >> torch.arange(0, 24, 8, dtype=torch.int32, device=pixels.device).view(3, 1, 1)) & 255,)
-
-
-# Both work in place, on as little memory as they can.
-def _linear(values: Sequence[Tensor], t: Tensor) -> Tensor:
-    """Between two neighbours; of a single value, that."""
-    if len(values) == 1:
-        return values[0]
-    first, second = values
-    return (second - first).mul_(t).add_(first)
-
-
-def _cubic(values: Sequence[Tensor], t: Tensor) -> Tensor:
-    """Between the middle two of four neighbours: cubic convolution with a = -1, which is PIL's for transforms."""
-    if len(values) == 1:
-        return values[0]
-    p, q, r, s = values
-    square, cube = (p - q).mul_(2).add_(r).sub_(s), (q - p).sub_(r).add_(s)
-    return cube.mul_(t).add_(square).mul_(t).add_(r - p).mul_(t).add_(q)
+    if len(pixels) == 2:
+        first, second = pixels
+        return (second - first).to(weights[0].dtype).mul_(weights[0]).add_(first)
+    before, first, second, after = pixels
+    total = (before - first).mul_(weights[0]).addcmul_(second - first, weights[1])
+    return total.addcmul_(after - first, weights[2]).add_(first)
