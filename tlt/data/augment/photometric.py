@@ -23,13 +23,13 @@ def _per_sample(argument: Tensor) -> Tensor:
 
 
 def _truncated(values: Tensor) -> Tensor:
-    """Floats to grey levels, clipped and truncated as PIL's blend does."""
-    return values.clamp(0, 255).short().to(torch.uint8)  # CPUs convert in two quick steps or in one slow one
+    """Floats, which are overwritten, to grey levels: clipped and truncated as PIL's blend does."""
+    return values.clamp_(0, 255).short().to(torch.uint8)  # CPUs convert in two quick steps or in one slow one
 
 
 def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     """`PIL.Image.blend(degenerate, image, factor)`: 0 gives the degenerate image, 1 the image, more exaggerates."""
-    return _truncated(degenerate + _per_sample(factor) * (images - degenerate))
+    return _truncated((images - degenerate).mul_(_per_sample(factor)).add_(degenerate))
 
 
 def _luma(images: Tensor) -> Tensor:
