@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,6 +75,14 @@ class HostBatch:
     skipped: list[Skipped]  # images
     bad_labels: list[Skipped]  # images whose label map was replaced (--bad-label skip or uniform)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What goes from a worker to the main process: small tensors as arrays, in the message itself. Each tensor takes
+        shared memory of its own, a file descriptor and a connection."""
+        return self.__dict__ | {name: getattr(self, name).numpy() for name in _SMALL_TENSORS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {name: torch.from_numpy(state[name]) for name in _SMALL_TENSORS}
+
     def pin_memory(self) -> HostBatch:
         """The same batch in page-locked memory; torch's DataLoader calls this."""
         tensors = {name: getattr(self, name) for name in _TENSORS}
@@ -82,6 +90,7 @@ class HostBatch:
         return replace(self, labels=self.labels.pin_memory() if self.labels else None, **tensors)
 
 
+_SMALL_TENSORS = ("classes", "indices", "sizes", "affine", "visible")
 _TENSORS = ("images", "classes", "indices", "affine", "visible")
 
 
