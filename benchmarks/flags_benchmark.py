@@ -263,7 +263,14 @@ _STARTUP = (
             flag("--directory", default="", metavar="DIR", help="where they are made and removed (the system's own)"),
         ),
     ),
-    Group("Measuring", (flag("--rounds", default=3, type=POSITIVE, help="of all arms; the median counts"), *_OUTPUT)),
+    Group(
+        "Measuring",
+        (
+            flag("--rounds", default=3, type=POSITIVE, help="of all arms; the median counts"),
+            switch("--cold", help="start both programs with an empty page cache too (root; slows what else runs here)"),
+            *_OUTPUT,
+        ),
+    ),
 )
 
 _SCALING_STEP = Group(
@@ -337,7 +344,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "startup": Command(
         "feed.startup",
-        "Cost of finding images and labels before the first step: ours, torchvision's and timm's.",
+        "Cost of finding images and labels: ours, torchvision's, timm's; time to the first update.",
         _STARTUP,
     ),
     "tests": Command("tests", "Every test that needs a GPU: what fails, and why.", _TESTS),

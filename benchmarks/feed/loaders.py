@@ -19,6 +19,7 @@ from benchmarks.timing import Timing, by_clocks, cpu_seconds
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
+from tlt.data.augment.warp import Warp
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import BACKENDS
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
@@ -104,6 +105,11 @@ def measure(
                 epochs |= {LoaderPart(shown, part): our_loader(case, name, part, kind) for part in parts}
         except UserError as error:
             missing[name] = str(error)
+    if case.device.type == "cuda" and SyntheticBackend.name in backends and BATCHES in parts:
+        from tlt.data.augment import warp_triton
+
+        arm = LoaderPart(f"{SyntheticBackend.name}, Triton warp", BATCHES)
+        epochs[arm] = our_loader(case, SyntheticBackend.name, BATCHES, warp=warp_triton.warp)
     loaders = {loader: _Pass(case.device, epoch) for loader, epoch in epochs.items()}
     found = by_clocks(loaders, rounds, {"wall": time.perf_counter, "cpu": cpu_seconds})
     return Timed(recipe, case.workers, found["wall"], found["cpu"], missing)
@@ -114,9 +120,11 @@ def worker_types(name: str, workers: int) -> tuple[str, ...]:
     return ("process", "thread") if workers and name in BACKENDS else ("process",)
 
 
-def our_loader(case: LoaderCase, name: str, part: str, worker_type: str = "process") -> Epoch:
+def our_loader(
+    case: LoaderCase, name: str, part: str, worker_type: str = "process", warp: Warp | None = None
+) -> Epoch:
     """Return an epoch of our training loader. Raises UserError if the backend is not available here."""
-    dataset, stage = _dataset(case, name), _finish(case, part)
+    dataset, stage = _dataset(case, name), _finish(case, part, warp)
     stream = IndexStream(len(dataset), case.batch_size, 0)
     loader = TrainLoader(dataset, stream, stage, case.device, case.workers, pin_memory=True, worker_type=worker_type)
     return lambda number: (batch.images for _, _, batch in loader.epoch(number))
@@ -130,8 +138,8 @@ def _dataset(case: LoaderCase, name: str) -> TrainDataset:
     return TrainDataset(case.folder, case.config, 0, case.labels, backend)
 
 
-def _finish(case: LoaderCase, part: str) -> Callable[[Tensor, Plan], Tensor]:
-    return DeviceStage(case.config, MEAN, STD).to(case.device) if part == BATCHES else _as_they_are
+def _finish(case: LoaderCase, part: str, warp: Warp | None) -> Callable[[Tensor, Plan], Tensor]:
+    return DeviceStage(case.config, MEAN, STD, warp).to(case.device) if part == BATCHES else _as_they_are
 
 
 def _as_they_are(images: Tensor, plan: Plan) -> Tensor:

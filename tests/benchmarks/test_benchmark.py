@@ -16,6 +16,7 @@ import torch
 from benchmarks.feed import startup
 from benchmarks.flags_benchmark import COMMANDS
 from benchmarks.memory import peak_of
+from tlt.errors import UserError
 from volo import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,10 +163,22 @@ def test_startup_measures_every_way_to_find_the_same_images(
             super().__init__(workers)
 
     monkeypatch.setattr(startup, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(startup, "PROGRAMS", {"a program": lambda root: [sys.executable, "-c", "print('loss 1.0')"]})
+    monkeypatch.setattr(startup, "_DROP_CACHES", tmp_path / "drop")
     ended = cli.run(
-        "benchmark", ["startup", "--images", "30", "--classes", "3", "--rounds", "1", "--directory", str(tmp_path)]
+        "benchmark",
+        ["startup", "--images", "30", "--classes", "3", "--rounds", "1", "--directory", str(tmp_path), "--cold"],
     )
     rows = capsys.readouterr().out.splitlines()[3:]
-    assert ended == 0 and [row.split("  ")[1].strip() for row in map(str.strip, rows)] == list(startup.CANDIDATES)
-    assert all(row.strip().startswith("30 ") for row in rows)
-    assert {path.name for path in tmp_path.iterdir()} == {"0.jpg", "train", "train.index", "labels"}
+    names = [*startup.CANDIDATES, "a program", "a program, cold"]
+    assert ended == 0 and [row.split("  ")[1].strip() for row in map(str.strip, rows)] == names
+    assert all(row.strip().startswith("30 ") for row in rows) and (tmp_path / "drop").read_text() == "3"
+    assert {path.name for path in tmp_path.iterdir()} == {"0.jpg", "train", "train.index", "labels", "val", "drop"}
+
+
+def test_startup_waits_for_the_first_update_of_both_programs(tmp_path: Path) -> None:
+    startup.make_data(tmp_path, 8, 2)
+    for command in startup.PROGRAMS.values():
+        assert startup.seconds_to_first_update(command(str(tmp_path))) > 0
+    with pytest.raises(UserError, match="-c ended before its first update: no more"):
+        startup.seconds_to_first_update([sys.executable, "-c", "print('no more')"])

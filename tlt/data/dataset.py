@@ -76,7 +76,7 @@ class HostBatch:
     bad_labels: list[Skipped]  # images whose label map was replaced (--bad-label skip or uniform)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes from a worker to the main process: small tensors as arrays, in the message itself. Each tensor takes
+        """What goes from a worker to the main process: small tensors as arrays, in the message itself. A tensor takes
         shared memory of its own, a file descriptor and a connection."""
         return self.__dict__ | {name: getattr(self, name).numpy() for name in _SMALL_TENSORS}
 

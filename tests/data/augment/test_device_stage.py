@@ -311,11 +311,13 @@ def test_images_that_are_not_the_plans_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", ["rand-n3-m9-mstd0.5-inc1-p0.9", "rand-n2-m9-t3aw-p1.0"])
-def test_cuda_gives_the_cpus_images_without_waiting_for_the_host(text):
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+def test_cuda_gives_the_cpus_images_without_waiting_for_the_host(monkeypatch, choice, text):
     config = AugmentConfig((64, 96), auto_augment=text, reprob=0.6)
     plan, _, _ = planned(config, 64)
     batch = as_batch(*[picture(64, 96, seed) for seed in range(64)])
     expected = DeviceStage(config, MEAN, STD)(batch, plan)
+    monkeypatch.setenv("TLT_WARP", choice)
     stage, on_device = DeviceStage(config, MEAN, STD).cuda(), batch.cuda()
     stage(on_device, plan)
     torch.cuda.set_sync_debug_mode("error")

@@ -21,7 +21,7 @@ from tlt.data.augment import on_device
 from tlt.data.augment.erase import erase
 from tlt.data.augment.photometric import OPERATIONS
 from tlt.data.augment.plan import BICUBIC, AugmentConfig, Plan
-from tlt.data.augment.warp import Along, warp
+from tlt.data.augment.warp import Along, Warp, chosen_warp
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -94,7 +94,7 @@ def _axes(maps: Floats) -> Ints:
     return np.where(y_stays, Along.X, np.where(x_stays, Along.Y, Along.BOTH))
 
 
-def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int]) -> Tensor:
+def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int], warp: Warp) -> Tensor:
     """Apply the steps to a copy of the images (B, 3, H, W) uint8."""
     if not work:
         return images
@@ -107,7 +107,7 @@ def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int]) -> Tens
     for step, rows, arguments in zip(work, rows_of, arguments_of, strict=True):
         by_row = arguments.view(step.arguments.shape)
         for some, values in zip(rows.split(size), by_row.split(size), strict=True):
-            _put_back(images, some, _run_step(step.code, _taken(images, some), values, fill))
+            _put_back(images, some, _run_step(step.code, _taken(images, some), values, fill, warp))
     return images
 
 
@@ -129,7 +129,7 @@ def _put_back(images: Tensor, rows: Tensor, changed: Tensor) -> None:
         images.index_copy_(0, rows, changed)
 
 
-def _run_step(code: int, images: Tensor, arguments: Tensor, fill: Sequence[int]) -> Tensor:
+def _run_step(code: int, images: Tensor, arguments: Tensor, fill: Sequence[int], warp: Warp) -> Tensor:
     if code in _FLIPS:
         return images.flip(_FLIPS[code])
     if code in _WARPS:
@@ -175,8 +175,11 @@ class DeviceStage(EvalStage):
     Colour layers and the warp work on uint8, as PIL; erasing follows normalisation, as in timm.
     """
 
-    def __init__(self, config: AugmentConfig, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, config: AugmentConfig, mean: Sequence[float], std: Sequence[float], warp: Warp | None = None
+    ) -> None:
         super().__init__(mean, std)
+        self.warp = warp or chosen_warp()
         self.remode = config.remode
         self.fill = config.fill
 
@@ -189,5 +192,5 @@ class DeviceStage(EvalStage):
         """
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
-        images = _run_schedule(images, schedule(plan), self.fill)
+        images = _run_schedule(images, schedule(plan), self.fill, self.warp)
         return erase(super().forward(images), plan, self.remode)

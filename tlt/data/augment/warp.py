@@ -5,13 +5,18 @@ Legend: B images of H x W pixels.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.errors import UserError
+
+CHOICE = "TLT_WARP"  # variable: "torch", the default, or "triton" (CUDA devices)
 _FRAME = 2  # pixels around an image that bicubic sampling can reach
 
 
@@ -22,6 +27,28 @@ class Along(IntEnum):
     BOTH = 0  # any other map
     X = 1
     Y = 2
+
+
+class Warp(Protocol):
+    """`warp`, or what computes the same."""
+
+    def __call__(
+        self, images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: Along = Along.BOTH
+    ) -> Tensor: ...
+
+
+def chosen_warp() -> Warp:
+    """By torch's operations, or by the Triton program if the variable says so. Raises UserError."""
+    choice = os.environ.get(CHOICE, "torch")
+    if choice not in ("torch", "triton"):
+        raise UserError(f"{CHOICE}={choice}: choose torch or triton")
+    if choice == "torch":
+        return warp
+    try:
+        from tlt.data.augment import warp_triton
+    except ImportError:
+        raise UserError(f"{CHOICE}=triton: Triton is not installed; leave the variable out") from None
+    return warp_triton.warp
 
 
 def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: Along = Along.BOTH) -> Tensor:
