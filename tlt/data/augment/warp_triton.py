@@ -4,7 +4,7 @@
     maps          (B, 2, 3) float64, output px -> input px
 
 A program makes BLOCK pixels of an image: where they lie is computed once for the three channels. The results are those
-of torch's operations: doubles where these have doubles, differences of pixels in the same order, no fused multiply-adds.
+of torch's operations: doubles where these have doubles, differences of pixels in the same order, no fused products.
 """
 # mypy: ignore-errors
 
