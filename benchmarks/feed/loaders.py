@@ -120,9 +120,7 @@ def worker_types(name: str, workers: int) -> tuple[str, ...]:
     return ("process", "thread") if workers and name in BACKENDS else ("process",)
 
 
-def our_loader(
-    case: LoaderCase, name: str, part: str, worker_type: str = "process", warp: Warp | None = None
-) -> Epoch:
+def our_loader(case: LoaderCase, name: str, part: str, worker_type: str = "process", warp: Warp | None = None) -> Epoch:
     """Return an epoch of our training loader. Raises UserError if the backend is not available here."""
     dataset, stage = _dataset(case, name), _finish(case, part, warp)
     stream = IndexStream(len(dataset), case.batch_size, 0)

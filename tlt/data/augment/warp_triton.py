@@ -116,9 +116,7 @@ def warp_pixels(images, maps, out, height, width, red, green, blue, CUBIC: tl.co
                 d2,
             )
         else:
-            upper = between_two(
-                level(plane, top, left, height, width), level(plane, top, left + 1, height, width), dx
-            )
+            upper = between_two(level(plane, top, left, height, width), level(plane, top, left + 1, height, width), dx)
             lower = between_two(
                 level(plane, top + 1, left, height, width), level(plane, top + 1, left + 1, height, width), dx
             )
