@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tlt.data.augment import on_device
 from tlt.data.augment.erase import erase
-from tlt.data.augment.photometric import OPERATIONS
+from tlt.data.augment.photometric import OPERATIONS, luma
 from tlt.data.augment.plan import BICUBIC, AugmentConfig, Plan
 from tlt.data.augment.warp import Along, Warp, chosen_warp
 
@@ -138,12 +138,6 @@ def _run_step(code: int, images: Tensor, arguments: Tensor, fill: Sequence[int],
     return OPERATIONS[code](images, arguments[:, 0].float())
 
 
-def _grey(levels: Tensor) -> Tensor:
-    """(B, 3, H, W) uint8 -> (B, 1, H, W) uint8, rounded as Pillow does."""
-    weights = torch.tensor([19595, 38470, 7471], dtype=torch.int32, device=levels.device).view(1, 3, 1, 1)
-    return ((levels * weights).sum(1, keepdim=True, dtype=torch.int32) + 0x8000 >> 16).to(torch.uint8)
-
-
 class EvalStage(nn.Module):
     """uint8 images (B, 3, H, W) -> float32, (x / 255 - mean) / std.
 
@@ -165,7 +159,7 @@ class EvalStage(nn.Module):
         result = torch.empty(shape, dtype=torch.float32, device=images.device)
         step = on_device.portion(images)
         for some, levels in zip(result.split(step), images.split(step), strict=True):
-            some.copy_(levels if shape[1] == 3 else _grey(levels)).sub_(self.mean).mul_(self.scale)
+            some.copy_(levels if shape[1] == 3 else luma(levels)).sub_(self.mean).mul_(self.scale)
         return result
 
 

@@ -32,7 +32,7 @@ def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     return _truncated((images - degenerate).mul_(_per_sample(factor)).add_(degenerate))
 
 
-def _luma(images: Tensor) -> Tensor:
+def luma(images: Tensor) -> Tensor:
     """PIL's conversion to "L" in its fixed-point arithmetic -> (B, 1, H, W) int32."""
     red, green, blue = images.int().split(1, dim=1)
     return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
@@ -108,12 +108,12 @@ def solarize_add(images: Tensor, add: Tensor) -> Tensor:
 
 def color(images: Tensor, factor: Tensor) -> Tensor:
     """`ImageEnhance.Color`: blend with the grey image."""
-    return _blend(_luma(images).float(), images.float(), factor)
+    return _blend(luma(images).float(), images.float(), factor)
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
     """`ImageEnhance.Contrast`: blend with the mean of the grey image, rounded."""
-    grey = _luma(images)
+    grey = luma(images)
     pixels = grey[0].numel()
     mean = (2 * grey.sum((1, 2, 3), dtype=torch.int64) + pixels) // (2 * pixels)
     return _blend(_per_sample(mean).float(), images.float(), factor)

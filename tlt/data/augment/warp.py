@@ -70,9 +70,11 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
     else:
         values, outside = _move_lines(images, maps, cubic, 0 if along == Along.X else 1)
     levels = values.clamp_(0, 255).short().to(torch.uint8)  # truncated, as PIL
-    colour = torch.tensor(fill, dtype=torch.uint8, device=images.device).view(3, 1, 1)
-    # The colour where outside, in three quick passes on a CPU: there `torch.where` takes longer.
-    return levels.bitwise_xor_((levels ^ colour).bitwise_and_(outside.to(torch.uint8)[:, None]))
+    outside = outside.to(torch.uint8)
+    for channel, colour in zip(levels.unbind(1), fill, strict=True):
+        # The colour where outside, in three quick passes on a CPU: there `torch.where` takes longer.
+        channel.bitwise_xor_((channel ^ colour).bitwise_and_(outside))
+    return levels
 
 
 def _sample(images: Tensor, maps: Tensor, cubic: bool) -> tuple[Tensor, Tensor]:
@@ -91,13 +93,13 @@ def _sample(images: Tensor, maps: Tensor, cubic: bool) -> tuple[Tensor, Tensor]:
     table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
     reach = range(4) if cubic else range(1, 3)
 
-    across, down = _weights(x - left, cubic), _weights(y - top, cubic)
+    weights_x, weights_y = _weights(x - left, cubic), _weights(y - top, cubic)
 
     def row(number: int) -> Tensor:
         start = number * row_length
-        return _blend([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach], across)
+        return _blend([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach], weights_x)
 
-    return _blend([row(number) for number in reach], down), outside
+    return _blend([row(number) for number in reach], weights_y), outside
 
 
 def _move_lines(images: Tensor, maps: Tensor, cubic: bool, axis: int) -> tuple[Tensor, Tensor]:
