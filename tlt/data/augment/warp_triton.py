@@ -17,13 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.data.augment.warp import Along
-
 BLOCK, WARPS = 256, 4  # pixels and warps of a program
 SIZES = ("height", "width", "red", "green", "blue")  # one compiled program serves all of them
 
 
-def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: Along = Along.BOTH) -> Tensor:
+def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: int = 0) -> Tensor:
     """As `tlt.data.augment.warp.warp`; lines are moved as everything else is."""
     images, maps = images.contiguous(), maps.contiguous()
     out = torch.empty_like(images)
