@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -76,40 +75,38 @@ def test_what_is_used_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mkl", "onednn", "asked", "slow"),
+    ("vendor", "family", "capability", "asked", "slow"),
     [
-        (2.0, 1.0, "", True),
-        (1.2, 1.0, "", False),
-        (1.0, 2.0, "", False),
-        (2.0, 1.0, "mkl", False),
-        (1, 2, "onednn", True),
+        ("AuthenticAMD", 26, "AVX512", "", True),
+        ("AuthenticAMD", 25, "AVX512", "", False),
+        ("AuthenticAMD", 26, "AVX2", "", False),  # told by ATEN_CPU_CAPABILITY, or by a virtual machine
+        ("GenuineIntel", 26, "AVX512", "", False),
+        ("AuthenticAMD", 26, "AVX512", "mkl", False),
+        ("GenuineIntel", 6, "AVX2", "onednn", True),
+        ("", 0, "AVX512", "", False),
     ],
 )
-def test_the_faster_library_is_chosen_once(
-    mkl: float, onednn: float, asked: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_processor_and_nothing_else_decides(
+    vendor: str,
+    family: int,
+    capability: str,
+    asked: str,
+    slow: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = [0.0]
-
-    def product(seconds: float) -> Callable[..., None]:
-        def advance(*inputs: object) -> None:
-            assert torch.get_num_threads() == 1
-            now[0] += seconds
-
-        return advance
-
+    cpuinfo = (
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n\n"
+        if vendor
+        else "Features: neon"
+    )
+    (tmp_path / "cpuinfo").write_text(cpuinfo + "x" * 4096)
+    monkeypatch.setattr(linear_module, "_PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setenv(linear_module.CHOICE, asked)
-    monkeypatch.setattr(linear_module.time, "thread_time", lambda: now[0])
-    monkeypatch.setattr(torch.nn.functional, "linear", product(mkl))
-    monkeypatch.setattr(linear_module, "onednn_linear", product(onednn))
-    monkeypatch.setattr(linear_module, "MKL_IS_SLOW", None)
-    threads = torch.get_num_threads()
-    with FakeTensorMode():
-        linear_module.choose_library()
-    assert linear_module.MKL_IS_SLOW is None
-    timm.create_model("volo_test")
-    assert linear_module.MKL_IS_SLOW is slow and torch.get_num_threads() == threads
-    monkeypatch.setattr(linear_module.time, "thread_time", None)
-    timm.create_model("lvvit_test")
+    assert linear_module.mkl_is_slow() is slow
+    monkeypatch.setattr(linear_module, "_PROCESSOR", tmp_path / "none")
+    assert linear_module.mkl_is_slow() is (asked == "onednn")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of quantization

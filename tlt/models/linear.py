@@ -1,14 +1,18 @@
 """Linear layers that use the CPU's widest instructions.
 
-torch leaves float32 matrix products on x86 to MKL, which takes some processors for unknown ones and leaves out their
-widest instructions. oneDNN, which torch uses for convolutions and in lower precisions, does not ask who made the
-processor: where MKL does so, forward and backward take half the time. A measurement tells where.
+torch leaves float32 matrix products on x86 to MKL, which takes AMD's processors for unknown ones and leaves out their
+AVX-512. oneDNN, which torch uses for convolutions and in lower precisions, does not ask who made the processor. Where
+AVX-512 has units of its whole width, forward and backward take half the time.
+
+What is known of the processor decides, never a measurement: one that is disturbed once in a hundred starts would make a
+resumed run end in other bits.
 """
 
 from __future__ import annotations
 
 import os
-import time
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,45 +21,27 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tlt.models.operators import own_operators_fit
 
-CHOICE = "TLT_LINEAR"  # variable: "mkl" or "onednn" in place of the measurement
-# Where MKL leaves out instructions, oneDNN was 1.6 to 3.8 times as fast, elsewhere 1.0 to 1.2 times, which an operator
-# that torch.compile can't see into costs again. In between nothing was seen, so that noise decides nothing.
-_WORTH_IT = 1.35
-_ROUNDS = 6
-
-# Whether this machine's processor can do more than MKL makes it do; None: not measured yet.
-MKL_IS_SLOW: bool | None = None
+CHOICE = "TLT_LINEAR"  # variable: "mkl" or "onednn" whatever the processor
+_PROCESSOR = Path("/proc/cpuinfo")
+# The fifth Zen. The fourth's units have half the width: there oneDNN is 1.0 to 1.2 times as fast, which an operator
+# that torch.compile can't see into costs again.
+_FIRST_WITH_WHOLE_UNITS = 26
 
 
-def choose_library() -> None:
-    """Measure once a process, in some 50 ms, which library multiplies float32 matrices; before any layer computes.
+def mkl_is_slow() -> bool:
+    """Return whether float32 matrix products are to be oneDNN's."""
+    asked = os.environ.get(CHOICE)
+    if asked in ("mkl", "onednn"):
+        return asked == "onednn"
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and _PROCESSOR.exists()):
+        return False
+    with _PROCESSOR.open(encoding="utf-8", errors="replace") as file:
+        first = dict(re.findall(r"^(vendor_id|cpu family)\s*:\s*(\S+)$", file.read(2048), re.MULTILINE))
+    amd, family = first.get("vendor_id") == "AuthenticAMD", int(first.get("cpu family", 0))
+    return amd and family >= _FIRST_WITH_WHOLE_UNITS and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
-    By the CPU time of one thread, so that other processes on the machine do not decide.
-    """
-    global MKL_IS_SLOW
-    if MKL_IS_SLOW is None and type(torch.empty(0)) is Tensor:  # no tensors that only pretend to compute
-        asked = os.environ.get(CHOICE)
-        MKL_IS_SLOW = asked == "onednn" if asked in ("mkl", "onednn") else _measure() > _WORTH_IT
 
-
-def _measure() -> float:
-    """Return how many times as fast as MKL oneDNN is; 0 where there is only one of them, or no clock to tell."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return 0.0
-    threads = torch.get_num_threads()
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            x, weight = (torch.zeros(rows, 384, dtype=torch.float32, device="cpu") for rows in (512, 768))
-            for number in range(2 * _ROUNDS):
-                began = time.thread_time()
-                onednn_linear(x, weight, None) if number % 2 else torch.nn.functional.linear(x, weight)
-                seconds[bool(number % 2)].append(time.thread_time() - began)
-    finally:
-        torch.set_num_threads(threads)
-    mkl, onednn = min(seconds[False]), min(seconds[True])
-    return mkl / onednn if onednn else 0.0  # Windows counts in steps of 16 ms
+MKL_IS_SLOW = mkl_is_slow()
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

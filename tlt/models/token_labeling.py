@@ -20,7 +20,7 @@ from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth, draw_orders
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
-from tlt.models.linear import choose_library, linear
+from tlt.models.linear import linear
 from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
@@ -73,7 +73,6 @@ class TokenLabelModel(nn.Module):
         dense_head: bool,
     ) -> None:
         super().__init__()
-        choose_library()
         self.num_features = self.head_hidden_size = self.embed_dim = num_features
         self.img_size: tuple[int, int] = to_2tuple(img_size)
         self.in_chans = in_chans
