@@ -106,10 +106,13 @@ def measure(
         except UserError as error:
             missing[name] = str(error)
     if case.device.type == "cuda" and SyntheticBackend.name in backends and BATCHES in parts:
-        from tlt.data.augment import warp_triton
-
         arm = LoaderPart(f"{SyntheticBackend.name}, Triton warp", BATCHES)
-        epochs[arm] = our_loader(case, SyntheticBackend.name, BATCHES, warp=warp_triton.warp)
+        try:
+            from tlt.data.augment import warp_triton
+        except ImportError:
+            missing[arm.loader] = "Triton is not installed"
+        else:
+            epochs[arm] = our_loader(case, SyntheticBackend.name, BATCHES, warp=warp_triton.warp)
     loaders = {loader: _Pass(case.device, epoch) for loader, epoch in epochs.items()}
     found = by_clocks(loaders, rounds, {"wall": time.perf_counter, "cpu": cpu_seconds})
     return Timed(recipe, case.workers, found["wall"], found["cpu"], missing)

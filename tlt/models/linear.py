@@ -4,8 +4,8 @@ torch leaves float32 matrix products on x86 to MKL, which takes AMD's processors
 AVX-512. oneDNN, which torch uses for convolutions and in lower precisions, does not ask who made the processor. Where
 AVX-512 has units of its whole width, forward and backward take half the time.
 
-What is known of the processor decides, never a measurement: one that is disturbed once in a hundred starts would make a
-resumed run end in other bits.
+What is known of the processor decides, never a measurement: where other work disturbs one, a resumed run would end in
+other bits.
 """
 
 from __future__ import annotations
