@@ -10,7 +10,7 @@ whatever its aspect ratio. Cell `(row, column)` of a map whose area is `(x0, y0,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,11 +42,13 @@ class LabelMap:
         ids: (k, h, w) int32 class ids.
         area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. It may reach outside by less than
             the image's size, where a network has padding. An empty area means that nothing is known about the image.
+        source: Where the map was read, such as its file: messages about it start with this.
     """
 
     values: np.ndarray
     ids: np.ndarray
     area: Area = FULL_AREA
+    source: str = "label map"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,22 +56,20 @@ class LabelMap:
         k, h, w = self.values.shape
         return k, h, w
 
-    def validate(self, num_classes: int | None, source: str = "label map") -> LabelMap:
+    def validate(self, num_classes: int | None) -> LabelMap:
         """Return the map itself if it can be trained on.
 
         Raises:
             UserError: A value is NaN or infinite, a class id is negative or not below `num_classes`, the arrays are
-                not of one (k, h, w) shape, or the area is none. `source` (a file name) starts the message.
+                not of one (k, h, w) shape, or the area is none. `source` starts the message.
         """
+        source = self.source
         if self.values.ndim != 3 or self.values.shape != self.ids.shape or 0 in self.values.shape:
             raise UserError(f"{source}: values {self.values.shape} and ids {self.ids.shape} are not one (k, h, w) map")
         if not np.isfinite(self.values).all():
             raise UserError(f"{source}: a label value is NaN or infinite; make this label again")
-        low, high = int(self.ids.min()), int(self.ids.max())
-        if low < 0 or (num_classes is not None and high >= num_classes):
-            wrong = low if low < 0 else high
-            limit = "0 or more" if num_classes is None else f"in 0..{num_classes - 1} (--num-classes {num_classes})"
-            raise UserError(f"{source}: class id {wrong} is not {limit}; were these labels made for other classes?")
+        for class_id in (int(self.ids.min()), int(self.ids.max())):
+            check_class_id(class_id, num_classes, source)
         x0, y0, x1, y1 = self.area
         if not (-1 < x0 <= x1 < 2 and -1 < y0 <= y1 < 2):
             raise UserError(f"{source}: area {self.area} is not (x0, y0, x1, y1) in shares of the image")
@@ -81,6 +81,13 @@ class LabelMap:
         return cls(np.zeros(shape, np.float16), np.zeros(shape, np.int32), area)
 
 
+def check_class_id(class_id: int, num_classes: int | None, source: str) -> None:
+    """Raise UserError, which begins with `source`, if a class id is negative or not below `num_classes`."""
+    if class_id < 0 or (num_classes is not None and class_id >= num_classes):
+        limit = "0 or more" if num_classes is None else f"in 0..{num_classes - 1} (--num-classes {num_classes})"
+        raise UserError(f"{source}: class id {class_id} is not {limit}; were these labels made for other classes?")
+
+
 @dataclass(frozen=True)
 class LabelBatch:
     """The labels of B images, as tensors on one device.
@@ -89,11 +96,14 @@ class LabelBatch:
         values: (B, k, h, w) float16 (or wider) logits.
         ids: (B, k, h, w) int32 class ids.
         area: (B, 4) float32, `(x0, y0, x1, y1)` of every map.
+        largest_id: The largest class id of the batch and the `source` of its map, on the host: `make_targets` compares
+            it with the model's classes without waiting for the device. None: not known.
     """
 
     values: torch.Tensor
     ids: torch.Tensor
     area: torch.Tensor
+    largest_id: tuple[int, str] | None = None
 
     @classmethod
     def stack(cls, maps: Sequence[LabelMap]) -> LabelBatch:
@@ -109,6 +119,7 @@ class LabelBatch:
             torch.from_numpy(np.stack([label_map.values for label_map in maps])),
             torch.from_numpy(np.stack([label_map.ids for label_map in maps])),
             torch.tensor([label_map.area for label_map in maps], dtype=torch.float32),
+            max(((int(label_map.ids.max()), label_map.source) for label_map in maps), key=lambda found: found[0]),
         )
 
     def __len__(self) -> int:
@@ -120,15 +131,15 @@ class LabelBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LabelBatch:
         """The same labels on another device."""
-        return LabelBatch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> LabelBatch:
         """The same labels in page-locked host memory; torch's DataLoader calls this."""
-        return LabelBatch(*(tensor.pin_memory() for tensor in self._tensors()))
+        return self._map(torch.Tensor.pin_memory)
 
     def select(self, rows: slice | torch.Tensor) -> LabelBatch:
         """The labels of some of the images: a slice, or an index tensor."""
-        return LabelBatch(*(tensor[rows] for tensor in self._tensors()))
+        return self._map(lambda tensor: tensor[rows])
 
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.values, self.ids, self.area
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LabelBatch:
+        return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id)

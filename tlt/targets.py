@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tlt.errors import UserError
 from tlt.io.chunks import image_chunks
-from tlt.label_map import FULL_AREA, Area, LabelBatch
+from tlt.label_map import FULL_AREA, Area, LabelBatch, check_class_id
 
 UNCOVERED = ("ignore", "uniform")
 
@@ -124,9 +124,12 @@ def make_targets(
         window: See `Targets`.
 
     Raises:
-        UserError: `token_label_size` is neither 1 nor the model's grid, or `uncovered` is unknown.
+        UserError: `token_label_size` is neither 1 nor the model's grid, `uncovered` is unknown, or a map names a class
+            that is not below `num_classes`, as far as that is known on the host (`LabelBatch.largest_id`).
     """
     check_size(token_label_size, grid)
+    if labels is not None and labels.largest_id is not None:
+        check_class_id(labels.largest_id[0], num_classes, labels.largest_id[1])
     check_uncovered(uncovered)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     classes = classes.long()

@@ -18,6 +18,8 @@ import torch
 import tlt
 import volo
 from tests.commands.conftest import ROOT
+from tlt.tools.pack import pack
+from tlt.tools.pack_images import pack_images
 from volo.config.args import parse_train
 from volo.train.data import augment_config
 
@@ -108,6 +110,51 @@ def test_mistakes_are_one_line(images: Any) -> None:
         tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 32, world_size=2)
     with pytest.raises(tlt.UserError, match="--data-backend jpg: known ones"):
         tlt.Loader(images, None, tlt.AugmentConfig((32, 32)), 8, backend="jpg")
+
+
+def in_tree(data: Path, labels: Path) -> Path:
+    return labels
+
+
+def in_archive(data: Path, labels: Path) -> Path:
+    pack(str(labels), str(data.parent / "labels.tlt"), str(data))
+    return data.parent / "labels.tlt"
+
+
+def in_shards(data: Path, labels: Path) -> Path:
+    pack_images(str(data), str(data.parent / "shards"), labels=str(labels))
+    return data.parent / "shards"
+
+
+@pytest.mark.parametrize("stored", [in_tree, in_archive, in_shards])
+@pytest.mark.parametrize("wrong", [4, 9, 1999])
+def test_a_class_id_that_the_model_does_not_have_names_its_label(
+    wrong: int,
+    stored: Callable[[Path, Path], Path],
+    make_dataset: Callable[..., Path],
+    make_labels: Callable[..., Path],
+) -> None:
+    data = make_dataset(train=8)
+    labels = make_labels(data)
+    label_map = torch.load(labels / "red" / "red3.pt")
+    label_map[1, 1, 0, 0] = wrong
+    torch.save(label_map, labels / "red" / "red3.pt")
+    images, path = tlt.open_images(str(data), "train"), stored(data, labels)
+    model = tlt.with_dense_head(timm.create_model("test_resnet", num_classes=4), (64, 64))
+    criterion = tlt.TokenLabelLoss.of(model, (64, 64))
+
+    def targets(**options: Any) -> None:
+        store = tlt.open_labels(path, images.paths, **options)
+        for batch in tlt.Loader(images, store, tlt.AugmentConfig((64, 64)), 4, workers=0):
+            criterion.targets(batch)
+
+    named = rf"red/red3\.(pt|jpg).*: class id {wrong} is not in 0\.\.3"
+    with pytest.raises(tlt.UserError, match=named):
+        targets()
+    with pytest.raises(tlt.UserError, match=named if stored is in_tree else f"has class ids up to {wrong}"):
+        targets(num_classes=4)
+    criterion = replace(criterion, num_classes=2000)
+    targets()
 
 
 def test_a_criterion_of_a_model_knows_where_its_tokens_lie() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ def test_non_finite_values_are_refused_with_the_source(value: float) -> None:
     label_map = example()
     label_map.values[1, 2, 3] = value
     with pytest.raises(UserError, match=r"a/x\.pt: .*NaN or infinite"):
-        label_map.validate(10, "a/x.pt")
+        replace(label_map, source="a/x.pt").validate(10)
 
 
 @pytest.mark.parametrize("wrong", [-1, 10])

@@ -250,6 +250,17 @@ def test_maps_of_the_centre_square_lie_there(tree: Path) -> None:
         store.read(0)
 
 
+def test_ids_are_compared_with_the_recorded_number_of_classes_where_no_other_is_given(tree: Path) -> None:
+    TreeMetadata(2, (3, 4), 2).write(tree / "labels.json")
+    torch.save(with_value(2, 1), tree / "c1" / "0.pt")
+    store = open_labels(tree, NAMES)
+    assert store.read(0).ids.max() == 1
+    with pytest.raises(UserError, match=r"c1/0\.pt: class id 2 is not in 0\.\.1"):
+        store.read(2)
+    replaced = open_labels(tree, NAMES, bad_label="skip")
+    assert replaced.read(2).area == NO_AREA and "class id 2" in replaced.take_faults()[0][1]
+
+
 def test_metadata_travels_and_is_compared(tree: Path) -> None:
     metadata = TreeMetadata(2, (3, 4), 2, (0.0, 0.1, 1.0, 0.9), {"model": "resnet50"}, ["c0", "c1"], ["c1/0.jpg"])
     metadata.write(tree / "labels.json")

@@ -135,7 +135,7 @@ class ArchiveWriter:
             UserError: The map can't be trained on, is of another shape, or the disk is full.
         """
         header, label = self.header, os.fsdecode(self.rows.label(row))
-        label_map.validate(None, f"label {printable(label)}")
+        replace(label_map, source=f"label {printable(label)}").validate(None)
         if header.ids == "U16" and label_map.ids.max() >= 2**16:
             raise UserError(
                 f"label {printable(label)}: class id {label_map.ids.max()}, but the first label is in a number format "

@@ -21,7 +21,6 @@ from tlt.labels.shards import ShardReader, shard_folder
 from tlt.labels.tree import TreeReader
 
 BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
-_HALF_EXPONENT = np.uint16(0x7C00)  # all ones: infinite or not a number
 _ASPECT_TOLERANCE = 0.02  # between the image a label was made of and the image now, which may have been made smaller
 
 
@@ -72,7 +71,7 @@ class LabelStore:
         reader: Where the maps are.
         names: Image paths relative to the image folder, in row order.
         area: `"full"` or `"center"`, what part of the images the maps cover (None: as recorded, else full).
-        num_classes: Class ids must be below it.
+        num_classes: Class ids must be below it; None: below the number that is recorded, if there is one.
         bad_label: What a missing or unusable map means. `"stop"`: an error. `"skip"`: a map that covers nothing, so
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
         class_names: Compared with the recorded class names, if there are any.
@@ -111,6 +110,8 @@ class LabelStore:
         said = None if form is None else form.labels_json
         self.metadata = None if said is None else TreeMetadata.parse(said, f"{self.root}: labels.json")
         self._check_classes(class_names)
+        if self.num_classes is None and self.metadata is not None:
+            self.num_classes = self.metadata.num_classes
         self._tail_classes = self._classes_of_tail(label_tail)
         self._area_asked = area is not None
         self.area = self._resolve_area(area, "full" if form is None else form.area)
@@ -166,9 +167,6 @@ class LabelStore:
         """The map of image `index`, which is not missing, whatever the policy. Raises UserError."""
         record = self.reader.record(index)
         values = record.values
-        # Class ids need no check: the largest one is recorded. Values do: another program may have written them.
-        if np.maximum.reduce(values.view(np.uint16) & _HALF_EXPONENT, axis=None) == _HALF_EXPONENT:
-            raise UserError(f"{self.source(index)}: a label value is NaN or infinite; make this label again")
         if self._tail_classes:
             values = self._relative_to_tail(index, record)
         if width and height and record.size is not None:
@@ -178,7 +176,7 @@ class LabelStore:
         else:
             x0, y0, x1, y1 = record.area.tolist()
             area = (x0, y0, x1, y1)
-        return LabelMap(values.copy(), record.ids.astype(np.int32), area)
+        return LabelMap(values.copy(), record.ids.astype(np.int32), area, self.source(index)).validate(self.num_classes)
 
     def area_of(self, width: int | None, height: int | None) -> Area:
         """The share of an image of this size that its map covers."""
@@ -230,7 +228,6 @@ class LabelStore:
         if label_tail == "zero":
             return 0
         shown = f"--label-tail {label_tail}: label archive {printable(self.root)}"
-        classes = self.num_classes or (self.metadata.num_classes if self.metadata else 0)
         if isinstance(self.reader, TreeReader):
             raise UserError(
                 f"--label-tail {label_tail}: {printable(self.root)} is no archive with log-sum-exp, as "
@@ -238,9 +235,9 @@ class LabelStore:
             )
         if not self.has_log_sum_exp:
             raise UserError(f"{shown} has no log-sum-exp: make it with `generate_label.py --format archive`")
-        if not classes:
+        if not self.num_classes:
             raise UserError(f"{shown} does not say how many classes there are: give --num-classes")
-        return classes
+        return self.num_classes
 
     def _relative_to_tail(self, index: int, record: Record) -> np.ndarray:
         values, log_sum_exp = record.values, record.log_sum_exp

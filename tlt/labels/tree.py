@@ -13,6 +13,7 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
     Raises:
         UserError: The map can't be trained on (see `LabelMap.validate`); nothing is written.
     """
-    label_map.validate(num_classes, printable(str(path)))
+    replace(label_map, source=printable(str(path))).validate(num_classes)
     dtype = label_dtype(num_classes)
     both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
     path = Path(path)
@@ -69,11 +70,15 @@ def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL
             can't be trained on (see `LabelMap.validate`). The message starts with the file.
     """
     shown = f"label {printable(str(path))}"
-    return map_of(read_tensor(path, shown), shown, num_classes, area)
+    return map_of(read_tensor(path, shown), shown, num_classes, area).validate(num_classes)
 
 
 def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
-    """The map in the tensor of a label file; see `read_map`. `shown` starts its messages."""
+    """The map in the tensor of a label file; `LabelMap.validate` checks what it says. `shown` starts its messages.
+
+    Raises:
+        UserError: Another shape, or class ids that its number format can't hold.
+    """
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
@@ -88,7 +93,7 @@ def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, are
             f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
         )
     values = tensor[0].half().numpy()
-    return LabelMap(values, ids.int().numpy(), area).validate(num_classes, shown)
+    return LabelMap(values, ids.int().numpy(), area, shown)
 
 
 def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
@@ -168,7 +173,7 @@ class TreeReader:
         return published_label_name(name) if self.published_names else usual_label_name(name)
 
     def record(self, index: int) -> Record:
-        label_map = read_map(self.path(index), self.num_classes)
+        label_map = map_of(read_tensor(self.path(index), shown := self.source(index)), shown, self.num_classes)
         return Record(label_map.values, label_map.ids)
 
     def identity(self) -> bytes:

@@ -141,7 +141,7 @@ def _pack_row(
     path = os.path.join(tree, label)
     shown = f"label {printable(path)}"
     tensor = read_tensor(path, shown)
-    label_map = map_of(tensor, shown, num_classes)
+    label_map = map_of(tensor, shown, num_classes).validate(num_classes)
     form = _form(path, tensor, shown)
     writer.write(row, label_map, size, form, area=_area(writer.header.area, size))
     tensors, place = writer.rows.tensors(row)

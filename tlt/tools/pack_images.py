@@ -354,8 +354,7 @@ def label_record(labels: LabelStore, index: int, size: tuple[int, int] | None = 
     if found.size is None:
         record["ids"] = found.ids.astype(np.uint16 if found.ids.max() < 2**16 else np.int32)
         record["size"] = np.zeros(2, np.int32)
-    classes = labels.metadata.num_classes if labels.metadata else labels.num_classes
-    shape = LabelMap(record["values"], record["ids"]).validate(classes, labels.source(index)).shape
+    shape = LabelMap(record["values"], record["ids"], source=labels.source(index)).validate(labels.num_classes).shape
     if shape != labels.shape:
         raise UserError(f"{labels.source(index)}: shape (k, h, w) = {shape}, but the others' is {labels.shape}")
     if size is not None:
