@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,6 +122,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "amp": {"model_dtype": "float32", "amp": True, "amp_dtype": "bfloat16"},
     "unfolded": {},
 }
+BFLOAT16 = "-bfloat16"  # ends the name of a peer with a bfloat16 copy, as ours has with --model-dtype bfloat16
+_TIMM = ("timm", "timm-compile")
+CHANGES |= {f"{name}{BFLOAT16}": CHANGES[name] for name in _TIMM}
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class Candidate:
 
 
 def candidates_of(args: Namespace) -> list[Candidate]:
-    """Return ours, then the peers that `--peer` names, each once.
+    """Return ours, then the peers that `--peer` names, each once. With `--model-dtype bfloat16` timm is two peers, one
+    with autocast, as its own train.py has it, and one with a bfloat16 copy of its weights, as ours has.
 
     Raises:
         UserError: The flags contradict each other, or a peer is missing or would be the same as ours.
@@ -145,9 +149,14 @@ def candidates_of(args: Namespace) -> list[Candidate]:
     check_model(args.model)
     ours = train_flags(args)
     candidates = [Candidate(OURS, ours)]
-    for name in dict.fromkeys(args.peer):
+    names = args.peer
+    if ours.model_dtype == "bfloat16":
+        names = [each for name in names for each in ((name, f"{name}{BFLOAT16}") if name in _TIMM else (name,))]
+    for name in dict.fromkeys(names):
         if name.startswith("timm"):
             timm_name(args.model)
+        if name.endswith(BFLOAT16) and ours.model_dtype != "bfloat16":
+            raise UserError(f"--peer {name} needs --model-dtype bfloat16: add that flag, or leave the peer out")
         if name == "eager" and ours.torchcompile is None:
             raise UserError("--peer eager is ours without --torchcompile: add that flag, or leave the peer out")
         if name == "amp" and ours.model_dtype == "float32":
@@ -178,9 +187,9 @@ def _changed(ours: Namespace, name: str) -> Namespace:
     changes = dict(CHANGES[name])
     if not ours.model.startswith("volo"):
         changes.pop("outlook_kernel", None)
-    if name == "timm-compile" and ours.torchcompile is not None:
+    if name.startswith("timm-compile") and ours.torchcompile is not None:
         changes |= {"torchcompile": ours.torchcompile, "torchcompile_mode": ours.torchcompile_mode}
-    if ours.model_dtype == "bfloat16" and name in ("timm", "timm-compile", "reference"):
+    if ours.model_dtype == "bfloat16" and name in (*_TIMM, "reference"):
         changes |= CHANGES["amp"]
     return Namespace(**(vars(ours) | changes))
 
@@ -218,13 +227,14 @@ def _format(candidate: Candidate) -> torch.memory_format | None:
     return torch.channels_last if candidate.flags.channels_last else None
 
 
-@torch.no_grad()
-def difference(ours: nn.Module, peer: nn.Module, images: torch.Tensor, box: torch.Tensor) -> float:
-    """Return the largest difference of both heads' logits in evaluation, as a share of the largest logit."""
-    found = []
-    for model in (ours, peer):
-        training = model.training
-        found.append([x.double() for x in model.eval()(images, dense=True, mix_box=box)])
-        model.train(training)
-    pairs = list(zip(*found, strict=True))
-    return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+def exact(ours: Candidate) -> Candidate:
+    """Return what all candidates are compared with: ours in float32, not compiled and without stochastic depth, its
+    activations computed again to save memory."""
+    plain = _PLAIN | {"model_dtype": "float32", "amp": False, "drop_path": 0.0, "grad_checkpointing": True}
+    return Candidate("exact", Namespace(**(vars(ours.flags) | plain)))
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest difference of tensors from those expected, as a share of the largest value of each."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)

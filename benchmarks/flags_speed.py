@@ -7,7 +7,7 @@ from dataclasses import replace
 from volo.config.flag_table import ABOVE_ZERO, COUNT, POSITIVE, Flag, Group, Need, flag, switch
 from volo.config.flags_train import AMP, COMPILED, TRAIN_GROUPS
 
-TRAIN_PEERS = ("timm", "timm-compile", "reference", "eager", "mask", "amp")
+TRAIN_PEERS = ("timm", "timm-compile", "timm-bfloat16", "timm-compile-bfloat16", "reference", "eager", "mask", "amp")
 INFER_PEERS = ("timm", "timm-compile", "reference", "eager", "unfolded")
 PARTS = ("1", "2", "3", "4")
 SYNTHETIC = "synthetic"
@@ -70,10 +70,12 @@ TRAIN_STEP = (
     Group(
         "Peers",
         (_peers(TRAIN_PEERS),),
-        "timm: its VOLO with both heads, in eager mode. timm-compile: the same compiled. reference: ours in eager mode "
-        "with the reference kernel and nothing else that is fast. eager: ours without --torchcompile. mask: ours "
-        "without --drop-path-mode subset. amp: ours with autocast instead of --model-dtype bfloat16, as timm and "
-        "reference have it then. All with the same weights, loss, optimizer and type of products.",
+        "timm: its VOLO with both heads, in eager mode. timm-compile: the same compiled. With --model-dtype bfloat16 "
+        "both have autocast, as timm's own program, and there are timm-bfloat16 and timm-compile-bfloat16, too, with a "
+        "bfloat16 copy as ours has. reference: ours in eager mode with the reference kernel and nothing else that is "
+        "fast. eager: ours without --torchcompile. mask: ours without --drop-path-mode subset. amp: ours with autocast "
+        "instead of --model-dtype bfloat16, as reference has it then. All with the same weights, loss, optimizer and "
+        "type of products.",
     ),
     Group(
         "Data",

@@ -93,7 +93,7 @@ def test_a_peer_with_other_weights_is_none(monkeypatch: pytest.MonkeyPatch, caps
 
     def damaged(arm: candidates.Candidate, first: nn.Module) -> Any:
         model = build(arm, first)
-        if arm.name != candidates.OURS:
+        if arm.name == "reference":
             with torch.no_grad():
                 model.aux_head.bias[0] += 0.1
         return model
@@ -102,7 +102,31 @@ def test_a_peer_with_other_weights_is_none(monkeypatch: pytest.MonkeyPatch, caps
         monkeypatch.setattr(module, "build_bare", damaged)
         assert cli.run("benchmark", [module.__name__.rpartition(".")[2], *f"{SMALL} --peer reference".split()]) == 2
         error = capsys.readouterr().err
-        assert "--peer reference is no peer: from the same weights" in error and error.count("\n") == 1
+        assert "arm reference is not timed: from the same weights" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", ["ours", "reference"])
+@pytest.mark.parametrize("precision", ["--torchcompile eager", "--amp --amp-dtype bfloat16"])
+def test_what_is_timed_is_what_is_compared(
+    wrong: str, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that computes something else once it is compiled is not timed."""
+    prepared = candidates.compiled
+
+    def damaged(arm: candidates.Candidate, model: nn.Module) -> Callable[..., Any]:
+        function = prepared(arm, model)
+
+        def larger(*args: Any, **options: Any) -> Any:
+            found = function(*args, **options)
+            return tuple(1.2 * each for each in found) if isinstance(found, tuple) else 1.2 * found
+
+        return larger if arm.name == wrong else function
+
+    for module in (train, infer):
+        monkeypatch.setattr(module, "compiled", damaged)
+        line = f"{SMALL} {precision} --peer reference"
+        assert cli.run("benchmark", [module.__name__.rpartition(".")[2], *line.split()]) == 2
+        assert f"arm {wrong} is not timed: from the same weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -189,15 +213,18 @@ def test_a_bfloat16_copy_computes_and_the_peer_has_autocast(capsys: pytest.Captu
     found = called(capsys, f"train {SMALL} --model-dtype bfloat16 --drop-path 0.1 --peer amp")
     assert [row["dtype"] for row in found["arms"]] == ["bfloat16", "bfloat16"]
     line = "train --model volo_d1 --img-size 32 -b 2 --model-dtype bfloat16 --peer timm amp"
-    args = parse_benchmark(line.split())
-    assert [(each.flags.model_dtype, each.flags.amp) for each in candidates.candidates_of(args)] == [
-        ("bfloat16", False),
-        ("float32", True),
-        ("float32", True),
+    arms = candidates.candidates_of(parse_benchmark(line.split()))
+    assert [(each.name, each.flags.model_dtype, each.flags.amp) for each in arms] == [
+        ("ours", "bfloat16", False),
+        ("timm", "float32", True),
+        ("timm-bfloat16", "bfloat16", False),
+        ("amp", "float32", True),
     ]
-    step = train._Case(candidates.candidates_of(args)[0], CPU).step(candidates.candidates_of(args)[0])
-    assert {p.dtype for p in step.called.parameters()} == {torch.float32, torch.bfloat16}
-    assert {p.dtype for p in step.parameters} == {torch.float32}
+    case = train._Case(arms[0], CPU)
+    for each in (arms[0], arms[2]):
+        step = case.step(each)
+        assert {p.dtype for p in step.called.parameters()} == {torch.float32, torch.bfloat16}
+        assert {p.dtype for p in step.parameters} == {torch.float32}
 
 
 def test_images_of_a_folder_are_loaded_in_the_step(
@@ -301,7 +328,7 @@ def test_every_experiment_is_a_command_line(experiment: Experiment) -> None:
     elif program == "benchmark.py":
         args = parse_benchmark(words)
         if args.command in ("train", "infer"):
-            there = {each.name for each in candidates.candidates_of(args)}
+            there = {each.name.removesuffix(candidates.BFLOAT16) for each in candidates.candidates_of(args)}
             assert there == {"ours", *experiment.peers} and all(there >= set(t.candidates) for t in experiment.targets)
     else:
         assert (ROOT / program).is_file()
