@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import timm
 import torch
@@ -9,7 +11,9 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from tlt.errors import NonFiniteError, UserError
+from volo.config.args import parse_train
 from volo.train.model import heads_of
+from volo.train.optim import create_optimizer
 from volo.train.precision import Precision, resolve_amp_dtype
 
 CPU = torch.device("cpu")
@@ -38,6 +42,65 @@ def test_fault_53_non_finite_gradients_change_no_weight(fused: bool) -> None:
     precision.step(optimizer, list(model.parameters()))
     assert not precision.counts()[0]
     assert not torch.equal(before[0], model.weight)
+
+
+class _Blind(torch.optim.Optimizer):
+    """Says that it skips steps on the device, but does not look at `found_inf` (apex's FusedAdam with capturable)."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            weight -= 0.1 * weight.grad
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """Memory that is allocated but not written holds NaN, not what happened to be there."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("unwritten_is_nan")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "loss-scale"])
+@pytest.mark.parametrize(
+    ("opt", "settings", "fused"),
+    [
+        *((opt, [], []) for opt in ("adam", "adamw", "sgd", "momentum", "lookahead_adamw", "blind")),
+        *((opt, ["amsgrad=True"], []) for opt in ("adam", "adamw")),
+        *((opt, [], ["fused=True"]) for opt in ("sgd", "momentum", "lookahead_sgd", "adagrad")),
+        ("adamw", [], ["fused=False"]),
+    ],
+)
+def test_a_skipped_first_step_leaves_nothing_behind(
+    opt: str, settings: list[str], fused: list[str], scaled: bool, device: str
+) -> None:
+    def train(kind: str, options: list[str], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, Precision]:
+        model = nn.Linear(3, 5, bias=False)
+        model.weight.data = start.to(device, copy=True)
+        if opt == "blind":
+            optimizer: torch.optim.Optimizer = _Blind(model.parameters(), {})
+        else:
+            args = parse_train(["/data", "--opt", opt, "--lr", "0.1", "--opt-kwargs", *options])
+            optimizer = create_optimizer(args, model, torch.device(kind))
+        precision = Precision(torch.device(device))
+        precision.scaler = torch.amp.GradScaler(device, init_scale=4.0) if scaled else None
+        for gradient in gradients:
+            precision.backward((model.weight * gradient.to(device)).sum())
+            precision.step(optimizer, list(model.parameters()))
+        return model.weight.detach(), precision
+
+    start, *good = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(0))
+    broken = torch.full_like(start, float("inf"))
+    expected, _ = train("mps", settings, good)  # torch has no fused kernels for it
+    found, precision = train(device, settings + fused, [broken, *good])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert precision.counts() == [0, 1]
+    assert precision.scaler is None or precision.scaler.get_scale() == 2.0
 
 
 def test_gives_up_after_too_many_skipped_steps_in_a_row() -> None:

@@ -15,9 +15,10 @@ from tlt.errors import UserError
 from volo.config.flag_rules import divides_weights
 from volo.config.flag_table import nearest
 
-# torch has fused kernels for these. On a CPU they assume that gradients and moments have the strides of their
-# parameters: autograd ensures it for gradients, `volo.checkpoint.optimizer_state` for loaded moments.
-_FUSED = ("adam", "adamw", "sgd")
+# Whose fused steps can be skipped on the device (`volo.train.precision`). On a CPU torch's kernels assume that
+# gradients and moments have the strides of their parameters: autograd ensures it for gradients,
+# `volo.checkpoint.optimizer_state` for loaded moments.
+_FUSED = ("adam", "adamw")
 
 
 # Whose steps over weights divided among ranks (`--shard`) equal those over whole ones: every value by itself, or by
@@ -56,8 +57,7 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
         options["betas"] = tuple(args.opt_betas)
     if twice := options.keys() & args.opt_kwargs.keys():
         raise UserError(f"--opt-kwargs {min(twice)}=... contradicts --opt-{min(twice)}: keep one of them")
-    fused = ("adam", "adamw") if divides_weights(args) else _FUSED  # torch doesn't divide its fused SGD
-    if device.type in ("cuda", "cpu") and name in fused:
+    if device.type in ("cuda", "cpu") and name in _FUSED:
         options["fused"] = True
     try:
         return create_optimizer_v2(
@@ -69,7 +69,7 @@ def create_optimizer(args: Namespace, model: nn.Module, device: torch.device | N
             layer_decay=args.layer_decay,
             **options | args.opt_kwargs,
         )
-    except (ImportError, ValueError, TypeError, AssertionError) as error:
+    except (ImportError, ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise UserError(f"--opt {args.opt}: {' '.join(str(error).split())}") from error
 
 

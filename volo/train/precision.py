@@ -202,11 +202,9 @@ class Precision:
         self._steps.append(torch.stack([broken, self._loss_broken]))
         self._loss_broken = torch.zeros_like(self._loss_broken)
         self._clip(parameters, norm)
+        _step_unless(broken, optimizer)
         if self.scaler is not None:
-            self.scaler.step(optimizer)
             self.scaler.update()
-        else:
-            _step_unless(broken, optimizer)
         optimizer.zero_grad(set_to_none=True)
         if self.working_copy is not None:
             self.working_copy.take_weights()
@@ -275,10 +273,16 @@ def clip_units(parameters: list[nn.Parameter], factor: float) -> None:
             own.copy_(own_part(divided_like(unit.grad, gradient)))
 
 
+# Their fused steps leave weights and moments as they are where `found_inf` is set, in the first step as well. After
+# torch's SGD the next step adds momentum that nobody has written, and apex's FusedAdam does not look at `found_inf`.
+_SKIP_ON_DEVICE = (torch.optim.Adam, torch.optim.AdamW)
+
+
 def _step_unless(broken: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if `broken` is false: on the device where the optimizer is fused, else after one host synchronisation."""
-    parts = any(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])  # of --shard, on several ranks
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and broken.is_cuda and not parts:
+    """Step if `broken` is false: decided on the device by fused Adam, else after one host synchronisation."""
+    groups = optimizer.param_groups
+    parts = any(isinstance(p, DTensor) for p in groups[0]["params"])  # of --shard, on several ranks
+    if type(optimizer) in _SKIP_ON_DEVICE and all(group["fused"] for group in groups) and not parts:
         optimizer.grad_scale, optimizer.found_inf = None, broken.float()  # type: ignore[attr-defined]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
