@@ -308,6 +308,9 @@ def test_data_dir_as_a_flag() -> None:
         (f"{LABELS} --compat roi-align", "add --compat label-affine"),
         (f"{LABELS} --compat upstream no-label-affine", "add --compat label-affine"),
         (f"{LABELS} --compat upstream no-uncovered", "add --compat uncovered"),
+        (f"{LABELS} --compat upstream --mixup 0.8", "roi-align and --mixup or --cutmix"),
+        (f"{LABELS} --compat upstream --cutmix-minmax 0.2 0.8", "leave the row out (no-roi-align)"),
+        (f"{LABELS} --no-aug --uncovered uniform --compat roi-align --cutmix 1", "roi-align and --mixup or --cutmix"),
         (f"{LABELS} --compat upstream --aug-order timm", "--aug-order timm contradicts --compat aug-order"),
         (f"{LABELS} --uncovered ignore --compat uncovered", "--uncovered ignore contradicts --compat uncovered"),
         ("--no-aug --compat upstream", "--compat upstream changes nothing here"),
@@ -362,6 +365,8 @@ def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     assert args.compat == ["aug-order", *every[1:], "uncovered", *rest, "untrained-dense-head", "mixtoken-rng"]
     args = parse_train(["/data", *LABELS.split(), "--no-aug", "--compat", "upstream"])
     assert "label-affine" not in args.compat and "roi-align" in args.compat and args.aug_order == "timm"
+    args = parse_train(["/data", *LABELS.split(), "--mixup", "0.8", "--compat", "upstream", "no-roi-align"])
+    assert "roi-align" not in args.compat and "label-affine" in args.compat
     one = parse_train(["/data", *LABELS.split(), "--compat", "label-scale"])
     assert (one.compat, one.aug_order, one.uncovered) == (["label-scale"], "timm", "ignore")
     assert parse_train(["/data", "--compat", "aug-order"]).aug_order == "published"

@@ -314,6 +314,11 @@ def _settle_compat(args: Namespace) -> list[str]:
         )
     if "roi-align" in args.compat and args.uncovered != "uniform":
         raise UserError("--compat roi-align leaves nothing out: add --compat uncovered (--uncovered uniform)")
+    if "roi-align" in args.compat and mixes(args):
+        raise UserError(
+            "--compat roi-align and --mixup or --cutmix: its targets do not say where tokens lie in the other image; "
+            "leave the row out (no-roi-align)"
+        )
     return [
         f"--compat: {', '.join(args.compat)}" + (f" (nothing to change: {', '.join(idle)})" if idle else ""),
     ]
