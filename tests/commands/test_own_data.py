@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from tests.commands.conftest import Ended
 from volo.config.args import parse_train
@@ -93,6 +94,20 @@ def test_a_table_of_images_is_a_data_set(call: Call, make_dataset: Callable[...,
     write(table, [*rows, {"path": "gone.jpg", "class": "red"}])
     refused = call("train", f"{flags} --experiment none --val-fraction 0.25")
     assert refused.code == 2 and "gone.jpg" in refused.err and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("images", "fraction", "trained"), [(20, 0.2, 15), (10, 0.1, 5), (28, 0.9, 5)])
+def test_defaults_are_told_for_the_images_that_are_trained_on(
+    images: int, fraction: float, trained: int, call: Call, tmp_path: Path
+) -> None:
+    root = tmp_path / "own"
+    for number in range(images):  # images // 5 of a class, or one more
+        (root / f"class{number % 5}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(root / f"class{number % 5}" / f"{number}.png")
+    ended = call("train", f"{root} {OWN} --val-fraction {fraction} --output {tmp_path} --dry-run")
+    assert ended.code == 0, ended.err
+    assert f"data: {trained} training images, {images - trained} validation" in ended.out
+    assert f"defaults for {trained} images of 5 classes" in ended.out
 
 
 def write(file: Path, rows: list[dict[str, str]]) -> None:

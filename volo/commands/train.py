@@ -81,6 +81,7 @@ from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
 from volo.train.data import Folders, hold_out, image_feed, open_folders, open_labels, train_loader, validation_loader
 from volo.train.fit_to_data import fit_to_data, kept_of
+from volo.train.held_out import held_out_counts
 from volo.train.loop import Training, evaluate, train_epoch
 from volo.train.meter import Meter
 from volo.train.model import (
@@ -158,7 +159,7 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
 
 def fitted_to(folders: Folders, args: TrainArgs, world: World, logger: Logger) -> TrainArgs:
     """Return the arguments with defaults that fit the data, and tell of them."""
-    images = round(len(folders.train) * (1 - args.val_fraction))
+    images = len(folders.train) - sum(held_out_counts(folders.train, args.val_fraction).values())
     fitted, line = fit_to_data(args, images, len(folders.train.class_names), world.data_size)
     if line:
         logger.line(line)

@@ -16,17 +16,22 @@ LIST = "validation_images.txt"  # in the run directory
 Mask = npt.NDArray[np.bool_]
 
 
+def held_out_counts(images: ImageSource, fraction: float) -> dict[int, int]:
+    """Return how many images of each class are `fraction` of them: at least one of two, and never all; 0 for none."""
+    counts = zip(*(each.tolist() for each in np.unique(images.classes, return_counts=True)), strict=True)
+    return {number: min(n - 1, max(1, round(fraction * n))) if fraction else 0 for number, n in counts}
+
+
 def draw_held_out(images: ImageSource, fraction: float, seed: int) -> Mask:
-    """Choose `fraction` of the images of each class: at least one of two, and never all.
+    """Choose the images that are held out, of each class so many as `held_out_counts` says.
 
     Returns:
         (N,) whether each image is held out: a function of the classes, the fraction and the seed.
     """
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(images))
     held = np.zeros(len(images), bool)
-    for number in np.unique(images.classes).tolist():
-        mine = order[images.classes[order] == number]
-        held[mine[: min(len(mine) - 1, max(1, round(fraction * len(mine))))]] = True
+    for number, count in held_out_counts(images, fraction).items():
+        held[order[images.classes[order] == number][:count]] = True
     return held
 
 
