@@ -24,11 +24,12 @@ from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.finetune import load_weights
 from volo.cluster.distributed import World, choose_device
 from volo.commands.console import run_program
+from volo.commands.train import criterion_of_epoch
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import StepKey, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.loop import set_train_mode
-from volo.train.model import add_dense_head, build_model, eval_settings, prepare_model
+from volo.train.model import add_dense_head, build_model, eval_settings, freeze_backbone, prepare_model
 from volo.train.nonfinite import FOLDER
 from volo.train.precision import WorkingCopy, compute_dtype
 
@@ -98,14 +99,16 @@ def replay(record: dict[str, Any], weights: Path, device: str) -> list[str]:
     settings = eval_settings(args, model)
     model = add_dense_head(model, args, settings["input_size"][1:])
     labels, _ = open_labels(args, folders.train, model.num_classes)
-    criterion = make_criterion(args, model, settings["input_size"][1:])
+    criterion = criterion_of_epoch(make_criterion(args, model, settings["input_size"][1:]), args, record["epoch"])
     model = prepare_model(model, args, World(0, 0, 1, world.device))
+    if args.freeze:
+        freeze_backbone(model)
     load_weights(model, weights, use_ema=False)
     dtype = compute_dtype(args, world.device)
     check_convolutions(model, settings["input_size"], dtype, world.device)  # as the run did, which printed the result
     if getattr(args, "model_dtype", "float32") == "bfloat16":
         model = WorkingCopy(model).module
-    set_train_mode(model, args.freeze_bn)
+    set_train_mode(model, args.freeze_bn or args.freeze)
     loader = train_loader(args, folders.train, labels, settings, world)
     found: list[str] = []
     watch(model, found)

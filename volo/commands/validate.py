@@ -58,6 +58,8 @@ def run(args: Namespace) -> int:
 def validate(args: Namespace, world: World) -> None:
     """Evaluate every checkpoint, print a line for each and write the results file."""
     say(args.notes, world.is_primary)
+    if args.retry and world.size > 1:  # where one rank has no memory, the others wait for it
+        raise UserError(f"--retry works with one process, there are {world.size}: use a smaller -b")
     if args.results_file:
         check_writable(Path(args.results_file).parent, "--results-file")
     rows: list[dict[str, Any]] = []
@@ -92,7 +94,7 @@ def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dic
         try:
             return evaluate_checkpoint(args, path, world)
         except torch.OutOfMemoryError:
-            if not args.retry or args.batch_size == 1 or world.size > 1:  # the other ranks wait in a collective
+            if not args.retry or args.batch_size == 1:
                 raise
         torch.cuda.empty_cache()
         args.batch_size //= 2

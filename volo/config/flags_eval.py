@@ -113,7 +113,7 @@ _VALIDATE_GROUPS = (
                 needs=(RESULTS_FILE,),
             ),
             flag("--log-freq", default=50, type=POSITIVE, help="batches between lines of the log"),
-            switch("--retry", help="halve --batch-size where it does not fit into memory"),
+            switch("--retry", help="halve --batch-size where it does not fit into memory (one process)"),
             DEBUG,
         ),
     ),

@@ -266,7 +266,7 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
         meshes: The weights are divided over them, in place; copy the model before.
 
     Raises:
-        UserError: `--grad-compression` with one process, which sends no gradients.
+        UserError: `--grad-compression` or `--dist-bn` with one process, which has nobody to share with.
     """
     if meshes is not None:
         if meshes.tensor is not None:
@@ -280,6 +280,8 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
         model = distribute(model, world.device, DdpSettings(args.grad_compression), unused)
     elif args.grad_compression != "none":
         raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")
+    elif args.dist_bn:
+        raise UserError(f"--dist-bn {args.dist_bn} has no effect with one process: leave it out")
     return compile_model(model, args)
 
 

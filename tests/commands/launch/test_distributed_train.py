@@ -132,11 +132,12 @@ def test_gradients_in_bfloat16_move_the_weights_by_their_rounding(dataset: tuple
     assert [r["grad_norm"] for r in three] == pytest.approx([r["grad_norm"] for r in one], rel=0.03)
 
 
-def test_gradients_of_one_process_are_not_compressed(
-    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize("flag", ["--grad-compression bf16", "--dist-bn reduce", "--dist-bn broadcast"])
+def test_one_process_has_nobody_to_share_with(
+    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path, flag: str
 ) -> None:
-    ended = call("train", f"{dataset[0]} {QUICK} --output {tmp_path} --grad-compression bf16")
-    assert ended.code == 2 and "--grad-compression bf16 has no effect with one process: leave it out" in ended.err
+    ended = call("train", f"{dataset[0]} {QUICK} --epochs 1 --output {tmp_path} {flag}")
+    assert ended.code == 2 and f"{flag} has no effect with one process: leave it out" in ended.err
 
 
 def test_a_folder_that_is_missing_is_told_once_whatever_starts_the_ranks(tmp_path: Path) -> None:
