@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -95,6 +96,56 @@ def test_a_folder_for_the_hub_is_loaded_by_timm_alone(
     assert f"volo train DATA --model {model}" in text and "--token-label" in text
     refused = call("export", line)
     assert refused.code == 2 and "not empty" in refused.err
+
+
+def test_the_card_tells_the_accuracy_of_the_weights_that_are_exported(
+    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
+) -> None:
+    data = make_dataset(train=32)
+    flags = f"{data} {QUICK} -b 4 --lr 1e-2 --smoothing 0 --epochs 1 --model-ema --output {tmp_path} --experiment run"
+    flags += f" --token-label --token-label-data {make_labels(data)} --recovery-interval 3"
+    assert call("train", flags).code == 0
+    run = tmp_path / "run"
+    summary = (run / "summary.csv").read_text()
+    for name, value in (("eval_top1", "12.5"), ("eval_top1_ema", "62.5")):  # two numbers, whatever was learned
+        header, row = (line.split(",") for line in summary.splitlines())
+        row[header.index(name)] = value
+        summary = f"{','.join(header)}\n{','.join(row)}\n"
+    (run / "summary.csv").write_text(summary)
+    partial = torch.load(run / "last.pth.tar", weights_only=True)
+    taught = partial["args"] | {"token_label_teacher": f"local-dir:{tmp_path}"}
+    torch.save(partial | {"update": partial["update"] + 3, "args": taught}, run / "later.pth.tar")
+    numbers = itertools.count()
+
+    def card(more: str, checkpoint: str = "last.pth.tar") -> str:
+        folder = tmp_path / f"hub{next(numbers)}"
+        ended = call("export", f"--checkpoint {run / checkpoint} {more} --to-hf", folder)
+        assert ended.code == 0, ended.err
+        for file in ("README.md", "config.json"):
+            assert str(tmp_path) not in (folder / file).read_text()
+        return (folder / "README.md").read_text()
+
+    average, plain = "Top-1 62.50 % of 8 validation images (averaged weights).", "Top-1 12.50 % of 8 validation images."
+    told = card("")
+    assert average in told and "12.50" not in told
+    assert "--token-label-data LABELS" in told and "--smoothing 0.0" in told and "False" not in told
+    assert average in card("--use-ema")
+    assert plain in card("--no-use-ema") and "62.50" not in card("--no-use-ema")
+    for more in ("--img-size 64", "--crop-pct 0.5", "--mean 0.5"):
+        assert "Top-1" not in card(more)
+    assert "Top-1" not in card("", "later.pth.tar")  # saved within the next epoch
+    (run / "summary.csv").write_text(summary.replace("62.5", ""))
+    assert "Top-1" not in card("--use-ema")
+
+
+def test_the_card_of_a_described_model_does_not_tell_where_it_lay(call: Call, tmp_path: Path) -> None:
+    described = tmp_path / "described"
+    timm.models.save_for_hf(timm.create_model("test_resnet", num_classes=4), described, safe_serialization=True)
+    ended = call("export", f"--model local-dir:{described} --pretrained --to-hf {tmp_path / 'hub'}")
+    assert ended.code == 0, ended.err
+    for file in ("README.md", "config.json"):
+        assert str(tmp_path) not in (tmp_path / "hub" / file).read_text()
+    assert "# test_resnet\n" in (tmp_path / "hub" / "README.md").read_text()
 
 
 def saved_classes(checkpoint: Path) -> list[str]:

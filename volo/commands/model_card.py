@@ -16,6 +16,7 @@ from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.record.run_directory import read_summary
 from volo.train.model import is_ours
+from volo.train.stored_model import architecture_of
 from volo.train.trained_model import TrainedModel
 
 # The arguments of the run that the card tells.
@@ -91,20 +92,20 @@ def card(trained: TrainedModel, name: str, checkpoint: str, names: list[str], li
     if licence:
         head["license"] = licence
     size = " x ".join(map(str, trained.settings["input_size"][1:]))
-    lines = [f"# {trained.args.model}", ""]
+    model = architecture_of(trained.args.model).name  # in place of a folder
+    lines = [f"# {model}", ""]
     parameters = sum(p.numel() for p in trained.model.parameters())
     lines.append(f"{parameters / 1e6:.1f} M parameters, images of {size} px, {trained.model.num_classes} classes.")
-    lines += _accuracy(checkpoint)
+    lines += _accuracy(trained, checkpoint)
     lines += [f"Origin: {origin_url}"] if origin_url else []
     lines += [f"Licence: {licence or 'not stated'}.", "", "```python"]
     needs = needed_import(name)
     lines += [needs.partition(" first")[0]] if needs else []
     lines += ["import timm", "", 'model = timm.create_model("hf-hub:ORG/NAME", pretrained=True).eval()', "```", ""]
     settings = (peek_checkpoint(checkpoint).get("args") or {}) if checkpoint else {}
-    told = {key: settings[key] for key in _SETTINGS if settings.get(key) not in (None, "", False, {})}
-    if told:
-        flags = " ".join(_flag(key, value) for key, value in told.items())
-        lines += ["## Training", "", "```bash", f"volo train DATA --model {trained.args.model} {flags}", "```", ""]
+    given = {key: settings[key] for key in _SETTINGS if settings.get(key) not in (None, "")}
+    if told := [_flag(key, value) for key, value in given.items() if value is not False]:
+        lines += ["## Training", "", "```bash", f"volo train DATA --model {model} {' '.join(told)}", "```", ""]
     if names:
         more = f" and {len(names) - 100} more" if len(names) > 100 else ""
         lines += ["## Classes", "", ", ".join(names[:100]) + more]
@@ -112,18 +113,28 @@ def card(trained: TrainedModel, name: str, checkpoint: str, names: list[str], li
 
 
 def _flag(key: str, value: Any) -> str:
+    """Return a flag as on a command line, with a word in place of a folder of whoever trained."""
     shown = f"--{key.replace('_', '-')}"
+    if key == "token_label_data":
+        return f"{shown} LABELS"
+    if str(value).startswith("local-dir:"):
+        return f"{shown} local-dir:FOLDER"
     return shown if value is True else f"{shown} {shlex.quote(str(value))}"
 
 
-def _accuracy(checkpoint: str) -> list[str]:
-    """A sentence about the epoch of the checkpoint, from the summary of its run."""
+def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
+    """A sentence about the exported weights, from the summary of their run; none if it has not measured just these on
+    images prepared like this."""
     if not checkpoint:
         return []
-    epoch = peek_checkpoint(checkpoint).get("epoch")
-    for row in read_summary(Path(checkpoint).parent / "summary.csv"):
-        if isinstance(epoch, int) and int(row["epoch"]) == epoch and row.get("eval_top1"):
-            average = row.get("eval_top1_ema")
-            more = f" ({float(average):.2f} % with averaged weights)" if average else ""
-            return [f"Top-1 {float(row['eval_top1']):.2f} %{more} of {row['eval_images']} validation images."]
+    saved, config, suffix = peek_checkpoint(checkpoint), trained.config, "_ema" if trained.args.use_ema else ""
+    recorded = {"input_size": [config.get("in_chans"), *config.get("img_size", ())], **config}
+    as_trained = all(json.dumps(recorded.get(key)) == json.dumps(trained.settings[key]) for key in _IMAGES)
+    epoch = saved.get("epoch")
+    is_whole = type(epoch) is int and saved.get("update") == (epoch + 1) * (saved.get("updates_per_epoch") or 0)
+    for row in read_summary(Path(checkpoint).parent / "summary.csv") if as_trained and is_whole else ():
+        top1, images = row.get(f"eval_top1{suffix}"), row.get(f"eval_images{suffix}")
+        if int(row["epoch"]) == epoch and top1 and images:
+            which = " (averaged weights)" if suffix else ""
+            return [f"Top-1 {float(top1):.2f} % of {images} validation images{which}."]
     return []
