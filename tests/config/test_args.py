@@ -459,6 +459,13 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
         ({"drop_path": 0.5}, "--drop-connect 0.1", {"drop_path": 0.1}),
         ({"aa": "rand-m5", "reprob": 0.1}, "--no-aug", {"no_aug": True, "aa": "rand-m9-mstd0.5-inc1", "reprob": 0.25}),
         ({"pretrained": True}, "--finetune f", {"pretrained": False, "finetune": "f"}),
+        ({"drop_connect": 0.1}, "--drop-path 0", {"drop_path": 0.0}),
+        # What is switched off is no alternative.
+        ({"finetune": "f"}, "--no-pretrained", {"pretrained": False, "finetune": "f"}),
+        ({"initial_checkpoint": "f"}, "--no-pretrained", {"initial_checkpoint": "f"}),
+        ({"activation_memory": 4}, "--no-grad-checkpointing", {"activation_memory": 4}),
+        ({"pretrained": True}, "--finetune= --initial-checkpoint=", {"pretrained": True}),
+        ({"token_label": True, "token_label_teacher": "t"}, "--token-label-data=", {"token_label_teacher": "t"}),
         (
             {"token_label": True, "token_label_data": "l", "dense_weight": 1.0, "ground_truth": True},
             "--no-token-label",

@@ -82,8 +82,9 @@ def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
 
 def _not_overruled(recipe: Mapping[str, Any], given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
     """Return the recipe without the values that the command line overrules."""
-    void = {other for dest in given for other in flags[dest].excludes}
-    void |= {dest for dest, row in flags.items() if given.keys() & set(row.excludes)}
+    chosen = {dest for dest, value in given.items() if value is not False and value != ""}
+    void = {other for dest in chosen for other in flags[dest].excludes}
+    void |= {dest for dest, row in flags.items() if chosen & set(row.excludes)}
     if given.get("token_label") is False:
         void |= {row.dest for row in TOKEN_LABELS.flags}
     if given.get("no_aug"):

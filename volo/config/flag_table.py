@@ -84,7 +84,8 @@ class Flag:
         names: A name without a dash is positional.
         renamed: Its name in the namespace, if that is not the first long name.
         needs: Unless all of these are met, the flag has no effect and is refused.
-        excludes: Flags (by destination) that set the same value: one on the command line overrules others in a recipe.
+        excludes: Flags (by destination) that set the same value: one on the command line, unless it is switched off
+            there, overrules others in a recipe.
         refused: The reason why it must keep its default; "" if it can be set.
     """
 
