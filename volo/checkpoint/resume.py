@@ -1,7 +1,7 @@
 """The checkpoint that a run resumes, and what follows from it: its directory, its accumulation steps, its data.
 
-`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts and an id
-that stays the same over restarts.
+`distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts; what stays
+the same over restarts is in run.json (`volo.record.run_directory.launch_record`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tlt.io.parts import verify_parts
 from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.labels.store import LabelStore
 from volo.checkpoint.checkpoint import LAST, NAMES
-from volo.cluster.ranks import launch_id, restarts
-from volo.record.run_directory import DEFAULT_ROOT
+from volo.cluster.ranks import restarts
+from volo.record.run_directory import DEFAULT_ROOT, launch_record
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,14 @@ class Continued(NamedTuple):
 
 def continued_run(args: Namespace) -> Continued | None:
     """Return the run that this launch has begun; None for a first start, or if there was no directory yet."""
-    if not restarts() or launch_id() is None:
+    launch = launch_record()
+    if not restarts() or launch is None:
         return None
-    records = [*Path(args.output or DEFAULT_ROOT).glob("*/run.json")]
+    root = Path(args.output or DEFAULT_ROOT)
+    records = [root / args.experiment / "run.json"] if args.experiment else [*root.glob("*/run.json")]
     if args.resume not in ("", "auto"):
         records.append(Path(args.resume).parent / "run.json")
-    begun = [file for file in records if _launch_of(file) == launch_id()]
+    begun = [file for file in records if _launch_of(file) == launch]
     if not begun:
         return None
     directory = max(begun, key=lambda file: file.stat().st_mtime).parent

@@ -19,7 +19,6 @@ from volo.checkpoint.resume import DATA_KEY, Resume, changed_labels, check_same_
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
-from volo.cluster.ranks import launch_id
 from volo.config.flag_rules import trackers_of
 from volo.memory.memory_budget import memory_report, step_shape
 from volo.record.logger import Logger
@@ -146,7 +145,7 @@ def open_run(
             logger.open_events(directory)  # where the run that has the lock tells of this one, too
             lock.acquire()
             more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}
-            run_directory.record_start(args, world.size, str(world.device), launch_id(), more)
+            run_directory.record_start(args, world.size, str(world.device), more)
             logger.open(run_directory, training.schedule.total_updates, training.arithmetic)
             if dropped := run_directory.rewind(training.state.epoch, training.state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")

@@ -37,9 +37,11 @@ from typing import Any
 import yaml
 
 from tlt.errors import UserError
+from volo.cluster.ranks import launch_id
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
 from volo.record.json_lines import LineFile, strict_json
+from volo.record.run_lock import process_started
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
@@ -164,6 +166,14 @@ def _unused(root: Path, suffix: str) -> Path:
     return next(path for path in (root / (name + suffix) for name in names) if not path.exists())
 
 
+def launch_record() -> str | None:
+    """Return what tells this launch from all others in run.json, the same over restarts: the launcher's id; the process
+    of a torchrun that was given none; None without a launcher."""
+    if launch_id() is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return launch_id()
+    return f"process {os.getppid()} on {socket.gethostname()}, started at {process_started(os.getppid())}"
+
+
 class RunDirectory:
     """Writes the records of one run. Construct it on rank 0 only."""
 
@@ -182,17 +192,16 @@ class RunDirectory:
         args: Namespace,
         world_size: int,
         device: str,
-        launch: str | None = None,
         more: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write args.yaml and `more` files, and add a record to run.json; `launch` is the launcher's id."""
+        """Write args.yaml and `more` files, and add a record to run.json."""
         starts = self._starts()
         starts.append(
             {
                 "time": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "command": sys.argv,
                 "working_directory": os.getcwd(),
-                "launch": launch,
+                "launch": launch_record(),
                 "host": socket.gethostname(),
                 "python": platform.python_version(),
                 "versions": versions(),

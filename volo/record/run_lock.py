@@ -134,7 +134,7 @@ class RunLock:
         if holder.get("boot") != self._me["boot"]:
             return False
         same_numbers = holder.get("pid_namespace") == self._me["pid_namespace"]
-        return locked or (same_numbers and _started(holder.get("pid")) != holder.get("process_started"))
+        return locked or (same_numbers and process_started(holder.get("pid")) != holder.get("process_started"))
 
     def _stands_still(self, file: int, holder: dict[str, Any]) -> bool:
         """Whether the heartbeat stands still; clocks of different machines are not compared."""
@@ -203,7 +203,7 @@ def _identity() -> dict[str, Any]:
         "beat": 0,
         "boot": _first_line("/proc/sys/kernel/random/boot_id"),
         "pid_namespace": _pid_namespace(),
-        "process_started": _started(os.getpid()),
+        "process_started": process_started(os.getpid()),
     }
 
 
@@ -212,7 +212,7 @@ def _shown(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{job} (since {holder.get('started', '?')})"
 
 
-def _started(pid: Any) -> str | None:
+def process_started(pid: Any) -> str | None:
     """Return when a process on this machine started, in kernel ticks; None if it does not exist or is a zombie."""
     text = _first_line(f"/proc/{pid}/stat")
     fields = text.rpartition(")")[2].split() if text else []

@@ -1,0 +1,90 @@
+"""A run that torchrun starts again after a fault goes on in its directory, without `--resume`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.commands.conftest import QUICK, ROOT, Ended, metrics, storage
+from tests.conftest import LIMIT, free_port
+from volo.checkpoint.resume import continued_run
+from volo.config.args import parse_train
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return `restarted(n, id)`: from now on programs have been restarted so often, by torchrun with that run id."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def restarted(times: int, run_id: str = "none") -> None:  # torchrun's id where none is given
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+
+    return restarted
+
+
+@pytest.mark.parametrize(
+    ("run_id", "named"), [("none", ""), ("none", "--experiment run"), ("mine", "--experiment sweep/a")]
+)
+def test_a_restart_goes_on_with_the_run_of_its_launch(
+    call: Call,
+    make_dataset: Callable[..., Path],
+    tmp_path: Path,
+    restarted: Callable[..., None],
+    run_id: str,
+    named: str,
+) -> None:
+    flags = f"{make_dataset()} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named}"
+    restarted(0, run_id)
+    assert call("train", f"{flags} --epochs 1").code == 0
+    restarted(1, run_id)
+    again = call("train", f"{flags} --epochs 2")
+    assert again.code == 0 and "1 epochs, 2 updates done" in again.out, again.err
+    (record,) = (tmp_path / "out").rglob("run.json")
+    assert not named or record.parent == tmp_path / "out" / named.split()[1]
+
+
+def test_a_restart_leaves_the_runs_of_other_launches_alone(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, restarted: Callable[..., None]
+) -> None:
+    flags = f"{make_dataset()} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} --epochs 1"
+    restarted(0)
+    assert call("train", flags).code == 0
+    (record,) = (tmp_path / "out").rglob("run.json")
+    starts = json.loads(record.read_text())
+    restarted(1)
+    args = parse_train(flags.split())
+    assert continued_run(args) == (record.parent, "auto")
+    for launch in ("another", "none", None):
+        record.write_text(json.dumps([starts[0] | {"launch": launch}]))
+        assert continued_run(args) is None
+
+
+@pytest.mark.parametrize("named", ["", pytest.param("--experiment sweep/a", marks=pytest.mark.faults)])
+def test_torchrun_restarts_a_killed_rank(make_dataset: Callable[..., Path], tmp_path: Path, named: str) -> None:
+    killed = "os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and '/train/' in str(path) and next(number) == 12"
+    env = storage(tmp_path, f"{killed} and os.kill(os.getpid(), 9)")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
+    flags = f"{QUICK} -b 4 --lr 1e-3 --epochs 1 --recovery-interval 1 --output {tmp_path / 'out'} {named}"
+    command = [
+        *torchrun,
+        "--master-port",
+        str(free_port()),
+        str(ROOT / "train.py"),
+        str(make_dataset()),
+        *flags.split(),
+    ]
+    ended = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed" in ended.stdout and "0 epochs, " in ended.stdout
+    (record,) = (tmp_path / "out").rglob("run.json")
+    assert [each["update"] for each in metrics(record.parent)] == [1, 2, 3, 4]
