@@ -137,6 +137,38 @@ def test_two_annotators_do_not_share_a_tree(
     assert metadata is not None and metadata.annotator["model"] == "resnet18"
 
 
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_no_file_that_is_no_label_is_replaced(
+    command: list[str], capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    mine = out_of(command) / "red" / "red3.pt"
+    mine.parent.mkdir(parents=True)
+    torch.save({"weights": torch.ones(3)}, mine)
+    before = mine.read_bytes()
+    for _ in range(2):  # nor by the same command once more
+        assert cli.run("label", [*command, *flags]) == 2
+        assert (
+            "OUT holds a file that is not replaced, label " in (said := capsys.readouterr().err) and "red3.pt" in said
+        )
+        assert [path for path in out_of(command).rglob("*") if path.is_file()] == [mine]
+        assert mine.read_bytes() == before
+
+
+def test_labels_of_unknown_origin_are_replaced_only_if_that_is_said(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    published = out_of(command) / "red" / "red3.pt"
+    published.parent.mkdir(parents=True)
+    torch.save(torch.ones(2, 5, 18, 18).half(), published)
+    before = published.read_bytes()
+    for _ in range(2):
+        assert cli.run("label", command) == 2
+        assert "of unknown origin and of another shape" in capsys.readouterr().err
+        assert published.read_bytes() == before
+    assert cli.run("label", [*command, "--overwrite"]) == 0
+    assert read_map(published).shape == (4, 2, 2)
+
+
 def test_a_refused_annotator_leaves_nothing(
     command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -425,6 +425,79 @@ def test_what_is_there_is_not_overwritten(archive: Path, tree: Path, tmp_path: P
     assert open_labels(archive, NAMES).shape == (K, W, H)
 
 
+def others(folder: Path, *names: str) -> dict[Path, bytes]:
+    """Files of the user's, none of which may be lost."""
+    files = {folder / name: b"of the user: " + name.encode() for name in names}
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return files
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_overwriting_removes_the_files_of_the_archive_alone(archive: Path, tree: Path, complete: bool) -> None:
+    if not complete:
+        os.replace(archive / "manifest.json", archive / "manifest.partial.json")
+    kept = others(archive, "model.safetensors", "00003.safetensors", "0.safetensors", ".hidden.safetensors")
+    pack(str(tree), str(archive), overwrite=True)
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    assert sorted({path.name for path in archive.iterdir()} - {path.name for path in kept}) == [
+        "00000.safetensors",
+        "manifest.json",
+        "names.safetensors",
+    ]
+    assert mark_of(open_labels(archive, NAMES), 6) == 6
+
+
+@pytest.mark.parametrize("name", ["names.safetensors", "00000.safetensors", "manifest.json", "manifest.partial.json"])
+def test_overwriting_replaces_no_file_of_the_users(tree: Path, tmp_path: Path, name: str) -> None:
+    kept = others(tmp_path / "out", name, "model.safetensors")
+    with pytest.raises(UserError, match=f"OUT .*holds {name}, of no archive|{name} can't be read as JSON"):
+        pack(str(tree), str(tmp_path / "out"), overwrite=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == kept
+
+
+def test_a_killed_overwriting_leaves_a_manifest_that_names_what_is_left(archive: Path, tree: Path) -> None:
+    def kill(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        os.unlink(path)
+        if len(removed) == 2:
+            raise KeyboardInterrupt
+
+    removed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", kill)
+        with pytest.raises(KeyboardInterrupt):
+            pack(str(tree), str(archive), overwrite=True)
+    pack(str(tree), str(archive), overwrite=True)
+    assert mark_of(open_labels(archive, NAMES), 6) == 6
+
+
+def test_unpacking_replaces_label_files_alone(archive: Path, tree: Path, tmp_path: Path) -> None:
+    out = tmp_path / "back"
+    unpack(str(archive), str(out))
+    torch.save(entry(77), out / "a" / "0.pt")
+    kept = others(out, "notes.txt", "a/mine.pt", ".saving/0.pt")
+    unpack(str(archive), str(out), overwrite=True)
+    assert filecmp.cmp(tree / "a/0.pt", out / "a/0.pt", False)
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    for name in ("c/x.png.pt", "labels.json"):
+        shutil.rmtree(out)
+        kept = others(out, "a/mine.pt", name)
+        with pytest.raises(UserError, match=f"{name}"):
+            unpack(str(archive), str(out), overwrite=True)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == kept
+
+
+def test_unpacking_mends_a_tree_that_says_what_it_is(tree: Path, tmp_path: Path) -> None:
+    TreeMetadata(K, (H, W), 5).write(tree / "labels.json")
+    pack(str(tree), str(tmp_path / "archive"))
+    unpack(str(tmp_path / "archive"), str(tmp_path / "back"))
+    os.truncate(tmp_path / "back" / "a" / "0.pt", 50)
+    unpack(str(tmp_path / "archive"), str(tmp_path / "back"), overwrite=True)
+    assert filecmp.cmp(tree / "a/0.pt", tmp_path / "back" / "a/0.pt", False)
+
+
 def test_workers_share_the_mapping(archive: Path) -> None:
     store = open_labels(archive, NAMES)
     context = multiprocessing.get_context("fork")

@@ -89,6 +89,12 @@ class Header:
     def shards(self) -> int:
         return -(-self.records // self.shard_records)
 
+    def has_file(self, name: str) -> bool:
+        """Whether the names' file or a shard is called so."""
+        stem = name.removesuffix(".safetensors")
+        is_shard = stem.isdecimal() and name == shard_name(int(stem)) and int(stem) < self.shards
+        return is_shard or name == NAMES_NAME
+
     def shard_length(self, shard: int) -> int:
         """Rows in a shard."""
         return min(self.shard_records, self.records - shard * self.shard_records)
@@ -160,12 +166,14 @@ class Manifest:
         try:
             content = json.loads(Path(path).read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"{shown} can't be read as JSON ({error}): pack the archive again") from error
+            raise UserError(
+                f"{shown} can't be read as JSON ({error}): pack the archive anew, into another folder"
+            ) from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise UserError(f"{shown} does not describe a label archive ({FORMAT})")
         digest = content.pop("sha256", None)
         if digest != _digest({"format": FORMAT, **content}):
-            raise UserError(f"{shown} is damaged (its checksum is wrong): pack the archive again")
+            raise UserError(f"{shown} is damaged (its checksum is wrong): pack the archive anew, into another folder")
         try:
             header = {name: _tuples(value) for name, value in content.pop("header").items()}
             files = {name: (int(size), str(sha)) for name, (size, sha) in content.pop("files").items()}

@@ -82,7 +82,7 @@ class ArchiveWriter:
         root: Its folder; made if need be.
         header: From `make_header`, with the same names.
         images, labels: Image path ("" where not known) and label file of every row.
-        overwrite: Begin anew, whatever is there.
+        overwrite: Begin anew: the archive that is there, complete or not, is removed, and nothing else.
 
     Raises:
         UserError: The folder holds something else, a complete archive, or the beginning of another one.
@@ -94,8 +94,8 @@ class ArchiveWriter:
         self.root, self.header = Path(root), header
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._refuse_other(overwrite)
-            self._begin(images, labels, overwrite)
+            there = self._archive_there(overwrite)
+            self._begin(images, labels, there if overwrite else [])
             self.rows = Rows(self.root, header)
             self._files = [
                 os.open(self.root / shard_name(shard), os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
@@ -217,24 +217,30 @@ class ArchiveWriter:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _refuse_other(self, overwrite: bool) -> None:
+    def _archive_there(self, overwrite: bool) -> list[str]:
+        """The files of the archive that is there, the manifest last: those that it names. Raises UserError."""
         shown = printable(str(self.root))
-        ours = {MANIFEST_NAME, PARTIAL_NAME, NAMES_NAME}
-        names = {name for name in os.listdir(self.root) if not name.startswith(".")}
-        other = sorted(name for name in names - ours if not name.endswith(".safetensors"))
-        if other:
-            raise UserError(f"OUT {shown} holds other things ({printable(other[0])}): choose another folder")
+        names = sorted(name for name in os.listdir(self.root) if not name.startswith("."))
+        manifests = [name for name in (MANIFEST_NAME, PARTIAL_NAME) if name in names]
+        headers = [Manifest.read(self.root / name).header for name in manifests]
+        ours = [name for name in names if any(header.has_file(name) for header in headers)] + manifests
+        for name in names:
+            if not name.endswith(".safetensors") and name not in ours:
+                raise UserError(f"OUT {shown} holds other things ({printable(name)}): choose another folder")
+            if self.header.has_file(name) and name not in ours:
+                raise UserError(f"OUT {shown} holds {name}, of no archive that is there: choose another folder")
         if MANIFEST_NAME in names and not overwrite:
             raise UserError(f"OUT {shown} is a complete label archive: choose another folder, or --overwrite")
         if names and PARTIAL_NAME not in names and not overwrite:
             raise UserError(f"OUT {shown} holds files of unknown origin: choose another folder, or --overwrite")
+        return ours
 
-    def _begin(self, images: Sequence[str], labels: Sequence[str], overwrite: bool) -> None:
-        """Write the header first, then create the files that are missing or were cut while they were created."""
+    def _begin(self, images: Sequence[str], labels: Sequence[str], old: list[str]) -> None:
+        """Remove the `old` files, write the header first, then create the files that are missing or were cut while they
+        were created."""
         partial, header = self.root / PARTIAL_NAME, self.header
-        if overwrite:
-            for path in [self.root / MANIFEST_NAME, partial, *self.root.glob("*.safetensors")]:
-                path.unlink(missing_ok=True)
+        for name in old:
+            (self.root / name).unlink()
         if not partial.exists():
             Manifest(header).write(partial)
         elif Manifest.read(partial).header != header:

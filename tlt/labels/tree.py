@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +60,26 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def refuse_other_files(root: str | Path, labels: Iterable[str], shape: tuple[int, int, int] | None = None) -> None:
+    """Raise UserError if what lies where label files are to be written is no label map, or none of a given shape
+    (k, h, w). For folders that don't say what they are (`labels.json`)."""
+    for label in labels:
+        path = os.path.join(root, label)
+        if not os.path.lexists(path):
+            continue
+        try:
+            found = read_map(path).shape
+        except UserError as error:
+            raise UserError(
+                f"OUT holds a file that is not replaced, {error}, remove it, or choose another folder"
+            ) from error
+        if shape not in (None, found):
+            raise UserError(
+                f"OUT holds label {printable(path)} of unknown origin and of another shape, (k, h, w) = {found} instead "
+                f"of {shape}: choose another folder, or --overwrite"
+            )
 
 
 def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:

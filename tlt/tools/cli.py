@@ -57,7 +57,7 @@ def _unpack(command: ArgumentParser) -> None:
     """Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."""
     command.add_argument("archive", metavar="ARCHIVE")
     command.add_argument("out", metavar="OUT", help="folder of the tree")
-    command.add_argument("--overwrite", action="store_true", help="write into OUT although it is not empty")
+    command.add_argument("--overwrite", action="store_true", help="replace label files in OUT, and nothing else")
 
 
 def _pack_images(command: ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from tlt.labels.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, 
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import find_labels, label_files_below, tree_listing
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
-from tlt.labels.tree import map_of, most_classes, read_tensor
+from tlt.labels.tree import map_of, most_classes, read_tensor, refuse_other_files
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     """Write the label files that an archive was packed from, `labels.json` last; return lines that say what was done.
 
     Raises:
-        UserError: The archive is incomplete or damaged, or `out` is not empty or can't be written.
+        UserError: The archive is incomplete or damaged, or `out` is not empty, can't be written, or holds something else
+            than label files where these are to be.
     """
     manifest = read_manifest(archive)
     header, root = manifest.header, Path(out)
@@ -201,13 +203,16 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
         if root.is_dir() and any(root.iterdir()) and not overwrite:
             raise UserError(f"OUT {printable(out)} is not empty: choose another folder, or --overwrite")
         rows = Rows(archive, header)
-        (root / ".saving").mkdir(parents=True, exist_ok=True)
+        labels = [_inside(label) for label in rows.all_names("label")]
+        if TreeMetadata.read(root / METADATA_NAME) is None:
+            refuse_other_files(root, labels)
+        root.mkdir(parents=True, exist_ok=True)
         progress = Progress("unpacking", header.records, "label")
-        for row in range(header.records):
-            _unpack_row(rows, row, root)
-            progress.step()
+        with TemporaryDirectory(prefix=".saving-", dir=root) as saving:
+            for row, label in enumerate(labels):
+                _unpack_row(rows, row, root / label, Path(saving))
+                progress.step()
         progress.close()
-        (root / ".saving").rmdir()
         if header.labels_json is not None:
             (root / METADATA_NAME).write_text(header.labels_json)
     except OSError as error:
@@ -216,16 +221,14 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     return [f"{header.records - manifest.absent} label files in {out}{absent}"]
 
 
-def _unpack_row(rows: Rows, row: int, root: Path) -> None:
+def _unpack_row(rows: Rows, row: int, path: Path, saving: Path) -> None:
     tensors, place = rows.tensors(row)
     form = int(tensors["form"][place])
     if form == Form.ABSENT:
         return
     tensor = restore(tensors["values"][place], tensors["ids"][place], form)
-    path = root / _inside(os.fsdecode(rows.label(row)))
     path.parent.mkdir(parents=True, exist_ok=True)
     # torch keeps in a file the name it was saved under: so a file is saved under its own name, in another folder.
-    saving = root / ".saving"
     temporary = path.with_name(f".{path.name}.tmp") if form & Form.TEMPORARY_NAME else saving / path.name
     try:
         if form & Form.NO_NAME:

@@ -28,7 +28,7 @@ from tlt.labels.archive_format import FILE_DTYPES, MANIFEST_NAME, PARTIAL_NAME, 
 from tlt.labels.archive_writer import ArchiveWriter, make_header
 from tlt.labels.label_files import label_names
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
-from tlt.labels.tree import label_dtype, read_map, write_map
+from tlt.labels.tree import label_dtype, read_map, refuse_other_files, write_map
 
 TREE_PARTIAL_NAME = "labels.partial.json"
 
@@ -40,7 +40,7 @@ class LabelJob:
         root: The folder for the maps, created if missing.
         folder: The images.
         metadata: How the maps are made.
-        overwrite: Replace existing maps, whatever made them.
+        overwrite: Replace existing maps, whatever made them; nothing else is replaced.
 
     Attributes:
         found: Whether there may be maps of an earlier run.
@@ -133,7 +133,11 @@ class TreeJob(LabelJob):
         for name in {os.path.dirname(label) for label in self._labels}:
             (self.root / name).mkdir(parents=True, exist_ok=True)
         self.found = any((self.root / label).is_file() for label in self._labels)
-        recorded = TreeMetadata.read(self.root / METADATA_NAME) or TreeMetadata.read(self.root / TREE_PARTIAL_NAME)
+        complete, begun = (TreeMetadata.read(self.root / name) for name in (METADATA_NAME, TREE_PARTIAL_NAME))
+        recorded = complete or begun
+        if recorded is None:
+            shape = None if self.overwrite else (self.metadata.k, *self.metadata.grid)
+            refuse_other_files(self.root, self._labels, shape)
         if self.overwrite:
             (self.root / METADATA_NAME).unlink(missing_ok=True)
         elif recorded is not None and self.found:
