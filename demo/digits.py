@@ -68,7 +68,9 @@ def main() -> None:
     args = parser.parse_args()
     demo = Demo(args.data_backend, args.shards, args.output)
     if args.fresh:
-        shutil.rmtree(ROOT / demo.output, ignore_errors=True)
+        for name in (demo.digits, demo.labels, demo.packed, *(f"{demo.output}/{name}" for name in TRAINING)):
+            shutil.rmtree(ROOT / name, ignore_errors=True)
+        (ROOT / demo.picture).unlink(missing_ok=True)
     print(f"python is {sys.executable}: to copy the commands below, activate its environment first")
     began = time.perf_counter()
     write_digits(ROOT / demo.digits)
@@ -81,7 +83,7 @@ def main() -> None:
     results = [demo.validate(name) for name in ("volo_d0", "volo_d0_fine")]
     print_table(results)
     seconds = time.perf_counter() - began
-    print(f"\n{seconds:.0f} s; images in {demo.digits}, a picture of the token labels in {demo.output}/labels.png")
+    print(f"\n{seconds:.0f} s; images in {demo.digits}, a picture of the token labels in {demo.picture}")
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ class Demo:
     @property
     def labels(self) -> str:
         return f"{self.output}/labels.tlt"
+
+    @property
+    def picture(self) -> str:
+        return f"{self.output}/labels.png"
 
     @property
     def packed(self) -> str:
@@ -136,10 +142,9 @@ class Demo:
         flags = f"--checkpoint {weights} --format archive {self.decoding}"
         run(f"python generate_label.py {self.digits} {self.labels} {flags}", done)
         run(f"python -m tlt check {self.digits} {self.labels}")
-        picture = f"{self.output}/labels.png"
         sizes = f"--size {SIZE} {SIZE} --grid {GRID} {GRID}"
-        done = (ROOT / picture).is_file()
-        run(f"python -m tlt show {self.digits} {self.labels} -o {picture} {sizes} {AUGMENTATION}", done)
+        done = (ROOT / self.picture).is_file()
+        run(f"python -m tlt show {self.digits} {self.labels} -o {self.picture} {sizes} {AUGMENTATION}", done)
 
     def pack(self) -> None:
         """Write images and label maps as tar shards."""

@@ -48,6 +48,10 @@ def test_a_page_per_image(
     for number in (1, 2):
         with Image.open(tmp_path / f"page-{number}.png") as page:
             assert min(page.size) > 400
+    before = image.read_bytes()
+    ended = call("attention", flags, image, "-o", image)
+    assert ended.code == 2 and f"-o {image} exists already: remove it, or choose another name" in ended.err
+    assert image.read_bytes() == before
 
 
 def test_a_checkpoint_of_ours_says_everything(

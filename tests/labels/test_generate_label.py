@@ -163,7 +163,7 @@ def test_labels_of_unknown_origin_are_replaced_only_if_that_is_said(
     before = published.read_bytes()
     for _ in range(2):
         assert cli.run("label", command) == 2
-        assert "of unknown origin and of another shape" in capsys.readouterr().err
+        assert "of unknown origin and another shape" in capsys.readouterr().err
         assert published.read_bytes() == before
     assert cli.run("label", [*command, "--overwrite"]) == 0
     assert read_map(published).shape == (4, 2, 2)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import gzip
 import hashlib
+import io
 import json
 import os
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import save_file
 
 from tests.commands.conftest import Running, children, ended, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
@@ -246,6 +249,59 @@ def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: 
     if case != "other files":
         pack_images(str(data), str(out), overwrite=True)
         assert len(open_images(str(out), "train")) == len(scan_folder(data / "train"))
+
+
+def foreign_tar(data: Path, out: Path) -> Path:
+    """A shard that another program wrote, with times and owners."""
+    with tarfile.open(out / "00000.tar", "w") as tar:
+        tar.add(data / "train" / "b" / "x.jpg", "b/x.jpg")
+        tar.add(data / "train" / "b" / "x.png", "b/x.cls")
+    return out / "00000.tar"
+
+
+def bare_tar(data: Path, out: Path) -> Path:
+    """One without times and owners, as `tar --mtime=@0 --owner=0 --numeric-owner` writes it."""
+    with tarfile.open(out / "7.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        for name in ("x.png", "x.jpg"):
+            info = tarfile.TarInfo(f"b/{name}")
+            info.size = (data / "train" / "b" / name).stat().st_size
+            tar.addfile(info, io.BytesIO((data / "train" / "b" / name).read_bytes()))
+    return out / "7.tar"
+
+
+def indexed_tar(data: Path, out: Path) -> Path:
+    """One with an index that `tlt index` made."""
+    (data / "train" / "b" / "x.png").write_bytes(b"3")  # the class
+    foreign_tar(data, out)
+    index_shards(str(out))
+    return out / "00000.tar"
+
+
+def weights(data: Path, out: Path) -> Path:
+    save_file({"weight": np.ones(3)}, out / INDEX_NAME)
+    return out / INDEX_NAME
+
+
+def list_of_the_users(data: Path, out: Path) -> Path:
+    (out / PARTIAL_NAME).write_text('{"state": "in the cellar"}')
+    return out / PARTIAL_NAME
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("make", [foreign_tar, bare_tar, indexed_tar, weights, list_of_the_users])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_file_of_the_users_is_removed(
+    data: Path, tmp_path: Path, make: Callable[[Path, Path], Path], packed: bool, overwrite: bool
+) -> None:
+    out = tmp_path / "out" / "train"
+    out.mkdir(parents=True)
+    if packed and make not in (weights, indexed_tar):
+        pack_images(str(data), str(tmp_path / "out"))
+    mine = make(data, out)
+    before = digests(out)
+    with pytest.raises(UserError, match=f"holds other things .{mine.name}.: choose another folder"):
+        pack_images(str(data), str(tmp_path / "out"), overwrite=overwrite)
+    assert digests(out) == before
 
 
 def test_a_second_command_waits_for_the_first(data: Path, tmp_path: Path) -> None:

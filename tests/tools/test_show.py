@@ -173,6 +173,14 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "p.png").exists()
 
 
+def test_no_file_is_replaced(data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    image = next(path for path in data[0].rglob("*.png"))
+    before = image.read_bytes()
+    assert main(["show", *map(str, data), "-o", str(image), "--size", "32", "32"]) == 2
+    assert f"-o {image} exists already: remove it, or choose another name" in capsys.readouterr().err
+    assert image.read_bytes() == before
+
+
 def test_without_matplotlib_the_extra_is_named(
     data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 from tlt.errors import UserError
+from tlt.io.text import printable
 
 # Windows would translate line ends, and has none of the others. O_NONBLOCK: a pipe without a writer opens at once.
 READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
@@ -79,6 +80,12 @@ def locked(folder: str | Path, busy: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def refuse_existing(path: str | Path, flag: str) -> None:
+    """Raise UserError if there is something already where `flag` asks for a file."""
+    if os.path.lexists(path):
+        raise UserError(f"{flag} {printable(str(path))} exists already: remove it, or choose another name")
 
 
 def sha256_of(path: str | Path) -> str:

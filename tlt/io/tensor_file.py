@@ -17,6 +17,7 @@ from tlt.io.files import sync_folder
 from tlt.io.text import printable
 
 _KEY = "volo-tlt"
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 DTYPES = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "U8": "|u1"}
 
 
@@ -45,6 +46,24 @@ def write_tensors(path: str, format_name: str, tensors: Mapping[str, np.ndarray]
         if os.path.exists(temporary):
             os.unlink(temporary)
     sync_folder(os.path.dirname(path) or ".")
+
+
+def has_format(path: str, format_name: str) -> bool:
+    """Whether `write_tensors` wrote a file in some version of a format, by its header; the file may be damaged."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        found = json.loads(header["__metadata__"][_KEY])["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return isinstance(found, str) and found.partition(", version")[0] == format_name.partition(", version")[0]
+
+
+def refuse_other_file(path: str, format_name: str) -> None:
+    """Raise UserError if there is something at `path` that `write_tensors` did not write in this format."""
+    if os.path.lexists(path) and not os.path.isdir(path) and not has_format(path, format_name):
+        raise UserError(f"{printable(path)} is there and is no {format_name.partition(',')[0]}: remove or rename it")
 
 
 class MappedTensors:

@@ -77,8 +77,8 @@ def refuse_other_files(root: str | Path, labels: Iterable[str], shape: tuple[int
             ) from error
         if shape not in (None, found):
             raise UserError(
-                f"OUT holds label {printable(path)} of unknown origin and of another shape, (k, h, w) = {found} instead "
-                f"of {shape}: choose another folder, or --overwrite"
+                f"OUT holds label {printable(path)} of unknown origin and another shape (k, h, w), {found} and not "
+                f"{shape}: choose another folder, or --overwrite"
             )
 
 

@@ -50,7 +50,7 @@ def _pack(command: ArgumentParser) -> None:
     command.add_argument("--split", default="train", help=_SPLIT)
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
     command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: readers turn them")
-    command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT")
+    command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT, and nothing else")
 
 
 def _unpack(command: ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def _pack_images(command: ArgumentParser) -> None:
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per CPU)")
     command.add_argument("--max-side", type=_positive, metavar="N", help="make larger images smaller, as tlt shrink")
     command.add_argument("--quality", type=_positive, metavar="Q", help="of the JPEGs that --max-side makes (90)")
-    command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT")
+    command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT, and nothing else")
 
 
 def _images_and_labels(command: ArgumentParser) -> None:

@@ -16,10 +16,11 @@ from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, JPEG_SUFFIXES, UNLIM
 from tlt.data.sources.open_images import find_files
 from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shards import is_sharded
-from tlt.data.sources.size_index import LARGEST_SIDE, SizeIndex, index_file, write_index
+from tlt.data.sources.size_index import FORMAT, LARGEST_SIDE, SizeIndex, index_file, write_index
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.processes import available_cpus, in_processes
+from tlt.io.tensor_file import refuse_other_file
 from tlt.io.text import printable
 
 SPLITS = ("train", "validation")
@@ -47,7 +48,8 @@ def index(
         dataset: Kind of data set (`--dataset`); "": image folders or shards.
 
     Raises:
-        UserError: No images, or the index can't be written; a flag that a kind of data set has no use for.
+        UserError: No images, or the index can't be written, also because another file is there; a flag that a kind of
+            data set has no use for.
     """
     if parse_kind(dataset)[0]:
         return _index_files(data, split, workers, out, decode, dataset)
@@ -92,6 +94,7 @@ def _index_files(
 
 
 def _index_folder(root: str, workers: int | None, out: str, decode: bool) -> list[str]:
+    refuse_other_file(out, FORMAT)
     listing = list_folder(root)
     source = image_folder(listing)
     found = read_sizes(source, workers, decode)

@@ -192,8 +192,8 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     """Write the label files that an archive was packed from, `labels.json` last; return lines that say what was done.
 
     Raises:
-        UserError: The archive is incomplete or damaged, or `out` is not empty, can't be written, or holds something else
-            than label files where these are to be.
+        UserError: The archive is incomplete or damaged, or `out` is not empty or can't be written, or holds something
+            else than label files where these are to be.
     """
     manifest = read_manifest(archive)
     header, root = manifest.header, Path(out)

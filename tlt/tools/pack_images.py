@@ -29,11 +29,12 @@ from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shard_index import Contents, write_index
 from tlt.data.sources.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
-from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardIndex
+from tlt.data.sources.shards import FORMAT, INDEX_NAME, PARTIAL_NAME, ShardIndex
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import locked, sync_folder, write_whole
 from tlt.io.processes import in_processes
+from tlt.io.tensor_file import has_format
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.archive_format import UNKNOWN_AREA
@@ -64,7 +65,7 @@ def pack_images(
             validation.
         labels: Label maps of the first split's images.
         shard_mb: About so many megabytes make a shard.
-        overwrite: Begin anew.
+        overwrite: Begin anew: the shards that are there are removed, and nothing else.
         dataset: Kind of data set (`--dataset`).
 
     Raises:
@@ -146,8 +147,8 @@ class Packing:
         }
 
     def _refuse_other(self, overwrite: bool) -> None:
-        names = os.listdir(self.folder)
-        other = sorted(name for name in names if not _is_ours(name))
+        names = sorted(os.listdir(self.folder))
+        other = [name for name in names if not _is_ours(os.path.join(self.folder, name))]
         if other:
             raise UserError(f"{self.shown} holds other things ({printable(other[0])}): choose another folder")
         begun = INDEX_NAME in names or PARTIAL_NAME in names
@@ -212,9 +213,39 @@ class Packing:
         return [*lines, f"{size} bytes, every one of them read back and compared"]
 
 
-def _is_ours(name: str) -> bool:
+def _is_ours(path: str) -> bool:
+    """Whether this program wrote a file, by its name and by how it begins."""
+    name = os.path.basename(path)
+    if name == INDEX_NAME:
+        return has_format(path, FORMAT)
+    if name == PARTIAL_NAME:
+        return _may_be_plan(path)
     stem, extension = os.path.splitext(name.removeprefix(".").removesuffix(".tmp"))
-    return stem + extension in (INDEX_NAME, PARTIAL_NAME) or (stem.isdigit() and extension == ".tar")
+    return (stem.isdigit() and extension == ".tar" and (name[0] == "." or _is_packed(path))) or (
+        stem + extension in (INDEX_NAME, PARTIAL_NAME)
+    )
+
+
+def _may_be_plan(path: str) -> bool:
+    """Whether a file is a plan (`Packing._begin`), perhaps a damaged one, and not what another program wrote."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except ValueError:
+        return True
+    return isinstance(content, dict) and {"state", "per_shard"} <= content.keys()
+
+
+def _is_packed(path: str) -> bool:
+    """Whether a tar file begins as every shard does, bit for bit: with an image, then its class."""
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
+            image, number = tar.next(), tar.next()
+            assert image is not None and number is not None
+            head = _tar_header(image.name, image.size)
+            file.seek(0)
+            return file.read(len(head)) == head and number.name == f"{image.name.rpartition('.')[0]}.cls"
+    except Exception:  # whatever tarfile raises for what is no tar file
+        return False
 
 
 def member_names(names: Sequence[str]) -> list[str]:
@@ -288,10 +319,13 @@ def _write(packing: Packing, images: range, path: str) -> bytes:
 
 
 def _tar_member(name: str, data: bytes | bytearray) -> bytes:
+    return _tar_header(name, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+
+
+def _tar_header(name: str, size: int) -> bytes:
     info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o644
-    header = info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-    return header + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+    info.size, info.mode = size, 0o644
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
 def _members(packing: Packing, row: int) -> list[tuple[str, bytes | bytearray]]:

@@ -19,6 +19,7 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
@@ -37,6 +38,7 @@ def show(args: Namespace) -> list[str]:
         UserError: No images or labels, an image that isn't there or can't be read, or matplotlib is missing.
     """
     check_format(args.output)
+    refuse_existing(args.output, "-o")
     folder = open_images(args.data, args.split, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
     rows = find_images(folder, args.images) if args.images else spread(folder, args.n, args.seed)

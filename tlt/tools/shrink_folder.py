@@ -162,9 +162,9 @@ def _begin(out: str, settings: ShrinkSettings) -> None:
         return
     try:
         with open(path, encoding="utf-8") as file:
-            made = json.load(file)["settings"]
+            made = dict(json.load(file)["settings"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{printable(path)} can't be read ({error}): remove OUT and begin anew") from error
+        raise UserError(f"{printable(path)} can't be read ({error}): give another folder") from error
     if made != asdict(settings):
         flags = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in made.items() if value)
         raise UserError(f"OUT {printable(out)} was begun with {flags}: give the same, or another folder")

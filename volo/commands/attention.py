@@ -20,6 +20,7 @@ from tlt.data.augment.device_stage import EvalStage
 from tlt.data.dataset import BatchKey
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
+from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.tools.drawing import (
     FAINT,
@@ -61,6 +62,9 @@ def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     say(args.notes)
     check_format(args.output)
+    outputs = [output_path(args.output, number, len(args.images)) for number in range(1, len(args.images) + 1)]
+    for out in outputs:
+        refuse_existing(out, "-o")
     device = choose_device(args.device, 0)
     built, recorded, notes = load_annotator(args)
     say(notes)
@@ -71,11 +75,10 @@ def run(args: Namespace) -> int:
     stage, model = EvalStage(settings["mean"], settings["std"]).to(device), model.to(device).eval()
     names = class_names(recorded, int(model.num_classes))
     query = (args.query[0], args.query[1])
-    for number, (path, image) in enumerate(zip(args.images, pixels, strict=True), start=1):
+    for path, image, out in zip(args.images, pixels, outputs, strict=True):
         seen = view(model, stage(image[None].to(device)), layers, query, args.heads)
         title = f"{path}: {args.model}, {image.shape[1]} x {image.shape[2]} px"
         figure = draw_attention(image.permute(1, 2, 0).numpy(), seen, query, names, title)
-        out = output_path(args.output, number, len(pixels))
         save_figure(figure, out)
         print(f"wrote {printable(str(out))}", flush=True)
     return 0

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tlt.errors import UserError, require
+from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.io.weights import read_checkpoint
 from tlt.models.folding import fold_batchnorm
@@ -221,8 +222,7 @@ def check_path(path: Path) -> None:
     Raises:
         UserError: The file already exists, or its folder does not.
     """
-    if os.path.lexists(path):
-        raise UserError(f"-o {path} exists already: remove it, or choose another name")
+    refuse_existing(path, "-o")
     if not path.parent.is_dir():
         raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
 

@@ -25,6 +25,7 @@ from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import ImageFolder
 from tlt.data.sources.folder_listing import list_folder
 from tlt.errors import UserError, require
+from tlt.io.files import refuse_existing
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.labels.annotate import labelled_area
@@ -131,9 +132,8 @@ def check_outputs(args: Namespace, found: Found) -> None:
             have one name.
     """
     for flag, path in (("--output", args.output), ("--embeddings", args.embeddings)):
-        if path and os.path.lexists(path):
-            raise UserError(f"{flag} {printable(path)} exists already: remove it, or choose another name")
         if path:
+            refuse_existing(path, flag)
             check_writable(Path(path).parent, flag)
     if args.output.endswith(".parquet"):
         require("pyarrow", extra="parquet")
@@ -147,8 +147,8 @@ def check_outputs(args: Namespace, found: Found) -> None:
                 "one after the other"
             )
         pictures = (os.path.join(args.token_maps, f"{name}.png") for name in found.names)
-        if taken := next(filter(os.path.lexists, pictures), None):
-            raise UserError(f"--token-maps: {printable(taken)} exists already: remove it, or choose another folder")
+        for picture in pictures:
+            refuse_existing(picture, "--token-maps:")
 
 
 def checkpoint_of(spec: str) -> Path | None:

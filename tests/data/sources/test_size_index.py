@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from tlt.data.augment.plan import AugmentConfig
@@ -130,6 +131,10 @@ def cut(data: Path) -> None:
     os.truncate(data / "train.index", 100)
 
 
+def cut_behind_the_header(data: Path) -> None:
+    os.truncate(data / "train.index", os.path.getsize(data / "train.index") - 9)
+
+
 def resize(data: Path) -> None:
     for path in sorted((data / "train").rglob("*.jpg")):
         save(path, 10, 10)
@@ -201,6 +206,36 @@ def test_an_index_that_can_not_be_written_or_named_is_one_line(data: Path, capsy
     assert cli.main(["index", str(data / "none")]) == 2
     assert cli.main(["index", str(data / "train"), "-j", "1", "-o", str(data / "x")]) == 0
     assert (data / "x").is_file()
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "tfrecord"])
+@pytest.mark.parametrize("content", [b"", b"of the user", b"safetensors"])
+def test_no_file_of_the_users_is_replaced_by_an_index(
+    data: Path, tmp_path: Path, kind: str, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, name = tmp_path / "more" / "train", {"tar": "shards.safetensors", "tfrecord": "records.safetensors"}
+    folder.mkdir(parents=True)
+    (folder / "0.tar").write_bytes(b"")
+    (folder / "0.tfrecord").write_bytes(b"")
+    mine = data / "train.index" if kind == "folder" else folder / name[kind]
+    mine.write_bytes(content)
+    if content == b"safetensors":
+        save_file({"size": np.ones((14, 2), np.uint16)}, mine, {"format": "pt"})
+    before = mine.read_bytes()
+    flags = ["--dataset", "tfrecord"] if kind == "tfrecord" else []
+    root = str(data if kind == "folder" else folder.parent)
+    assert cli.main(["index", root, "--split", "train", "-j", "1", *flags]) == 2
+    assert f"{mine.name} is there and is no volo-tlt" in capsys.readouterr().err
+    assert mine.read_bytes() == before
+
+
+@pytest.mark.parametrize("change", [flip_a_bit, cut_behind_the_header])
+def test_a_damaged_index_is_made_anew(data: Path, change: Callable[[Path], None]) -> None:
+    index.index(str(data), "train", 1)
+    whole = (data / "train.index").read_bytes()
+    change(data)
+    index.index(str(data), "train", 1)
+    assert (data / "train.index").read_bytes() == whole
 
 
 def test_the_index_of_a_million_images_is_a_mapped_file_of_their_names_and_16_bytes_each(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.natural import natural_key
 from tlt.io.processes import in_processes
-from tlt.io.tensor_file import write_tensors
+from tlt.io.tensor_file import refuse_other_file, write_tensors
 from tlt.io.text import printable
 
 
@@ -108,7 +108,8 @@ def _tars(folder: str) -> list[str]:
 
 
 def _keep_packed(path: str) -> None:
-    """Raise UserError if the index there is that of `tlt pack-images`, which knows names and labels of the images."""
+    """Raise UserError if what is there is no index, or that of `tlt pack-images`, which knows names and labels."""
+    refuse_other_file(path, FORMAT)
     if not os.path.isfile(path):
         return
     try:

@@ -18,11 +18,12 @@ import numpy as np
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.record_scan import RecordRows, scan_records
 from tlt.data.sources.shard_index import Contents, write_index
-from tlt.data.sources.shards import IndexedFiles
+from tlt.data.sources.shards import FORMAT, IndexedFiles
 from tlt.data.sources.source import class_folder, numbered_names, renumber
 from tlt.errors import MissingSplit, UserError
 from tlt.io.natural import natural_key
 from tlt.io.processes import in_processes
+from tlt.io.tensor_file import refuse_other_file
 from tlt.io.text import printable
 
 INDEX_SUFFIX = "records.safetensors"
@@ -44,6 +45,7 @@ class RecordFiles(IndexedFiles):
     lengths: list[int] | None = None
 
     def make_index(self, workers: int = 1) -> list[str]:
+        refuse_other_file(self.index, FORMAT)
         found = list(in_processes(_scan, None, self.paths, workers, "indexing", "file"))
         for rows, length in zip(found, self.lengths or (), strict=self.lengths is not None):
             if len(rows.shard) != length:
