@@ -16,7 +16,7 @@ Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from tlt._version import __version__
@@ -150,8 +150,8 @@ def _index(command: ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tlt.data.augment.device_stage import DeviceStage
+from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.augment.warp import CHOICE, chosen_warp, warp
 from tlt.errors import UserError
 
@@ -84,6 +86,16 @@ def test_offline_compilation_without_spills(cubic: bool, monkeypatch: pytest.Mon
     for architecture in offline.ARCHITECTURES:
         compiled = offline.compile_warp(architecture, cubic)
         assert compiled.stack == 0 < compiled.registers < 128, compiled
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is for CPUs")
+def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, "triton")
+    config = AugmentConfig((8, 8), auto_augment="rand-n2-m9-p1.0")
+    plan = make_plan(config, 0, 0, list(range(16)), [9] * 16, [9] * 16)
+    stage = DeviceStage(config, (0, 0, 0), (1, 1, 1))
+    with pytest.raises(UserError, match="TLT_WARP=triton needs a CUDA device, not cpu: leave the var"):
+        stage(torch.zeros(16, 3, 8, 8, dtype=torch.uint8), plan)
 
 
 def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,14 @@ def test_a_damaged_index_is_made_anew(data: Path, change: Callable[[Path], None]
     assert (data / "train.index").read_bytes() == whole
 
 
+@pytest.mark.parametrize("number", ["0", "-3", "two", "1.5"])
+def test_a_number_of_workers_that_is_none_is_one_line(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["index", "DATA", f"-j{number}"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"tlt index: error: argument -j/--workers: '{number}' is not a whole number of 1 or more"
+
+
 def test_the_index_of_a_million_images_is_a_mapped_file_of_their_names_and_16_bytes_each(tmp_path: Path) -> None:
     count, root = 1_280_000, str(tmp_path / "train")
     names = Names(f"c{i % 1000}/{i}.jpg" for i in range(count))

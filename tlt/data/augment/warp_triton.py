@@ -10,6 +10,7 @@ of torch's operations: doubles where these have doubles, differences of pixels i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt.errors import UserError
+
 BLOCK, WARPS = 256, 4  # pixels and warps of a program
 SIZES = ("height", "width", "red", "green", "blue")  # one compiled program serves all of them
 
 
 def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: int = 0) -> Tensor:
-    """As `tlt.data.augment.warp.warp`; lines are moved as everything else is."""
+    """As `tlt.data.augment.warp.warp`; lines move as all else. Raises UserError: no CUDA device."""
+    if images.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(f"TLT_WARP=triton needs a CUDA device, not {images.device}: leave the variable out")
     images, maps = images.contiguous(), maps.contiguous()
     out = torch.empty_like(images)
     height, width = images.shape[2:]
