@@ -11,6 +11,7 @@ import os
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,7 @@ from tlt.tools import pack_images as packer
 from tlt.tools.cli import main
 from tlt.tools.pack_images import Packing, member_names, pack_images
 from volo.checkpoint.resume import fingerprint
+from volo.train.label_job import TreeJob
 
 
 @pytest.fixture
@@ -358,6 +360,20 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
     np.testing.assert_array_equal(one.values, other.values)
     assert one.area == other.area
+
+
+@pytest.mark.parametrize("name", ["../../x.jpg", "/tmp/x.jpg", "b/../../x.jpg"])
+def test_names_that_lead_out_are_refused_before_anything_is_written(data: Path, tmp_path: Path, name: str) -> None:
+    """Such as those of an index that somebody else made."""
+    folder = scan_folder(data / "train")
+    hostile = replace(folder, paths=[name, *folder.paths[1:]])
+    with pytest.raises(UserError, match=f"{name}, an image of .*, is named outside of it: rename it"):
+        Packing(str(tmp_path / "out"), hostile, None, 512, None).run(1, False)
+    assert not (tmp_path / "out").exists()
+    metadata = TreeMetadata(2, (3, 4), 5)
+    with pytest.raises(UserError, match="is outside of OUT: rename it"):
+        TreeJob(tmp_path / "deep" / "er" / "out", hostile, metadata)
+    assert not (tmp_path / "deep").exists()
 
 
 def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path) -> None:

@@ -9,6 +9,11 @@ from typing import Any, overload
 import numpy as np
 
 
+def leads_out(name: str) -> bool:
+    """Whether the path of a file, with slashes, is absolute or has `..` in it: it may lie outside of a folder."""
+    return os.path.isabs(name) or ".." in name.split("/")
+
+
 class Names(Sequence[str]):
     """Names as one block of bytes, which processes share: reading from a list of a million strings changes their
     reference counts, and with that makes every data worker copy the pages they are on.

@@ -16,6 +16,7 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.names import leads_out
 from tlt.io.natural import natural_key
 from tlt.io.progress import Progress
 from tlt.io.text import printable
@@ -245,6 +246,6 @@ def _unpack_row(rows: Rows, row: int, path: Path, saving: Path) -> None:
 
 def _inside(label: str) -> str:
     """The path of the label file, refused if it is outside of the folder it is unpacked into."""
-    if os.path.isabs(label) or ".." in label.split("/"):
+    if leads_out(label):
         raise UserError(f"the archive names the label file {printable(label)}, outside of its tree: it is not unpacked")
     return label

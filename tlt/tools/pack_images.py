@@ -33,6 +33,7 @@ from tlt.data.sources.shards import FORMAT, INDEX_NAME, PARTIAL_NAME, ShardIndex
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import locked, sync_folder, write_whole
+from tlt.io.names import leads_out
 from tlt.io.processes import in_processes
 from tlt.io.tensor_file import has_format
 from tlt.io.text import printable
@@ -102,6 +103,10 @@ class Packing:
     ) -> None:
         self.folder, self.source, self.labels, self.shrinking = folder, source, labels, shrinking
         self.shard_mb, self.shown = shard_mb, f"OUT {printable(folder)}"
+        if (outside := next(filter(leads_out, source.paths), None)) is not None:
+            raise UserError(
+                f"{printable(outside)}, an image of {printable(source.root)}, is named outside of it: rename it"
+            )
         self.names = member_names(source.paths)  # the member of each image
         self._without_label = frozenset(labels.missing() if labels else ())
         self.state = self._state()

@@ -20,6 +20,7 @@ import numpy as np
 
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.names import leads_out
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import Agreement
@@ -55,6 +56,10 @@ class LabelJob:
     def __init__(self, root: str | Path, folder: ImageSource, metadata: TreeMetadata, overwrite: bool = False) -> None:
         self.root, self.folder, self.metadata, self.overwrite = Path(root), folder, metadata, overwrite
         self._labels = label_names(folder.paths)
+        if (outside := next(filter(leads_out, self._labels), None)) is not None:
+            raise UserError(
+                f"the label {printable(outside)} of an image of {printable(folder.root)} is outside of OUT: rename it"
+            )
         try:
             self._open()
         except OSError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tlt.data.sources.folder import ImageFolder, split_names
 from tlt.data.sources.source import renumber
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import Names
+from tlt.io.names import Names, leads_out
 from tlt.io.natural import natural_key
 from tlt.io.text import printable, some_names
 
@@ -20,13 +21,15 @@ def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None
     """The images of a table, in its order.
 
     Args:
-        name: The file, from `data` on or absolute. The first line names the columns; `path` is from `data` on.
+        name: The file, from `data` on or absolute. The first line names the columns; `path` is that of a
+            file below `data`, and counts from there.
         data: Folder of the data set.
         split: Which rows, where there is a column `split`: those with this name or one of its synonyms.
         class_names: Imposed class list; None: all classes of the table in natural order.
 
     Raises:
-        UserError: The file can't be read, has other columns, names an image twice or one that is not there.
+        UserError: The file can't be read, has other columns or a row of other fields, names an image twice, one that is
+            not there, or one elsewhere.
         MissingSplit: No row is of the split, or the table doesn't tell the validation images from the others.
     """
     file = os.path.join(data, name)
@@ -55,12 +58,22 @@ def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None
 def _rows(file: str) -> list[dict[str, str]]:
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
-            rows = list(csv.DictReader(lines))
+            reader = csv.DictReader(lines)
+            rows = [_checked(row, f"{printable(file)}, line {reader.line_num}") for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"--dataset csv: {printable(file)} can't be read as a table: {error}") from error
     if not rows or not {"path", "class"} <= rows[0].keys():
         raise UserError(f"{printable(file)} is no table, with commas, of columns 'path' and 'class' in its first line")
-    short = [number for number, row in enumerate(rows, 2) if not row["path"] or not row["class"]]
-    if short:
-        raise UserError(f"{printable(file)}, line {short[0]}: a row needs a path and a class")
     return rows
+
+
+def _checked(row: dict[str, Any], where: str) -> dict[str, str]:
+    """A row with its path in the usual form (`a.jpg` for `./a.jpg`). Raises UserError."""
+    if "" in (row.get("path"), row.get("class")) or None in (row.get(each, "") for each in ("path", "class", "split")):
+        raise UserError(f"{where}: a row needs a path and a class, and a field for each column")
+    if any(row.get(None, ())):  # type: ignore[call-overload]
+        raise UserError(f'{where}: a row has more fields than there are columns; write "a, b" for a name with a comma')
+    path = os.path.normpath(row.get("path", ""))
+    if leads_out(path):
+        raise UserError(f"{where}: {printable(path)} is not below DATA: paths are relative, and count from there")
+    return row | {"path": path}

@@ -21,7 +21,7 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import READ_FLAGS, read_at, sha256_of
-from tlt.io.names import Names
+from tlt.io.names import Names, leads_out
 from tlt.io.tensor_file import MappedTensors
 from tlt.io.text import printable
 
@@ -60,7 +60,7 @@ class ShardIndex:
         self.labels = "label_offset" in tensors
         folder, shards = os.path.dirname(path), self.description["shards"]
         for name in shards:
-            if os.path.isabs(name) or ".." in name.split("/"):
+            if leads_out(name):
                 raise UserError(
                     f"{printable(path)} names the shard {printable(name)}, outside of its folder: {_REMEDY}"
                 )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tlt.errors import UserError
 from tlt.io.files import read_at
+from tlt.io.names import leads_out
 from tlt.io.text import printable
 
 
@@ -57,7 +58,7 @@ def list_members(path: str) -> Listing:
     try:
         for info in _infos(path):
             name = info.name.removeprefix("./")
-            if name.startswith("/") or ".." in name.split("/"):
+            if leads_out(name):
                 raise UserError(
                     f"{shown} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
                 )

@@ -22,6 +22,7 @@ from tlt.data.sources.shard_index import index_shards
 from tlt.data.sources.shard_scan import LABEL_KEY
 from tlt.data.sources.shards import IndexedFiles, ShardedImages
 from tlt.errors import MissingSplit, UserError
+from tlt.io.names import leads_out
 from tlt.io.text import printable
 
 _INFO = ("_info.json", "info.json")
@@ -133,7 +134,7 @@ def _listed(data: str, split: str) -> ShardList:
 def _places(data: str, name: str, filenames: list[str]) -> tuple[list[str], str]:
     """Paths of the shards and of their index. Raises UserError: one is not below DATA, or no local file."""
     for each in filenames:
-        if ":" in each or os.path.isabs(each) or ".." in each.split("/") or not each.endswith(".tar"):
+        if ":" in each or leads_out(each) or not each.endswith(".tar"):
             raise UserError(
                 f"shard {printable(each)}: tar files below {printable(data)} alone are read, by relative names; copy "
                 "it there, uncompressed"
