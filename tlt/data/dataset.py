@@ -160,10 +160,10 @@ class BatchDataset(Dataset[HostBatch | Fault]):
     def _open(self, index: int) -> Encoded:
         index %= len(self)
         self.board.mark(index)
-        size = self.source.known_size(index)
+        size, most = self.source.known_size(index), self.backend.max_pixels
         if size is not None:
-            check_size(*size, self.backend.max_pixels)  # before its bytes are read
-        return self.backend.open(self.path(index), self.source.read(index), size)
+            check_size(*size, most)  # before its bytes are read
+        return self.backend.open(self.path(index), self.source.read(index, most), size)
 
     def _skip(self, index: int, error: BadImage) -> Skipped:
         return Skipped(self.path(index), str(error))

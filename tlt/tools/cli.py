@@ -138,7 +138,7 @@ def _shrink(command: ArgumentParser) -> None:
 
 def _index(command: ArgumentParser) -> None:
     """Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then
-    on: they open no header a second time, and know unreadable images before they start."""
+    on: they list no folder a second time, and know unreadable images before they start."""
     command.add_argument("data", metavar="DATA", help="image folder or shards")
     command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
     command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")

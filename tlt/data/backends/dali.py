@@ -97,8 +97,9 @@ class DaliBackend(Backend):
         return Decoded(whole, bad)
 
     def _accelerates(self, request: Request) -> bool:
-        if self._host.divisor(request) > 1 or math.prod(request.size) > self.max_pixels:
-            return False  # the host decodes it scaled down, or resizes the shown part alone
+        stated = request.encoded.width * request.encoded.height
+        if self._host.divisor(request) > 1 or max(math.prod(request.size), stated) > self.max_pixels:
+            return False  # the host decodes it scaled down, resizes the shown part alone, or refuses it
         return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
 
 

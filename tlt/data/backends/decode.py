@@ -104,12 +104,12 @@ class Backend:
         Args:
             path: Its name for messages; where `data` is None, the file that is read.
             data: Its bytes.
-            size: (width, height), where that is known; None: the header is read.
+            size: (width, height), where that is known; None: the header is read. Decoding compares the two.
 
         Raises:
             BadImage: It can't be read, or is larger than `max_pixels`.
         """
-        data = read_file(path) if data is None else data
+        data = read_file(path, self.max_pixels) if data is None else data
         width, height = read_size(data, self.max_pixels) if size is None else check_size(*size, self.max_pixels)
         return Encoded(path, data, width, height)
 
@@ -161,7 +161,8 @@ class PilBackend(Backend):
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
-            return _same_size(as_rgb(image), encoded)
+            check_size(image.width, image.height, self.max_pixels)
+            return _same_size(as_rgb(_same_size(image, encoded)), encoded)
 
 
 class TorchvisionBackend(PilBackend):
@@ -182,6 +183,9 @@ class TorchvisionBackend(PilBackend):
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         if encoded.data[:3] != JPEG_MAGIC:
             return resized_crop(_to_tensor(self._rgb(encoded)), crop, size, interpolation)
+        # What an index states may be false: the header decides, before memory is taken.
+        if read_size(encoded.data, self.max_pixels) != (encoded.width, encoded.height):
+            raise BadImage(f"stated size {encoded.width} x {encoded.height} differs from the header's")
         if (divisor := self.divisor(Request(encoded, crop, size, interpolation))) > 1:
             with pillow_errors(self.max_pixels):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
@@ -254,7 +258,7 @@ def _scaled_jpeg(encoded: Encoded, divisor: int, crop: Crop | None, size: Size, 
     # Cut first: what is outside of the crop takes no part in filtering, as in resizing a crop of the whole image.
     whole = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
     with Image.open(io.BytesIO(encoded.data), formats=("JPEG",)) as image:
-        _same_size(image, encoded).draft(None, (encoded.width // divisor, encoded.height // divisor))
+        image.draft(None, (encoded.width // divisor, encoded.height // divisor))
         cropped = image.crop(whole).convert("RGB")
     box = left - whole[0], top - whole[1], right - whole[0], bottom - whole[1]
     return cropped.resize((size[1], size[0]), _PIL_FILTERS[interpolation], box)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt.data.backends.decode import Backend, Crop, Encoded, Size
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource
 from tlt.io.names import Names
 from tlt.label_map import FULL_AREA, LabelMap
@@ -23,7 +24,7 @@ ROOT = "synthetic"
 class SyntheticImages(ImageSource):
     """Images without bytes."""
 
-    def read(self, index: int) -> bytearray:
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return bytearray()
 
 

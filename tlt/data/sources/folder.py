@@ -27,8 +27,8 @@ VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
 class ImageFolder(ImageSource):
     """What `scan_folder` found; `paths` are relative to `root`, in natural order."""
 
-    def read(self, index: int) -> bytearray:
-        return read_file(self.path(index))
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
+        return read_file(self.path(index), max_pixels)
 
     def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
         return read_file_size(self.path(index), max_pixels)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.data.sources.image_file import BadImage, read_file
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length, read_file
 from tlt.data.sources.source import ImageSource, numbered_names, renumber
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.text import printable
@@ -19,22 +19,22 @@ class HubImages(ImageSource):
     """What `open_hub_dataset` found.
 
     Attributes:
-        table: `datasets.Dataset` with the column of encoded images alone.
+        table: `datasets.Dataset` with the column of encoded images alone, in the format of Arrow.
         rows: (N,) int64 row in it of each image; None: all in order.
     """
 
     table: Any = field(kw_only=True)
     rows: np.ndarray | None = None
 
-    def read(self, index: int) -> bytearray:
-        (image,) = self.table[index if self.rows is None else int(self.rows[index])].values()
-        if image is None:
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
+        image = self.table[index if self.rows is None else int(self.rows[index])].column(0)[0]
+        if not image.is_valid:
             raise BadImage("no image in this row")
-        if image["bytes"]:
-            return bytearray(image["bytes"])
-        if image["path"]:
-            return read_file(image["path"])
-        raise BadImage("empty file")
+        data, path = image["bytes"].as_buffer(), image["path"].as_py()
+        if not data and path:
+            return read_file(path, max_pixels)
+        check_length(len(data or b""), max_pixels)
+        return bytearray(data)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> HubImages:
         rows = np.asarray(rows, np.int64)
@@ -65,7 +65,8 @@ def open_hub_dataset(name: str, data: str | None, split: str, class_names: Seque
     own = list(table.features[label].names)
     numbers = np.asarray(table.select_columns(label).with_format("numpy")[label][:])
     classes, names = renumber(numbers, own, class_names, f"{shown}, split {printable(split)},")
-    table = table.select_columns(image).cast_column(image, datasets.Image(decode=False))
+    # As Arrow's values, which are views of the mapped file: a length is known before anything is copied.
+    table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
     paths = numbered_names(own[number] for number in numbers)
     return HubImages(f"{name}/{split}", paths, classes, names, own, table=table)
 

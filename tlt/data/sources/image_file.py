@@ -24,8 +24,13 @@ DEFAULT_MAX_PIXELS = 50_000_000
 UNLIMITED = 2**62  # as `max_pixels`
 JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 
-# Registered by Pillow, but stubs without a decoder, or run a program (EPS).
-_NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
+# More than an image of `max_pixels` takes: four channels of 16 bits are 8 bytes a pixel.
+_BYTES_PER_PIXEL = 16
+_BYTES_BESIDE = 2**24  # colour profiles, previews and the like
+
+# Registered by Pillow, but stubs without a decoder, or run a program (EPS), or hold an image of another format, which
+# Pillow decodes whatever size their own header states.
+_NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"} | {"BLP", "ICNS", "ICO", "IPTC"}
 
 _DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 
@@ -63,28 +68,43 @@ def _regular_file(path: str) -> Iterator[io.BufferedReader]:
         raise BadImage(error.strerror or str(error)) from error
 
 
-def read_file(path: str) -> bytearray:
+def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     """All bytes of a regular file.
 
     Raises:
-        BadImage: Not there, not readable, empty, or no regular file. A pipe is refused and not waited for.
+        BadImage: Not there, not readable, empty, no regular file, or larger than an image of `max_pixels`. A pipe is
+            refused and not waited for.
     """
     with _regular_file(path) as file:
-        data = bytearray(os.fstat(file.fileno()).st_size)
+        data = bytearray(check_length(os.fstat(file.fileno()).st_size, max_pixels))
         view, done = memoryview(data), 0
         while done < len(data) and (count := file.readinto(view[done:])):
             done += count
-    if done == 0 or done < len(data):
-        raise BadImage(f"file ends after {done} of {len(data)} bytes" if data else "empty file")
+    if done < len(data):
+        raise BadImage(f"file ends after {done} of {len(data)} bytes")
     return data
+
+
+def most_bytes(max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
+    """More bytes than an encoded image of `max_pixels` has."""
+    return _BYTES_PER_PIXEL * max_pixels + _BYTES_BESIDE
+
+
+def check_length(length: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
+    """The bytes of an encoded image themselves, which are asked for before they are read: a file may say that it has
+    any number. Raises BadImage: there are none, or more than an image of `max_pixels` can have."""
+    if not length:
+        raise BadImage("empty file")
+    if length > most_bytes(max_pixels):
+        raise BadImage(f"{length} bytes are more than an image of --max-pixels {max_pixels} takes")
+    return length
 
 
 def read_file_size(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """Width and height of the image in a file, of which no more is read than its header. Raises as `read_file` and
     `read_size` do."""
     with _regular_file(path) as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise BadImage("empty file")
+        check_length(os.fstat(file.fileno()).st_size, max_pixels)
         return _header_size(file, max_pixels)
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.image_file import BadImage, most_bytes
 from tlt.data.sources.shard_scan import ShardRows, image_size
 from tlt.data.sources.shards import HEAD_BYTES
 from tlt.data.sources.tar_members import Listing
@@ -104,6 +104,8 @@ def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]
         length = int.from_bytes(head[:8], "little")
         if len(head) < 12 or at + length + 16 > size:
             raise UserError(f"{shown} is cut: its last record begins at byte {at} of {size}; copy it again")
+        if length > most_bytes():
+            raise UserError(f"{shown}: the record at byte {at} has {length} bytes, more than an image takes")
         data, checksum = file.read(length), int.from_bytes(file.read(4), "little")
         if _masked(crc32c(data)) != checksum:
             raise UserError(f"{shown} is damaged in the record at byte {at} (crc32c is wrong): copy it again")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tlt.data.sources.image_file import UNLIMITED, BadImage, image_extensions, read_size
+from tlt.data.sources.image_file import UNLIMITED, BadImage, check_length, image_extensions, read_size
 from tlt.data.sources.shards import HEAD_BYTES
 from tlt.data.sources.tar_members import Listing, Place, list_members
 from tlt.errors import UserError
@@ -110,9 +110,10 @@ def scan_shard(path: str, label_key: str = LABEL_KEY) -> ShardRows:
 
 
 def _read_image(name: str, place: Place, files: dict[str, Place], number: int, descriptor: int) -> _Image:
-    data, label = _member(descriptor, place), files.get(LABEL_EXTENSION, _NOTHING)
+    data, label = b"", files.get(LABEL_EXTENSION, _NOTHING)
     size, fault = (0, 0), ""
     try:
+        data = _member(descriptor, Place(place.offset, check_length(place.length)))
         size = image_size(data)
     except BadImage as error:
         fault = str(error)
@@ -125,8 +126,7 @@ def _member(descriptor: int, place: Place) -> bytes:
 
 def image_size(data: bytes) -> tuple[int, int]:
     """Width and height as an index holds them. Raises BadImage: no image, or a side is too long for an index."""
-    if not data:
-        raise BadImage("empty file")
+    check_length(len(data))
     width, height = read_size(data, UNLIMITED)  # what is too large is decided when it is read
     if max(width, height) > _MAX_SIDE:  # what is too large is decided when the image is read
         raise BadImage(f"{width} x {height} pixels: sides above {_MAX_SIDE} are not read from shards")

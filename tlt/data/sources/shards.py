@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tlt.data.sources.image_file import BadImage
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import READ_FLAGS, read_at, sha256_of
@@ -183,13 +183,10 @@ class ShardedImages(ImageSource):
         """Row in the index of image `index`."""
         return index if self.rows is None else int(self.rows[index])
 
-    def read(self, index: int) -> bytearray:
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         row, where = self.row(index), self.index
-        if not where.length[row]:
-            raise BadImage("empty file")
-        return where.shards.read(
-            int(where.shard[row]), int(where.offset[row]), int(where.length[row]), int(where.crc32[row])
-        )
+        length = check_length(int(where.length[row]), max_pixels)
+        return where.shards.read(int(where.shard[row]), int(where.offset[row]), length, int(where.crc32[row]))
 
     def select(self, rows: Sequence[int] | np.ndarray) -> ShardedImages:
         rows = np.asarray(rows, np.int64)

@@ -1,9 +1,9 @@
 """Names and sizes of all images of a split in one file beside it: `DATA/train.index` for `DATA/train` (`tlt index`).
 
 A safetensors file: `size` (N, 2) uint16, width and height in the order of the images, 0, 0 for an image that can't be
-read; and the listing of the folders with their times of change. With it no folder is listed that has not changed, no
-header is read before an image is decoded, and images that can't be read are known before the first step. Shards have
-an index of their own, which holds the same (`tlt.data.sources.shard_index`).
+read; and the listing of the folders with their times of change. With it no folder is listed that has not changed, and
+images that can't be read are known before the first step. Shards have an index of their own, which holds the same
+(`tlt.data.sources.shard_index`).
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ class ImageSource:
         """Where image `index` is, for messages; a source of files gives what `open` takes."""
         return os.path.join(self.root, self.paths[index])
 
-    def read(self, index: int) -> bytearray:
-        """The encoded image `index`. Raises `tlt.data.sources.image_file.BadImage`: it can't be read."""
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
+        """The encoded image `index`. Raises `tlt.data.sources.image_file.BadImage`: it can't be read, or it has more
+        bytes than an image of `max_pixels` can have."""
         raise NotImplementedError
 
     def known_size(self, index: int) -> tuple[int, int] | None:
@@ -71,7 +72,7 @@ class ImageSource:
 
     def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
         """The size that the header of image `index` states. Raises as `size`."""
-        return read_size(self.read(index), max_pixels)
+        return read_size(self.read(index, max_pixels), max_pixels)
 
     def unreadable(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> dict[str, str]:
         """Path and reason of the images that are known to be unreadable, or to have more than `max_pixels`."""

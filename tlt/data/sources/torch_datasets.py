@@ -13,6 +13,7 @@ import numpy as np
 from torchvision import datasets
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.source import ImageSource, numbered_names, renumber
 from tlt.errors import UserError
 from tlt.io.text import printable
@@ -37,7 +38,7 @@ class ArrayImages(ImageSource):
 
     pixels: np.ndarray = field(kw_only=True)
 
-    def read(self, index: int) -> bytearray:
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         kind = b"P6" if self.pixels.ndim == 4 else b"P5"
         header = b"%s\n%d %d\n255\n" % (kind, self.pixels.shape[2], self.pixels.shape[1])
         return bytearray(header + self.pixels[index].tobytes())

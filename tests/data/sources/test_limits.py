@@ -1,0 +1,235 @@
+"""`--max-pixels`: no image takes more memory than that, whatever an index, a header or a file's length says."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import tarfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tlt.data.augment.plan import AugmentConfig
+from tlt.data.backends.choice import create_backend
+from tlt.data.backends.decode import BACKENDS, Backend, Encoded, Request
+from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, TrainDataset
+from tlt.data.sources.folder import scan_folder
+from tlt.data.sources.image_file import BadImage, read_file, read_size
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.source import ImageSource
+from tlt.errors import UserError
+from tlt.tools.index import index
+
+LIMIT = 1_000_000  # pixels
+SPARSE = 1_500_000_000  # bytes
+GPU = pytest.param("dali-gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=[*BACKENDS, "dali-cpu", GPU])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param.startswith("dali"):
+        pytest.importorskip("nvidia.dali", reason="the extra dali")
+    return create_backend(request.param, LIMIT, device="cuda" if request.param == "dali-gpu" else "cpu")
+
+
+def encoded(kind: str, side: int, **options: object) -> bytearray:
+    Image.new("RGB", (side, side), "red").save(buffer := io.BytesIO(), kind, **options)
+    return bytearray(buffer.getvalue())
+
+
+def with_exif(side: int) -> bytearray:
+    exif = Image.Exif()
+    exif[274] = 6
+    return encoded("JPEG", side, exif=exif)
+
+
+LARGE: dict[str, Callable[[int], bytearray]] = {
+    "plain.jpg": lambda side: encoded("JPEG", side),
+    "progressive.jpg": lambda side: encoded("JPEG", side, progressive=True),
+    "exif.jpg": with_exif,
+    "x.png": lambda side: encoded("PNG", side),
+    "x.webp": lambda side: encoded("WEBP", side),
+    "x.tiff": lambda side: encoded("TIFF", side, compression="tiff_lzw"),
+}
+
+
+def refused(backend: Backend, image: Encoded) -> str:
+    """Why it can't be decoded."""
+    (error,) = backend.decode_batch([Request(image, None, (8, 8), "bilinear")], (8, 8)).bad.values()
+    return str(error)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_header_of_what_is_decoded_decides(backend: Backend, name: str) -> None:
+    large, small = LARGE[name](2000), LARGE[name](90)
+    for stated in ((100, 100), (2000, 2000)):
+        assert "2000 x 2000 pixels are more than --max-pixels 1000000" in refused(backend, Encoded("x", large, *stated))
+    assert "differs from the header's" in refused(backend, Encoded("x", small, 100, 100))
+    decoded = backend.decode_batch([Request(Encoded("x", small, 90, 90), None, (8, 8), "bilinear")], (8, 8))
+    assert not decoded.bad and decoded.images[0, 0].min() > 200
+
+
+def by_a_false_index(root: Path) -> ImageSource:
+    folder = scan_folder(root / "train")
+    return replace(folder, sizes=np.full((len(folder), 2), 100, np.uint16))
+
+
+def by_a_false_shard_index(root: Path) -> ImageSource:
+    """Of an honest shard."""
+    with tarfile.open(root / "0.tar", "w") as tar:
+        (root / "cls").write_text("0")
+        for path in sorted((root / "train" / "c").iterdir()):
+            tar.add(path, path.name)
+            tar.add(root / "cls", f"{path.stem}.cls")
+    (root / "tars" / "train").mkdir(parents=True)
+    os.replace(root / "0.tar", root / "tars" / "train" / "0.tar")
+    index(str(root / "tars"), workers=1)
+    shards = open_images(str(root / "tars"), "train")
+    assert shards.sizes is not None
+    return replace(shards, sizes=np.full_like(shards.sizes, 100))
+
+
+@pytest.mark.parametrize("source", [by_a_false_index, by_a_false_shard_index])
+def test_an_index_is_not_believed(source: Callable[[Path], ImageSource], backend: Backend, tmp_path: Path) -> None:
+    (tmp_path / "train" / "c").mkdir(parents=True)
+    for number, side in enumerate((100, 2000, 90, 100)):
+        (tmp_path / "train" / "c" / f"{number}.jpg").write_bytes(encoded("JPEG", side))
+    images = source(tmp_path)
+    key = BatchKey(0, (0, 1, 2, 3))
+    shown = EvalDataset(images, (16, 16), backend=backend)[key]
+    assert isinstance(shown, HostBatch) and shown.indices.tolist() == [0, 3]
+    assert "--max-pixels 1000000" in shown.skipped[0].reason and "differs" in shown.skipped[1].reason
+    trained = TrainDataset(images, AugmentConfig((16, 16)), 0, backend=backend)[key]
+    assert isinstance(trained, HostBatch)
+    assert {os.path.basename(path)[0] for path, _ in trained.skipped} == {"1", "2"}
+
+
+def icon(side: int) -> bytes:
+    """An icon that says that it is of 16 x 16 pixels."""
+    data = encoded("PNG", side)
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(data), 22) + data
+
+
+def apple_icon(side: int) -> bytes:
+    data = encoded("PNG", side)
+    return b"icns" + struct.pack(">I", 16 + len(data)) + b"ic07" + struct.pack(">I", 8 + len(data)) + data
+
+
+@pytest.mark.parametrize("make", [icon, apple_icon])
+def test_what_holds_an_image_of_another_format_is_not_opened(make: Callable[[int], bytes]) -> None:
+    with pytest.raises(BadImage, match="no image format"):
+        read_size(make(2000), LIMIT)
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Python's own memory, in which the bytes of files are."""
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000_000
+
+
+def sparse(path: Path, size: int = SPARSE, head: bytes | bytearray = b"") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(head)
+    os.truncate(path, size)
+    return path
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
+    sparse(tmp_path / "train" / "c" / "0.jpg")
+    sparse(tmp_path / "train" / "c" / "1.jpg", head=encoded("JPEG", 50))
+    sparse(tmp_path / "train" / "c" / "2.webp", 100_000_000, head=encoded("WEBP", 50))
+    (tmp_path / "train" / "c" / "3.jpg").write_bytes(encoded("JPEG", 50))
+    images = open_images(str(tmp_path), "train")
+    shown = EvalDataset(images, (16, 16), backend=backend)[BatchKey(0, (0, 1, 2, 3))]
+    assert isinstance(shown, HostBatch) and shown.indices.tolist() == [3]
+    for skipped, size in zip(shown.skipped, (SPARSE, SPARSE, 100_000_000), strict=True):
+        assert skipped.reason == f"{size} bytes are more than an image of --max-pixels 1000000 takes"
+        with pytest.raises(BadImage, match="--max-pixels"):
+            backend.open(skipped.path)
+    with pytest.raises(BadImage, match="--max-pixels"):
+        images.read_size(2, LIMIT)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_vast_file_is_not_read_by_default(tmp_path: Path) -> None:
+    with pytest.raises(BadImage, match=f"{SPARSE} bytes are more than an image of --max-pixels 50000000 takes"):
+        read_file(str(sparse(tmp_path / "x.jpg")))
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_vast_member_of_a_shard_is_not_read(tmp_path: Path) -> None:
+    """Neither for the index nor for training."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    (tmp_path / "cls").write_text("0")
+    with tarfile.open(folder / "0.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+        tar.add(tmp_path / "cls", "a.cls")
+        (tmp_path / "a.jpg").write_bytes(encoded("JPEG", 50))
+        tar.add(tmp_path / "a.jpg", "a.jpg")
+        tar.add(tmp_path / "cls", "b.cls")
+        head = tarfile.TarInfo("b.jpg")
+        head.size = SPARSE
+        tar.fileobj.write(head.tobuf(tarfile.GNU_FORMAT))  # type: ignore[union-attr]
+        end = tar.fileobj.tell() + SPARSE  # type: ignore[union-attr]
+    os.truncate(folder / "0.tar", end // 512 * 512 + 2048)
+    assert any("b.jpg" in line and f"{SPARSE} bytes" in line for line in index(str(tmp_path), workers=1))
+    images = open_images(str(tmp_path), "train")
+    assert [images.known_size(row) for row in range(2)] == [(50, 50), (0, 0)]
+    with pytest.raises(BadImage, match="--max-pixels"):
+        images.read(1)
+    with pytest.raises(BadImage, match="20000000 bytes are more than an image of --max-pixels 100000 takes"):
+        long = replace(images, index=images.index)  # type: ignore[attr-defined]
+        long.index.length = np.full(2, 20_000_000)  # type: ignore[attr-defined]
+        long.read(0, 100_000)
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_vast_record_is_not_read(tmp_path: Path) -> None:
+    crc32c = pytest.importorskip("google_crc32c").value
+    length = SPARSE.to_bytes(8, "little")
+    masked = ((crc32c(length) >> 15 | crc32c(length) << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    sparse(tmp_path / "train" / "0.tfrecord", SPARSE + 16, length + masked.to_bytes(4, "little"))
+    with pytest.raises(UserError, match=f"0.tfrecord: the record at byte 0 has {SPARSE} bytes, more than an image"):
+        index(str(tmp_path), "train", 1, dataset="tfrecord")
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_vast_image_of_a_hub_data_set_is_not_copied(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"label": datasets.ClassLabel(names=["a"]), "image": datasets.Image()})
+    vast = str(sparse(tmp_path / "x.jpg"))
+    rows = [{"bytes": bytes(20_000_000), "path": None}, {"bytes": None, "path": vast}, {"bytes": b"", "path": None}]
+    table = datasets.Dataset.from_dict({"label": [0, 0, 0], "image": rows}, features)
+    (tmp_path / "data").mkdir()
+    table.to_parquet(tmp_path / "data" / "train.parquet")
+    images = open_images(str(tmp_path / "cache"), "train", f"hfds/{tmp_path / 'data'}")
+    tracemalloc.reset_peak()
+    for row, reason in ((0, "20000000 bytes.*--max-pixels 100000"), (1, f"{SPARSE} bytes"), (2, "empty file")):
+        with pytest.raises(BadImage, match=reason):
+            images.read(row, 100_000)
+    assert tracemalloc.get_traced_memory()[1] - tracemalloc.get_traced_memory()[0] < 10_000_000
+
+
+def test_no_honest_image_is_refused(tmp_path: Path) -> None:
+    """The largest that their formats make of so many pixels, and small ones with much beside."""
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 4), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.bmp")
+    Image.fromarray(noise).save(tmp_path / "b.tiff")
+    Image.fromarray(noise[..., :3]).save(tmp_path / "c.jpg", quality=100, subsampling=0, icc_profile=bytes(10_000_000))
+    Image.fromarray(noise).save(tmp_path / "d.png", compress_level=0)
+    text = "P3 300 300 65535 " + "65535 " * (3 * 300 * 300)
+    (tmp_path / "e.ppm").write_text(text)
+    for path in sorted(tmp_path.iterdir()):
+        opened = create_backend("torchvision", max_pixels=300 * 300).open(str(path))
+        assert (opened.width, opened.height) == (300, 300)
