@@ -51,6 +51,7 @@ def train(
         optimizer.step()
         if update % 50 == 0:
             accelerator.print(f"update {update}: loss {loss.total:.4f}")
+    accelerator.end_training()  # a process that ends in its process group may be aborted
     return bare
 
 

@@ -31,15 +31,27 @@ def run_program(
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse `argv` (default: the command line), bind the process where there is a `--bind`, then import `module` and
-    return the exit code of its `run(args)`."""
+    return the exit code of its `run(args)`.
+
+    A rank whose process group stands ends here: a thread of gloo that frees a tensor while Python ends aborts the
+    process ("terminate called without an active exception", exit code 134).
+    """
     adopt_mpi(os.environ)
     # torch's remark on more workers than CPUs: where they cost time, `volo.record.slowdown` says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):
-        code = _run(parse, module, argv)
+        try:
+            code = _run(parse, module, argv)
+        except Exception:
+            if not _joined():
+                raise
+            traceback.print_exc()
+            code = 1
     output.end()
     errors.end()
+    if _joined():
+        os._exit(code)
     return code
 
 
@@ -101,21 +113,16 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
         if not error.told:
             # What a message quotes (a flag, a file's name) may break lines.
             _tell(f"error: {printable(str(error))}")
-        return _leave(error.exit_code)
+        return error.exit_code
     except Stopped as stop:
         STOP.too_late()
         _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")
-        return _leave(stop.exit_code)
+        return stop.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has gone (| head): nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return 141
-    except Exception:
-        if _joined():
-            traceback.print_exc()
-            _leave(1)
-        raise
 
 
 def _tell(text: str) -> None:
@@ -141,15 +148,6 @@ def _joined() -> bool:
     """Whether this process is in a process group that this program created."""
     distributed = sys.modules.get("volo.cluster.distributed")
     return distributed is not None and distributed.in_own_group()
-
-
-def _leave(code: int) -> int:
-    """Return the exit code, or exit with it at once while the process group is open: its threads may abort the usual
-    exit of Python with a meaningless code."""
-    if _joined():
-        sys.stdout.flush()
-        os._exit(code)
-    return code
 
 
 def _rank_prefix() -> str:

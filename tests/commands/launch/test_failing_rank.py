@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 from tests.commands.conftest import QUICK, ROOT, UPDATES, Running
 from tests.commands.launch import failing_rank
+from tests.conftest import LIMIT, free_port
 from tlt.errors import UserError
 from volo import cli
 from volo.commands.launch import first_failure
@@ -67,3 +69,57 @@ def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
 @pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])
 def test_a_rank_that_knows_why_gives_the_code(codes: tuple[int, ...], expected: int) -> None:
     assert first_failure(codes) == expected
+
+
+# Two ranks per end, forked from a process that has imported all. The last that Python runs leaves gloo's threads with
+# tensors to free, for which they wait for Python: on a busy machine every collective may leave that behind.
+_ENDS = """
+import atexit, os, sys, time
+from argparse import Namespace
+import torch
+import torch.distributed as dist
+from tlt.errors import UserError
+from volo.cluster.distributed import init_world
+from volo.commands.console import run_program
+
+class Closed:
+    sleep = staticmethod(time.sleep)
+    def __del__(self):
+        self.sleep(0.05)  # lets other threads run, as what closes a file does
+
+closed = Closed()
+ends = {"defect": RuntimeError("a defect"), "mistake": UserError("a mistake"), "keyboard": KeyboardInterrupt(),
+        "pipe": BrokenPipeError()}
+
+def late():
+    sys.setswitchinterval(1000)
+    for _ in range(8):
+        dist.all_reduce(torch.zeros(()), async_op=True)
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        pass
+
+def run(args):
+    init_world("cpu")
+    atexit.register(late)
+    raise ends[args.end]
+
+def rank(number, end, port):
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    sys.exit(run_program(lambda argv: Namespace(end=end), "__main__", ["--debug"]))
+
+for end, port in zip(ends, sys.argv[1:]):
+    pids = [os.fork() or rank(number, end, port) for number in (0, 1)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(end, *codes, flush=True)
+"""
+
+
+def test_a_rank_whose_process_group_stands_is_not_aborted_by_a_thread_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(_ENDS)
+    ports = [str(free_port()) for _ in range(4)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tmp_path / "ends.py"), *ports]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.splitlines() == ["defect 1 1", "mistake 1 1", "keyboard 130 130", "pipe 141 141"], done.stderr
+    assert "terminate called" not in done.stderr
