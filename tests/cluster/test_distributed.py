@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tlt.io.names import Names
 from volo.cluster import distributed, per_host
 from volo.cluster.distributed import (
     Board,
+    World,
     choose_device,
     from_primary,
     primary_first,
@@ -105,6 +107,44 @@ def test_a_process_that_is_bound_beside_another_gpu_than_its_own_is_told(
     monkeypatch.setenv(BOUND_GPU, "0000:1b:00.0")
     distributed._check_bound(gpu)
     assert "bound beside GPU 0000:1b:00.0, but CUDA computes on 0000:9d:00" in capsys.readouterr().err
+
+
+STEP = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "7"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+MPICH = {"PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("env", "own", "launchers", "threads"),
+    [
+        ({}, 8, 8, 7),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 8, 8, 3),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, 8, 8, 3),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3"}, 8, 8, 7),
+        (STEP | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "1"}, 16, 16, 3),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 16, 16, 3),
+        (MPICH | {"MPI_LOCALNRANKS": "2"}, 16, 16, 7),
+        # Each task has its own 4 of 16 cores; the second time a shell starts it, which has no others either.
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4, 16, 3),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_ON_NODE": "16"}, 4, 4, 3),
+        # Two tasks on a socket of 8 cores each, so that two share it; and a step of 8 cores that nothing confines.
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_CPUS_ON_NODE": "16"}, 8, 16, 3),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_CPUS_ON_NODE": "8"}, 64, 64, 3),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2, 16, 1),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "OMP_NUM_THREADS": "5"}, 16, 16, None),
+    ],
+)
+def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
+    env: dict[str, str], own: int, launchers: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = {0: own, os.getppid(): launchers}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)
+    monkeypatch.setattr(os, "environ", dict(env))
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    adopt_mpi(os.environ)
+    distributed.limit_threads(World(*ranks_from_environment(os.environ), torch.device("cpu")))
+    assert given == ([] if threads is None else [threads])
 
 
 def test_collectives_alone_change_nothing() -> None:

@@ -26,7 +26,13 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.cluster.ranks import BOUND_GPU, own_address, ranks_from_environment
+from volo.cluster.ranks import (
+    BOUND_GPU,
+    cpus_of_ranks,
+    local_size_from_environment,
+    own_address,
+    ranks_from_environment,
+)
 from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope
 from volo.cluster.topology import interface_to
 
@@ -275,11 +281,12 @@ def _join(world: World, timeout_s: float) -> None:
 def limit_threads(world: World) -> None:
     """Give a rank on the CPU its share of the cores, one left free for data loading; OMP_NUM_THREADS wins.
 
-    Oversubscribed cores are many times slower than idle ones.
+    Oversubscribed cores are many times slower than idle ones. Cores that the launcher has divided are not divided again.
     """
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, (cores - 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        own, together = cpus_of_ranks(os.environ)
+        ranks = local_size_from_environment(os.environ) or 1
+        torch.set_num_threads(max(1, min(own - 1, (together - 1) // ranks)))
 
 
 def _on_one_machine(size: int) -> bool:

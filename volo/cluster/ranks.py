@@ -49,10 +49,27 @@ def local_size_from_environment(env: Mapping[str, str]) -> int | None:
     if ranks_from_environment(env)[2] == 1:
         return 1
     # "4(x2),3": four tasks on each of the first two nodes, three on the next.
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", next((env[name] for name in names if name in env), ""))
     per_node = [int(tasks) for tasks, nodes in counts for _ in range(int(nodes or 1))]
-    node = int(env.get("SLURM_NODEID", "0"))
-    return per_node[node] if node < len(per_node) else None
+    return per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)] if per_node else None
+
+
+def cpus_of_ranks(env: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many CPUs this process may run on, and how many the ranks of this machine have together: those of the
+    `srun` step, else those of the process that started this one.
+
+    A rank that its launcher has confined to its own CPUs (srun --cpu-bind, mpirun --bind-to) has fewer than all.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1, os.cpu_count() or 1
+    own = len(os.sched_getaffinity(0))
+    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_ON_NODE" in env:
+        return own, int(env["SLURM_CPUS_ON_NODE"])
+    try:
+        return own, len(os.sched_getaffinity(os.getppid()))
+    except OSError:
+        return own, own
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from tlt.data.workers import PREFETCH_FACTOR
 from volo.cluster.distributed import World, from_all
+from volo.cluster.ranks import cpus_of_ranks
 from volo.record.logger import Logger
 
 WAIT_SHARE = 0.2  # of an interval, waiting for data
@@ -197,13 +198,9 @@ def cpus_of_rank(allowed: float, ranks: int) -> int:
         allowed: CPUs that this process may use by its affinity and its cgroup.
         ranks: Ranks on this machine.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return max(1, int(allowed / ranks))
-    own = launchers = len(os.sched_getaffinity(0))
-    with suppress(OSError):
-        launchers = len(os.sched_getaffinity(os.getppid()))
+    own, together = cpus_of_ranks(os.environ)
     by_quota = allowed / ranks if allowed < own else own
-    return max(1, int(min(by_quota, own, launchers / ranks)))
+    return max(1, int(min(by_quota, own, together / ranks)))
 
 
 def straggler(own_seconds: list[float], interval: float) -> int | None:
