@@ -201,6 +201,15 @@ def test_each_folder_that_is_listed_at_the_start_is_progress(
     assert sum("looking for labels" in what for what in seen) >= folders - 1
 
 
+@pytest.mark.parametrize(("flags", "code"), [("--token-label --token-label-data nowhere", 2), ("--dry-run", 0)])
+def test_a_run_that_never_begins_leaves_no_directory(
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, flags: str, code: int
+) -> None:
+    ended = call("train", f"{make_dataset(train=8)} {QUICK} --epochs 1 --output {tmp_path}/out {flags}")
+    assert ended.code == code, ended.err
+    assert not [*(tmp_path / "out").glob("*")]
+
+
 def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

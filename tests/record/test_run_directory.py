@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, tzinfo
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_resume_auto_without_a_name_goes_on_with_the_same_experiment_alone(tmp_p
         "--experiment 20260103-volo_d1-224 would go on with it"
     ]
     new = choose_directory(_args(tmp_path, seed=3, **asked), (224, 224), told.append)
-    assert not new.exists() and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in told[1]
+    assert not any(new.iterdir()) and "lr: 0.2 before, 0.1 now; seed: 1 before, 3 now" in told[1]
 
 
 def test_resume_of_a_file_starts_another_run_where_one_is_named(tmp_path: Path) -> None:
@@ -89,12 +90,20 @@ def test_runs_that_start_in_the_same_second_keep_apart(tmp_path: Path, monkeypat
             return cls(2026, 1, 2, 3, 4, 5)
 
     monkeypatch.setattr(run_directory, "datetime", Clock)
-    names = []
-    for _ in range(3):
-        names.append(choose_directory(_args(tmp_path), (224, 224)).name)
-        (tmp_path / names[-1]).mkdir()
-    start = "20260102-030405"
-    assert names == [f"{start}-volo_d1-224", f"{start}-2-volo_d1-224", f"{start}-3-volo_d1-224"]
+    root, start = tmp_path / "not there", "20260102-030405"
+    choose_directory(_args(root), (224, 224), make=False)  # --dry-run
+    with ThreadPoolExecutor(8) as jobs:
+        chosen = list(jobs.map(lambda _: choose_directory(_args(root), (224, 224)), range(8)))
+    names = [f"{start}-volo_d1-224", *(f"{start}-{number}-volo_d1-224" for number in range(2, 9))]
+    assert sorted(path.name for path in chosen) == sorted(names) == sorted(path.name for path in root.iterdir())
+
+
+def test_a_place_where_no_directory_can_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for root in (tmp_path / "file", tmp_path / "link"):
+        with pytest.raises(UserError, match=f"--output {root}/.*: cannot create the run directory"):
+            choose_directory(_args(root), (224, 224))
 
 
 def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path: Path) -> None:

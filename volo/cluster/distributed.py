@@ -281,7 +281,8 @@ def _join(world: World, timeout_s: float) -> None:
 def limit_threads(world: World) -> None:
     """Give a rank on the CPU its share of the cores, one left free for data loading; OMP_NUM_THREADS wins.
 
-    Oversubscribed cores are many times slower than idle ones. Cores that the launcher has divided are not divided again.
+    Oversubscribed cores are many times slower than idle ones. Cores that the launcher has divided are not
+    divided again.
     """
     if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         own, together = cpus_of_ranks(os.environ)

@@ -7,6 +7,8 @@ import socket
 import sys
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +17,15 @@ from torch import nn
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
 from volo.checkpoint.checkpoint import CheckpointDir
-from volo.checkpoint.resume import DATA_KEY, Resume, changed_labels, check_same_data, find_resume
+from volo.checkpoint.resume import (
+    DATA_KEY,
+    Continued,
+    Resume,
+    changed_labels,
+    check_same_data,
+    continued_run,
+    find_resume,
+)
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
@@ -23,7 +33,14 @@ from volo.config.flag_rules import trackers_of
 from volo.memory.memory_budget import memory_report, step_shape
 from volo.record.logger import Logger
 from volo.record.machine_use import Arithmetic, peak_flops
-from volo.record.run_directory import SUPERSEDED, RunDirectory, changed_settings, settings_of, versions
+from volo.record.run_directory import (
+    SUPERSEDED,
+    RunDirectory,
+    changed_settings,
+    choose_directory,
+    settings_of,
+    versions,
+)
 from volo.record.run_lock import RunLock
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.held_out import LIST, as_list
@@ -51,6 +68,25 @@ def note_lock(logger: Logger, text: str) -> None:
     """Print and record what happened to another job's lock."""
     logger.line(text)
     logger.event("lock", reason=text)
+
+
+@contextmanager
+def chosen_run(args: Namespace, image_size: tuple[int, int], world: World, logger: Logger) -> Iterator[Continued]:
+    """Yield the directory of this run and the value for `--resume`, which rank 0 chooses; a directory that was made for
+    the run is removed if it ends before anything was written there."""
+    chosen = ["", ""]
+    with primary_first():
+        if world.is_primary:
+            run = continued_run(args)
+            run = run or Continued(choose_directory(args, image_size, logger.line, not args.dry_run), args.resume)
+            chosen = [str(run.directory), run.resume]
+    name, resume = from_primary(chosen)
+    try:
+        yield Continued(Path(name), resume)
+    finally:
+        if world.is_primary and not args.experiment:
+            with suppress(OSError):
+                Path(name).rmdir()
 
 
 def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, world: World) -> Resume:

@@ -32,11 +32,9 @@ from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.resume import (
     BATCH_KEY,
     DATA_KEY,
-    Continued,
     Fingerprint,
     Resume,
     batch_record,
-    continued_run,
     fingerprint,
     steps_to_keep,
 )
@@ -45,7 +43,6 @@ from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import (
     World,
     begin,
-    from_primary,
     init_world,
     lost_rank_explained,
     primary_first,
@@ -59,6 +56,7 @@ from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.launch_command import available_cpus
 from volo.commands.run_start import (
     arithmetic,
+    chosen_run,
     describe,
     find_checkpoint,
     go_on_from,
@@ -72,7 +70,7 @@ from volo.config.flag_rules import divides_weights
 from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
-from volo.record.run_directory import check_writable, choose_directory, settings_of
+from volo.record.run_directory import check_writable, settings_of
 from volo.record.run_lock import RunLock
 from volo.record.slowdown import Advisor, CompileWatch, SlowdownWatch
 from volo.train.batch_watch import batch_watcher
@@ -141,10 +139,8 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
     settings = eval_settings(args, model)
-    run = continued_run(args) or Continued(choose_directory(args, settings["input_size"][1:], logger.line), args.resume)
-    name, spec = from_primary([str(run.directory), run.resume])
-    directory = Path(name)
-    with RunLock(directory, partial(note_lock, logger)) as lock:
+    chosen = chosen_run(args, settings["input_size"][1:], world, logger)
+    with chosen as (directory, spec), RunLock(directory, partial(note_lock, logger)) as lock:
         resume = find_checkpoint(args, spec, directory, lock, world)
         args, batch = decided_by(resume, FrozenArgs(args, resume=spec), world, logger)
         if args.num_classes not in (None, model.num_classes):  # the checkpoint's

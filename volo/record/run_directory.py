@@ -88,19 +88,23 @@ def check_writable(folder: Path, flag: str) -> None:
         raise UserError(f"{flag} {folder}: nothing can be written in {there} ({error.strerror})") from error
 
 
-def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print) -> Path:
-    """Return the directory of this run, without creating it.
+def choose_directory(
+    args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print, make: bool = True
+) -> Path:
+    """Return the directory of this run.
 
-    `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`.
+    `--output ROOT` (default `output/train`) holds one directory per run: `--experiment NAME`, or `TIME-MODEL-SIZE`. The
+    latter is made here, so that no two runs that start in the same second have the same one.
     With `--resume FILE` it is the directory of the file, if that is a run directory and neither flag names another one;
     with `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed,
     labels, optimizer, schedule, augmentation and regularisation.
 
     Args:
         tell: Receives a line about a newer run that is another experiment and is not continued.
+        make: False: make nothing (`--dry-run`).
 
     Raises:
-        UserError: The directory holds checkpoints of another run without `--resume`, or is not in ROOT.
+        UserError: The directory holds checkpoints of another run without `--resume`, is not in ROOT, or can't be made.
     """
     root = Path(args.output or DEFAULT_ROOT)
     suffix = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
@@ -108,7 +112,7 @@ def choose_directory(args: Namespace, image_size: tuple[int, int], tell: Callabl
     if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
         return resumed
     if not args.experiment:
-        return (args.resume == "auto" and _newest_alike(root, suffix, args, tell)) or _unused(root, suffix)
+        return (args.resume == "auto" and _newest_alike(root, suffix, args, tell)) or _new(root, suffix, make)
     if Path(args.experiment).is_absolute() or ".." in Path(args.experiment).parts:
         raise UserError(f"--experiment {args.experiment} leads out of {root}: give a name, and its folder as --output")
     directory = root / args.experiment
@@ -159,11 +163,21 @@ def _is_named(directory: Path, args: Namespace) -> bool:
     return not args.output or Path(args.output).resolve() == directory.resolve().parent
 
 
-def _unused(root: Path, suffix: str) -> Path:
-    """Return a new directory named after the present second, with a number if that name exists."""
-    now = datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = itertools.chain([now], (f"{now}-{number}" for number in itertools.count(2)))
-    return next(path for path in (root / (name + suffix) for name in names) if not path.exists())
+def _new(root: Path, suffix: str, make: bool) -> Path:
+    """Make and return a directory named after the present second, with a number if that name exists."""
+    now, numbers = datetime.now().strftime("%Y%m%d-%H%M%S"), itertools.count(2)
+    path = root / f"{now}{suffix}"
+    try:
+        if make:
+            root.mkdir(parents=True, exist_ok=True)
+        while make:
+            with suppress(FileExistsError):
+                path.mkdir()
+                break
+            path = root / f"{now}-{next(numbers)}{suffix}"
+    except OSError as error:
+        raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
+    return path
 
 
 def launch_record() -> str | None:
