@@ -20,6 +20,13 @@ class MissingSplit(UserError):
     """No such split. `tlt.data.sources.open_images` adds the flag that would name another one."""
 
 
+class MachineFault(UserError):
+    """A file can't be read for a reason that is the machine's and not the file's: failing or lost storage, too many
+    open files, too little memory. It says nothing of the file, and the next start may have more luck."""
+
+    exit_code = 5
+
+
 class NonFiniteError(UserError):
     """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
 

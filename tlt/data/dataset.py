@@ -103,10 +103,12 @@ class Fault:
 
     Attributes:
         no_memory: Whether the worker has none left, which may pass.
+        kind: Of the error.
     """
 
     message: str
     no_memory: bool = False
+    kind: type[UserError] = UserError
 
 
 # From the configuration, the steps that a plan was composed of, the plan and the labels of a batch: the labels, and the
@@ -145,7 +147,7 @@ class BatchDataset(Dataset[HostBatch | Fault]):
         try:
             return self.load(key)
         except UserError as error:
-            return Fault(str(error))
+            return Fault(str(error), kind=type(error))
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
                 return Fault("a data worker has no memory left", no_memory=True)

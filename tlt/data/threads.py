@@ -17,7 +17,6 @@ import torch
 
 from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, WorkerStatus
 from tlt.data.workers import PREFETCH_FACTOR, hung
-from tlt.errors import UserError
 
 _END_PATIENCE = 10.0  # seconds that threads have to end: one may hang in a file
 
@@ -55,7 +54,7 @@ class ThreadWorkers:
         """The batches of the keys, in their order. Raises UserError."""
         for batch in self._ahead(keys()) if self.workers else map(self._load, keys()):
             if isinstance(batch, Fault):
-                raise UserError(batch.message)
+                raise batch.kind(batch.message)
             yield batch
 
     def _ahead(self, keys: Iterator[BatchKey]) -> Iterator[HostBatch | Fault]:

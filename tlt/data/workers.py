@@ -150,7 +150,7 @@ class Workers:
                 if batch is None:
                     return
                 if isinstance(batch, Fault):
-                    raise WorkerDied(f"{batch.message}: {_LESS}") if batch.no_memory else UserError(batch.message)
+                    raise WorkerDied(f"{batch.message}: {_LESS}") if batch.no_memory else batch.kind(batch.message)
                 yield batch
         except (RuntimeError, OSError, EOFError) as error:
             if explained := self._explained(error):

@@ -1,20 +1,59 @@
-"""Files: checksums, flushing them to the disk, locks of folders, and reading from a place in them."""
+"""Files: checksums, flushing them to the disk, locks of folders, reading from a place in them and once more."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
-from tlt.errors import UserError
+from tlt.errors import MachineFault, UserError
 from tlt.io.text import printable
 
 # Windows would translate line ends, and has none of the others. O_NONBLOCK: a pipe without a writer opens at once.
 READ_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _SEEKING = Lock()
+_WAITS = (0.1, 0.5, 2.0)  # seconds between the times that a file is read
+# What is wrong with a file itself, or with where a damaged one leads its reader. All else is the machine's fault.
+_OF_THE_FILE = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+    *(errno.ENXIO, errno.ENODEV, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ESPIPE, errno.EILSEQ),
+}
+
+Result = TypeVar("Result")
+
+
+def is_machine_fault(error: OSError) -> bool:
+    """Whether a file can't be read because of the machine. Errors that a decoder raises have no number."""
+    return error.errno is not None and error.errno not in _OF_THE_FILE
+
+
+def with_retries(read: Callable[[], Result], path: str) -> Result:
+    """What `read` makes of a file, perhaps at the fourth time: what fails because of the machine may pass.
+
+    Raises:
+        MachineFault: It did not pass.
+        OSError: It is the file's fault.
+    """
+    waits = iter(_WAITS)
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if not is_machine_fault(error):
+                raise
+            if (wait := next(waits, None)) is None:
+                reason = f"{error.strerror or error}, {len(_WAITS) + 1} times in a row"
+                raise MachineFault(
+                    f"{printable(path)} can't be read: {reason}; its storage or this machine is at fault (mounts, "
+                    "memory, ulimit -n), not the file: mend that and go on"
+                ) from error
+        time.sleep(wait)
 
 
 def sync_folder(folder: str | Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import UserError
-from tlt.io.files import sync_folder, write_whole
+from tlt.io.files import sync_folder, with_retries, write_whole
 from tlt.io.tensor_file import numpy_dtype
 from tlt.io.text import printable
 from tlt.label_map import Area
@@ -228,7 +228,7 @@ class MappedFile:
         header = file_header(tensors)
         places, self.size = file_places(tensors)
         try:
-            with open(path, "rb") as file:
+            with with_retries(lambda: open(path, "rb"), path) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != self.size:
                     raise UserError(f"{self._shown()} has {found} bytes instead of {self.size}: {_REMEDY}")
@@ -246,7 +246,7 @@ class MappedFile:
     def check_length(self) -> None:
         """Raise UserError if the file was cut since it was opened: touching what is gone would kill the process."""
         try:
-            found = self._map.size()  # of the file
+            found = with_retries(self._map.size, self.path)  # of the file
         except OSError as error:
             raise UserError(f"{self._shown()} can't be read any more ({error.strerror}): {_REMEDY}") from error
         if found < self.size:

@@ -10,7 +10,7 @@ from threading import get_ident
 import numpy as np
 import torch
 
-from tlt.errors import UserError
+from tlt.errors import MachineFault, UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
@@ -146,6 +146,7 @@ class LabelStore:
 
         Raises:
             UserError: The map is unusable and the policy is `"stop"`.
+            MachineFault: It can't be read because of the machine, whatever the policy.
         """
         if index in self.reader.missing:
             return self._replacement()
@@ -157,7 +158,7 @@ class LabelStore:
                     "make it again with the others' settings"
                 )
         except UserError as error:
-            if self.bad_label == "stop":
+            if self.bad_label == "stop" or isinstance(error, MachineFault):
                 raise
             self._faults.setdefault(get_ident(), []).append((self._names[index], str(error)))
             return self._replacement()
@@ -279,8 +280,8 @@ class LabelStore:
                 continue
             try:
                 ids = self.reader.record(index).ids
-            except UserError:
-                if self.bad_label == "stop":
+            except UserError as error:
+                if self.bad_label == "stop" or isinstance(error, MachineFault):
                     raise
             else:
                 return ids.shape[0], ids.shape[1], ids.shape[2]

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from tlt.errors import UserError
+from tlt.errors import MachineFault, UserError
+from tlt.io.files import with_retries
 from tlt.io.names import Names
 from tlt.io.natural import natural_key
 from tlt.io.text import printable
@@ -71,6 +72,8 @@ def refuse_other_files(root: str | Path, labels: Iterable[str], shape: tuple[int
             continue
         try:
             found = read_map(path).shape
+        except MachineFault:
+            raise
         except UserError as error:
             raise UserError(
                 f"OUT holds a file that is not replaced, {error}, remove it, or choose another folder"
@@ -117,14 +120,16 @@ def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, are
 
 
 def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
-    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`."""
+    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`, or
+    MachineFault."""
     try:
-        with open(path, "rb") as file:
-            source = io.BytesIO(file.read())
+        source = io.BytesIO(with_retries(Path(path).read_bytes, str(path)))
         if source.getbuffer()[:2] == b"PK":  # before torch 1.6 it was a pickle, without a checksum
             verify_zip(source, shown)
             source.seek(0)
         content = torch.load(source, map_location="cpu", weights_only=True)
+    except MachineFault:
+        raise
     except UserError as error:
         reason = str(error).removeprefix(f"{shown} is ")
         raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
@@ -203,8 +208,9 @@ class TreeReader:
         for number in range(count):
             index = number * len(self._names) // count
             digest.update(os.fsencode(self.label(index)))
+            path = self.path(index)
             with suppress(OSError):  # one that is missing
-                digest.update(Path(self.path(index)).read_bytes())
+                digest.update(with_retries(Path(path).read_bytes, path))
         return (file.read_bytes() if file.is_file() else b"") + digest.digest()
 
     def extra(self) -> list[str]:

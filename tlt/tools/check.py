@@ -10,7 +10,7 @@ from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
-from tlt.errors import UserError
+from tlt.errors import MachineFault, UserError
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
@@ -95,6 +95,8 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
 def _load(store: LabelStore, folder: ImageSource, row: int, report: Report) -> LabelMap | None:
     try:
         label_map = store.load(row, *folder.size(row))
+    except MachineFault:
+        raise
     except (BadImage, UserError) as error:
         report.unusable.append((folder.paths[row], str(error)))
         return None

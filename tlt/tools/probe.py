@@ -24,7 +24,7 @@ from tlt.data.backends.decode import TorchvisionBackend, resized_crop
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
-from tlt.errors import UserError
+from tlt.errors import MachineFault, UserError
 from tlt.io.progress import Progress
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import class_shares
@@ -115,6 +115,8 @@ def probe(data: str, labels: str, split: str = "train", n: int = 512, seed: int 
         try:
             pixels, width, height = _pixels(folder, row)
             label_map = store.load(row, width, height)
+        except MachineFault:
+            raise
         except (BadImage, UserError):
             continue
         described = _shares(label_map)

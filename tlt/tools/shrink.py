@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +19,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import numpy as np
 from PIL import Image, JpegImagePlugin
 
-from tlt.data.sources.image_file import UNLIMITED, BadImage, as_rgb, image_formats, pillow_errors
+from tlt.data.sources.image_file import (
+    UNLIMITED,
+    BadImage,
+    as_rgb,
+    check_length,
+    image_formats,
+    of_file,
+    open_regular,
+    pillow_errors,
+)
 from tlt.errors import require
-from tlt.io.files import READ_FLAGS
 
 if TYPE_CHECKING:
     import pyvips
@@ -107,9 +114,13 @@ class Picture:
 
     def __init__(self, data: Data, memory: int = DEFAULT_MEMORY) -> None:
         self._memory = memory
-        self._file: BinaryIO = io.BytesIO(data) if isinstance(data, (bytes, bytearray)) else _open_regular(data)
+        self._path = "" if isinstance(data, (bytes, bytearray)) else os.fspath(data)
+        self._file: BinaryIO = (
+            io.BytesIO(data) if isinstance(data, (bytes, bytearray)) else of_file(data, lambda: open_regular(data))
+        )
         try:
-            self.header = _read_header(self._file)
+            check_length(self._file.seek(0, os.SEEK_END), UNLIMITED)
+            self.header = of_file(self._path, lambda: _read_header(self._file))
         except BaseException:
             self.close()
             raise
@@ -131,11 +142,12 @@ class Picture:
 
     def encoded(self) -> bytes:
         """The encoded bytes. Raises BadImage if they can't be read."""
-        try:
+
+        def read() -> bytes:
             self._file.seek(0)
             return self._file.read()
-        except OSError as error:
-            raise BadImage(error.strerror or str(error)) from error
+
+        return of_file(self._path, read)
 
     def resized(self, size: tuple[int, int], quality: int = DEFAULT_QUALITY) -> bytes:
         """A JPEG of this width and height, neither larger than the image's.
@@ -205,20 +217,8 @@ class Picture:
             )
 
 
-def _open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    try:
-        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        file = os.fdopen(os.open(path, READ_FLAGS), "rb")
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from error
-    info = os.fstat(file.fileno())
-    if not stat.S_ISREG(info.st_mode) or not info.st_size:
-        file.close()
-        raise BadImage("empty file" if stat.S_ISREG(info.st_mode) else "not a regular file")
-    return file
-
-
 def _read_header(file: BinaryIO) -> ImageHeader:
+    file.seek(0)
     with pillow_errors(UNLIMITED), Image.open(file, formats=image_formats()) as image:
         loader, held = _loader(image)
         width, height = image.size

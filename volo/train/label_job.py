@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from tlt.data.sources.source import ImageSource
-from tlt.errors import UserError
+from tlt.errors import MachineFault, UserError
 from tlt.io.names import leads_out
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
@@ -155,6 +155,8 @@ class TreeJob(LabelJob):
             return False
         try:
             shape = read_map(self.root / self._labels[row], self.metadata.num_classes).shape
+        except MachineFault:
+            raise
         except UserError:
             return False
         return shape == (self.metadata.k, *self.metadata.grid)

@@ -251,6 +251,21 @@ def test_fault_23_dead_storage_is_named_and_the_run_saves_and_stops(data: Path, 
 
 
 @linux
+def test_fault_23_failing_storage_makes_no_image_bad_and_the_run_saves_and_stops(data: Path, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    fails = (
+        f'if str(path).endswith("blue0.jpg") and os.path.exists({str(lost)!r}): raise OSError(116, os.strerror(116))'
+    )
+    run = start(f"{FLAGS} {tmp_path}", data, **storage(tmp_path, fails))
+    run.read_until("epoch 1 [5/5]")
+    lost.touch()
+    assert run.end() == 5, run.output
+    assert re.search(r"error: .*/blue0.jpg can't be read: Stale file handle, 4 times in a row; its storage", run.output)
+    assert "Traceback" not in run.output and "left out" not in run.output
+    assert int(saved(tmp_path / "run")["update"]) >= 5  # type: ignore[call-overload]
+
+
+@linux
 def test_a_slow_rank_is_named(data: Path, tmp_path: Path) -> None:
     slowly = storage(tmp_path, 'time.sleep(0.2 * (os.environ.get("RANK") == "1" and "/train/" in str(path)))')
     run = start(f"{FLAGS} {tmp_path} -j 0 -b 4 --epochs 1", data, processes=2, **slowly)

@@ -11,14 +11,15 @@ import os
 import stat
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
 from tlt.data.sources.jpeg import plain_size
-from tlt.io.files import READ_FLAGS
+from tlt.io.files import READ_FLAGS, is_machine_fault, with_retries
 
 DEFAULT_MAX_PIXELS = 50_000_000
 UNLIMITED = 2**62  # as `max_pixels`
@@ -31,6 +32,8 @@ _BYTES_BESIDE = 2**24  # colour profiles, previews and the like
 # Registered by Pillow, but stubs without a decoder, or run a program (EPS), or hold an image of another format, which
 # Pillow decodes whatever size their own header states.
 _NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"} | {"BLP", "ICNS", "ICO", "IPTC"}
+
+Result = TypeVar("Result")
 
 _DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 
@@ -54,16 +57,24 @@ def image_extensions() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
 
 
-@contextmanager
-def _regular_file(path: str) -> Iterator[io.BufferedReader]:
-    """A file opened for reading. Raises BadImage, also for what the block meets: not readable, or no regular file."""
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """A regular file, opened for reading. Raises OSError; BadImage: it is none, such as a pipe, which is not waited
+    for."""
+    # O_NONBLOCK: opening a pipe without a writer would wait for ever.
+    descriptor = os.open(path, READ_FLAGS)
     try:
-        # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-        descriptor = os.open(path, READ_FLAGS)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BadImage("not a regular file")
-            yield file
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadImage("not a regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def of_file(path: str | os.PathLike[str], read: Callable[[], Result]) -> Result:
+    """What `read` makes of an image's file. Raises MachineFault; BadImage: it is not there or not readable."""
+    try:
+        return with_retries(read, os.fspath(path))
     except OSError as error:
         raise BadImage(error.strerror or str(error)) from error
 
@@ -74,15 +85,20 @@ def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     Raises:
         BadImage: Not there, not readable, empty, no regular file, or larger than an image of `max_pixels`. A pipe is
             refused and not waited for.
+        MachineFault: It can't be read for another reason, several times in a row.
     """
-    with _regular_file(path) as file:
-        data = bytearray(check_length(os.fstat(file.fileno()).st_size, max_pixels))
-        view, done = memoryview(data), 0
-        while done < len(data) and (count := file.readinto(view[done:])):
-            done += count
-    if done < len(data):
-        raise BadImage(f"file ends after {done} of {len(data)} bytes")
-    return data
+
+    def read() -> bytearray:
+        with open_regular(path) as file:
+            data = bytearray(check_length(os.fstat(file.fileno()).st_size, max_pixels))
+            view, done = memoryview(data), 0
+            while done < len(data) and (count := file.readinto(view[done:])):
+                done += count
+        if done < len(data):
+            raise BadImage(f"file ends after {done} of {len(data)} bytes")
+        return data
+
+    return of_file(path, read)
 
 
 def most_bytes(max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
@@ -103,9 +119,13 @@ def check_length(length: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
 def read_file_size(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """Width and height of the image in a file, of which no more is read than its header. Raises as `read_file` and
     `read_size` do."""
-    with _regular_file(path) as file:
-        check_length(os.fstat(file.fileno()).st_size, max_pixels)
-        return _header_size(file, max_pixels)
+
+    def read() -> tuple[int, int]:
+        with open_regular(path) as file:
+            check_length(os.fstat(file.fileno()).st_size, max_pixels)
+            return _header_size(file, max_pixels)
+
+    return of_file(path, read)
 
 
 def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
@@ -158,7 +178,8 @@ def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) ->
 
 @contextmanager
 def pillow_errors(max_pixels: int) -> Iterator[None]:
-    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage."""
+    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage. What the
+    machine fails at (`is_machine_fault`) is raised as it is."""
     try:
         with _PROCESS.settings(max_pixels):
             yield
@@ -171,6 +192,8 @@ def pillow_errors(max_pixels: int) -> Iterator[None]:
         size = first_line(error).partition(" exceeds ")[0]
         raise BadImage(f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt shrink): {size}") from error
     except Exception as error:
+        if isinstance(error, OSError) and is_machine_fault(error):
+            raise
         # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
         raise BadImage(f"{first_line(error) or type(error).__name__}") from error
 

@@ -20,7 +20,7 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import READ_FLAGS, read_at, sha256_of
+from tlt.io.files import READ_FLAGS, read_at, sha256_of, with_retries
 from tlt.io.names import Names, leads_out
 from tlt.io.tensor_file import MappedTensors
 from tlt.io.text import printable
@@ -127,10 +127,11 @@ class ShardFiles:
             os.close(descriptor)
 
     def read(self, shard: int, offset: int, length: int, crc32: int) -> bytearray:
-        """`length` bytes of a shard from `offset` on. Raises BadImage: they can't be read, or their crc32 is wrong."""
+        """`length` bytes of a shard from `offset` on. Raises BadImage: they can't be read, or their crc32 is wrong;
+        MachineFault."""
         data = bytearray(length)
         try:
-            done = self._read(shard, offset, data)
+            done = with_retries(lambda: self._read(shard, offset, data), self.paths[shard])
         except OSError as error:
             raise BadImage(f"shard can't be read: {error.strerror}") from error
         if done < length:
@@ -141,7 +142,12 @@ class ShardFiles:
 
     def _read(self, shard: int, offset: int, data: bytearray) -> int:
         if (descriptor := self._open.get(shard)) is not None:
-            return _fill(descriptor, data, offset)
+            try:
+                return _fill(descriptor, data, offset)
+            except OSError:
+                # Opened anew the next time, which helps where it is stale. Not closed: others may be reading from it.
+                self._open.pop(shard, None)
+                raise
         # Opening a pipe without a writer would wait for ever.
         descriptor = os.open(self.paths[shard], READ_FLAGS)
         kept = len(self._open) < _OPEN_FILES and self._open.setdefault(shard, descriptor) == descriptor

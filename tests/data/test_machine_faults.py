@@ -1,0 +1,295 @@
+"""Faults of the machine (too many open files, storage that fails for a while) are no faults of images and labels."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.labels.packed import label_map, make_archive, make_tree, save_image
+from tlt.data.augment.index_stream import IndexStream
+from tlt.data.augment.plan import AugmentConfig
+from tlt.data.dataset import BatchKey, EvalDataset, Fault, HostBatch, TrainDataset
+from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
+from tlt.data.sources import image_file
+from tlt.data.sources.folder import ImageFolder, scan_folder
+from tlt.data.sources.image_file import BadImage, read_file, read_file_size
+from tlt.data.sources.open_images import open_images
+from tlt.data.sources.source import ImageSource
+from tlt.errors import MachineFault, UserError
+from tlt.io import files
+from tlt.labels.store import open_labels
+from tlt.labels.tree import read_map
+from tlt.tools.check import check
+from tlt.tools.index import index
+from tlt.tools.pack_images import pack_images
+from tlt.tools.shrink_folder import ShrinkSettings, shrink_folder
+
+CONFIG = AugmentConfig((16, 16))
+MACHINES = ["EMFILE", "ENFILE", "EIO", "ESTALE", "ENOMEM", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"]
+FILES = ["ENOENT", "ENOTDIR", "EACCES", "EPERM", "EISDIR", "ELOOP", "ENAMETOOLONG"]
+ALL = BatchKey(0, (0, 1, 2, 3))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_WAITS", (0.0, 0.0, 0.0))
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> ImageFolder:
+    for number in range(4):
+        save_image(tmp_path / "data" / "train" / "c" / f"{number}.png", number)
+    return scan_folder(tmp_path / "data" / "train")
+
+
+Storage = Callable[[str, str, int], list[str]]
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    """`fail(code, ending, times)`: files of this ending can't be opened, so many times. Returns their paths."""
+    opens, plain, met = os.open, io.open, list[str]()
+
+    def fail(code: str, ending: str, times: int) -> list[str]:
+        number = getattr(errno, code)
+
+        def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+            def opening(path: Any, *more: Any, **named: Any) -> Any:
+                if str(path).endswith(ending) and len(met) < times:
+                    met.append(str(path))
+                    raise OSError(number, os.strerror(number), path)
+                return real(path, *more, **named)
+
+            return opening
+
+        monkeypatch.setattr(os, "open", failing(opens))
+        monkeypatch.setattr(io, "open", failing(plain))
+        monkeypatch.setattr("builtins.open", failing(plain))
+        return met
+
+    return fail
+
+
+@pytest.mark.parametrize("code", MACHINES)
+def test_what_passes_costs_no_image(images: ImageFolder, storage: Storage, code: str) -> None:
+    expected = TrainDataset(images, CONFIG, 3)[ALL]
+    met = storage(code, "2.png", 3)
+    found = TrainDataset(images, CONFIG, 3)[ALL]
+    assert isinstance(found, HostBatch) and isinstance(expected, HostBatch)
+    assert len(met) == 3 and not found.skipped and torch.equal(found.images, expected.images)
+
+
+@pytest.mark.parametrize("code", MACHINES)
+def test_what_stays_stops_the_run_and_names_file_and_reason(images: ImageFolder, storage: Storage, code: str) -> None:
+    storage(code, "2.png", 10**9)
+    told = f"{images.path(2)} can't be read: {os.strerror(getattr(errno, code))}, 4 times in a row; its storage or this"
+    for dataset in (TrainDataset(images, CONFIG, 3), EvalDataset(images, (16, 16))):
+        fault = dataset[ALL]
+        assert isinstance(fault, Fault) and fault.message.startswith(told) and fault.kind is MachineFault
+    with pytest.raises(MachineFault, match=r"2\.png can't be read"):
+        images.read_size(2)
+
+
+@pytest.mark.parametrize(("workers", "kind"), [(0, "process"), (1, "process"), (2, "thread")])
+def test_loaders_raise_it_with_its_exit_code(images: ImageFolder, storage: Storage, workers: int, kind: str) -> None:
+    storage("EIO", "2.png", 10**9)
+    skips = SkipCounter(4)
+    training = TrainLoader(
+        TrainDataset(images, CONFIG, 3),
+        IndexStream(4, 2, 3),
+        lambda images, plan: images,
+        workers=workers,
+        worker_type=kind,
+        skips=skips,
+    )
+    validation = EvalLoader(
+        EvalDataset(images, (16, 16)), 2, lambda images: images, workers=workers, worker_type=kind, skips=skips
+    )
+    for batches in (training.epoch(0), iter(validation)):
+        with pytest.raises(UserError, match=r"2\.png can't be read: Input/output error") as caught:
+            list(batches)
+        assert caught.value.exit_code == 5 and not skips.reasons
+
+
+@pytest.mark.parametrize("code", FILES)
+def test_faults_of_a_file_are_told_at_once(images: ImageFolder, storage: Storage, code: str) -> None:
+    met = storage(code, "2.png", 10**9)
+    with pytest.raises(BadImage, match=f"^{os.strerror(getattr(errno, code))}$"):
+        images.read(2)
+    assert len(met) == 1
+
+
+def test_real_faults_of_files(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"x")
+    names = {
+        "loop": "symbolic links",
+        "folder": "regular file",
+        "x" * 300: "too long",
+        "file/x": "Not a dir",
+        "no": "No",
+    }
+    for name, reason in names.items():
+        for read in (read_file, read_file_size):
+            with pytest.raises(BadImage, match=reason):
+                read(str(tmp_path / name))
+
+
+def test_too_many_open_files(images: ImageFolder) -> None:
+    """Really."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+        with pytest.raises(OSError, match="Too many"):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(MachineFault, match=r"2\.png can't be read: Too many open files, 4 times in a row"):
+            images.read(2)
+        os.close(held.pop())
+        assert images.read(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+class Failing(io.BufferedReader):
+    """A file from which nothing can be read."""
+
+    def fail(self, *_: object) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    read = readinto = fail  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("read", [read_file, read_file_size])
+@pytest.mark.parametrize("times", [3, 10**9])
+def test_storage_that_fails_while_it_is_read(
+    images: ImageFolder, monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object], times: int
+) -> None:
+    expected, count = read(images.path(1)), 0
+
+    def fdopen(descriptor: int, mode: str) -> io.BufferedReader:
+        nonlocal count
+        count += 1
+        return (Failing if count <= times else io.BufferedReader)(io.FileIO(descriptor))
+
+    monkeypatch.setattr(image_file.os, "fdopen", fdopen)
+    if times == 3:
+        assert read(images.path(1)) == expected and count == 4
+        return
+    with pytest.raises(MachineFault, match=r"1\.png can't be read: Input/output error"):
+        read(images.path(1))
+
+
+@pytest.fixture
+def shards(tmp_path: Path, images: ImageFolder) -> ImageSource:
+    """The images with labels."""
+    root = make_tree(tmp_path / "labels", images)
+    pack_images(str(tmp_path / "data"), str(tmp_path / "shards"), labels=str(root))
+    return open_images(str(tmp_path / "shards"), "train")
+
+
+@pytest.mark.parametrize("code", ["EIO", "ESTALE"])
+@pytest.mark.parametrize("what", ["image", "label"])
+def test_a_shard_that_fails_for_a_while_is_opened_anew(
+    shards: ImageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, what: str
+) -> None:
+    labels = open_labels(tmp_path / "shards", shards.paths, bad_label="skip")
+    read: Callable[[int], object] = shards.read if what == "image" else lambda row: labels.read(row, 25, 24).values
+    expected, stale, real = read(1), set(os.listdir("/proc/self/fd")), os.preadv  # its file is open from now on
+
+    def preadv(descriptor: int, *more: Any) -> int:
+        if str(descriptor) in stale:
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+        return real(descriptor, *more)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert np.array_equal(read(1), expected)  # type: ignore[arg-type]
+    stale |= set(map(str, range(1000)))
+    with pytest.raises(MachineFault, match=rf"00000\.tar can't be read: {os.strerror(getattr(errno, code))}"):
+        read(1)
+    assert not labels.take_faults()
+
+
+@pytest.mark.parametrize("code", MACHINES)
+def test_a_label_file_that_fails_is_not_a_bad_label(
+    images: ImageFolder, tmp_path: Path, storage: Storage, code: str
+) -> None:
+    root = make_tree(tmp_path / "labels", images)
+    store = open_labels(root, images.paths, bad_label="skip")
+    identity, path = store.identity(), str(root / "c" / "2.pt")
+    met = storage(code, "2.pt", 3)
+    assert np.array_equal(store.read(2).values, label_map(2).values) and len(met) == 3
+    met.clear()
+    assert store.identity() == identity and len(met) == 3
+    storage(code, "2.pt", 10**9)
+    for read in (lambda: store.read(2), lambda: read_map(path), store.identity, lambda: check_all(tmp_path)):
+        with pytest.raises(MachineFault, match=rf"2\.pt can't be read: {os.strerror(getattr(errno, code))}"):
+            read()
+    assert not store.take_faults()
+
+
+def check_all(folder: Path) -> object:
+    return check(str(folder / "data"), str(folder / "labels"))
+
+
+def test_an_archive_whose_storage_fails_is_not_a_bad_label(
+    images: ImageFolder, tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_labels(make_archive(tmp_path / "labels", images), images.paths, bad_label="skip")
+    expected, sent = store.read(2, 26, 24).values, pickle.dumps(store)
+    met = storage("ENFILE", "00000.safetensors", 3)
+    assert np.array_equal(pickle.loads(sent).read(2, 26, 24).values, expected) and len(met) == 3
+    storage("ENFILE", "00000.safetensors", 10**9)
+    with pytest.raises(MachineFault, match=r"00000\.safetensors can't be read: Too many open files in system"):
+        pickle.loads(sent)
+
+    class Gone:
+        def size(self) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(store.reader.rows._shards[0], "_map", Gone())  # type: ignore[attr-defined]
+    with pytest.raises(MachineFault, match=r"00000\.safetensors can't be read: Stale file handle"):
+        store.read(2, 26, 24)
+    assert not store.take_faults()
+
+
+def test_tools_name_no_image_as_bad(images: ImageFolder, tmp_path: Path, storage: Storage) -> None:
+    pytest.importorskip("pyvips")
+    storage("EIO", "2.png", 10**9)
+    data = str(tmp_path / "data")
+    tools: dict[str, Callable[[], object]] = {
+        "index": lambda: index(data, workers=1),
+        "shards": lambda: pack_images(data, str(tmp_path / "packed")),
+        "small": lambda: shrink_folder(data, str(tmp_path / "small"), ShrinkSettings(max_side=8), workers=1),
+    }
+    for run in tools.values():
+        with pytest.raises(MachineFault, match=r"2\.png can't be read: Input/output error"):
+            run()
+    assert not (tmp_path / "data" / "train.index").exists()
+    storage("EIO", "2.png", 0)
+    for run in tools.values():
+        run()
+    assert sorted(path.name for path in (tmp_path / "small" / "train" / "c").iterdir()) == [
+        f"{i}.jpg" for i in range(4)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) < before + 20
