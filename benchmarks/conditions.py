@@ -17,6 +17,7 @@ _PACKAGES = (
     "timm",
     "pillow",
     "pillow-simd",
+    "simplejpeg",
     "numpy",
     "nvidia-dali-cuda130",
     "nvidia-dali-cuda120",

@@ -308,7 +308,7 @@ class RunDirectory:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that a run depends on."""
-    return {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy")}
+    return {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy", "simplejpeg")}
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tlt.data.backends import decode
 from tlt.data.backends.choice import create_backend
-from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, resized_crop
+from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, TorchvisionBackend, resized_crop
 from tlt.data.sources.image_file import BadImage, image_extensions, read_file, read_size
 from tlt.errors import UserError
 
@@ -84,6 +87,44 @@ def test_formats_as_pillow_converts_them(tmp_path: Path, name: str, kind: str) -
     }.get(kind, lambda: saved(image, tmp_path / f"x.{kind}"))()
     crop, size = (10, 5, 60, 50), (40, 40)
     assert abs(decoded(name, path, crop, size, "bicubic") - expected(path, crop, size, "bicubic")).max() <= 1
+
+
+def jpeg(mode: str = "RGB", **options: Any) -> bytes:
+    picture().convert(mode).save(file := io.BytesIO(), "JPEG", **options)
+    return file.getvalue()
+
+
+DAMAGED = jpeg()[:1500] + b"\xff\xd3" + jpeg()[1502:]  # a marker out of place: libjpeg warns and goes on
+JPEGS = {
+    **{f"subsampling {kind}": jpeg(subsampling=kind, quality=93) for kind in range(3)},
+    "progressive": jpeg(progressive=True),
+    "restarts": jpeg(restart_marker_blocks=2),
+    "RGB": jpeg(keep_rgb=True),
+    "L": jpeg("L"),
+    "CMYK": jpeg("CMYK"),
+    "turned": jpeg(exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
+    "trailing": jpeg() + bytes(9),
+    "damaged": DAMAGED,
+}
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["", "without simplejpeg"])
+@pytest.mark.parametrize("kind", JPEGS)
+def test_every_pixel_of_a_jpeg_is_pillows(kind: str, without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if without:
+        monkeypatch.setattr(decode, "simplejpeg", None)
+    found = TorchvisionBackend().decode(Encoded("x", bytearray(JPEGS[kind]), 96, 72), None, (72, 96), "bilinear")
+    with Image.open(io.BytesIO(JPEGS[kind])) as image:
+        assert np.array_equal(found.permute(1, 2, 0), image.convert("RGB"))
+
+
+def test_simplejpeg_decodes_what_is_plain_and_whole() -> None:
+    plain, damaged, cmyk, mismatched = (
+        decode._decode_jpeg(Encoded("x", bytearray(data), width, 72))
+        for data, width in ((jpeg(), 96), (DAMAGED, 96), (jpeg("CMYK"), 96), (jpeg(), 95))
+    )
+    assert plain is not None and plain.shape == (3, 72, 96)
+    assert damaged is cmyk is mismatched is None  # Pillow does, or says what is bad
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -201,3 +242,21 @@ def test_unknown_backend_is_named() -> None:
 def test_resized_crop_of_the_wanted_size_is_a_view() -> None:
     pixels = torch.arange(3 * 6 * 8, dtype=torch.uint8).reshape(3, 6, 8)
     assert (resized_crop(pixels, (2, 1, 4, 3), (3, 4), "bilinear") == pixels[:, 1:4, 2:6]).all()
+
+
+def test_nothing_of_what_torchvision_has_deprecated_is_imported(tmp_path: Path) -> None:
+    """As with a future torchvision, which has no decoders and encoders of images."""
+    code = (
+        "import torchvision.io as io, torchvision.io.image as image\n"
+        "for module in (io, image):\n"
+        "    for name in [n for n in dir(module) if n.startswith(('decode_', 'encode_', 'read_', 'write_'))]:\n"
+        "        delattr(module, name)\n"
+        "del io.ImageReadMode\n"
+        "import benchmarks.feed.loaders, tlt.tools.index, tlt.upstream.functions, volo.commands.train\n"
+        "from tlt.data.backends.choice import create_backend\n"
+        "backend = create_backend('torchvision')\n"
+        f"print(backend.decode(backend.open({str(tmp_path / 'x.jpg')!r}), None, (8, 8), 'bicubic').shape)\n"
+    )
+    saved(picture(), tmp_path / "x.jpg")
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
+    assert done.stdout == "torch.Size([3, 8, 8])\n", done.stderr

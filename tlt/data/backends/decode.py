@@ -1,8 +1,8 @@
 """From a file to a resized crop: uint8, antialiased, EXIF orientation ignored.
 
 A backend only decodes, crops and resizes; flips, warps and colours are the device stage's. `torchvision` decodes JPEG
-with libjpeg-turbo and resizes with torch (about half the time), `pil` does both with Pillow, as timm does. They differ
-by at most one grey level, but for about 1 in 10,000 bicubic values where an overshoot is clipped between the two axes.
+with simplejpeg and resizes with torch (about half the time), `pil` does both with Pillow, as timm does. They differ by
+at most one grey level, but for about 1 in 10,000 bicubic values where an overshoot is clipped between the two axes.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
+
+try:
+    import simplejpeg
+except ImportError:  # there is no wheel for a new Python: Pillow decodes to the same pixels
+    simplejpeg = None
 
 from tlt.data.sources.image_file import (
     DEFAULT_MAX_PIXELS,
     BadImage,
     as_rgb,
     check_size,
-    first_line,
     image_formats,
     pillow_errors,
-    quiet_decoders,
     read_file,
     read_size,
 )
 
 JPEG_MAGIC = b"\xff\xd8\xff"
+_CMYK = ("CMYK", "YCCK")  # simplejpeg's RGB of them is a grey level off
 DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
 
 _PIL_FILTERS = {
@@ -120,12 +123,11 @@ class Backend:
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
         """All requests, in outputs of one `size`."""
         images, bad = torch.empty(len(requests), 3, *size, dtype=torch.uint8), {}
-        with quiet_decoders():  # set once, not for each image
-            for row, request in enumerate(requests):
-                try:
-                    images[row] = self._shown(request, size, fill)
-                except BadImage as error:
-                    bad[row] = error
+        for row, request in enumerate(requests):
+            try:
+                images[row] = self._shown(request, size, fill)
+            except BadImage as error:
+                bad[row] = error
         return Decoded(images, bad)
 
     def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
@@ -148,10 +150,7 @@ class PilBackend(Backend):
 
     def _part(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
         """What is shown of an image, without resizing the rest."""
-        image, (height, width) = self._rgb(request.encoded), request.size
-        if request.crop is not None:
-            x, y, w, h = request.crop
-            image = image.crop((x, y, x + w, y + h))
+        image, (height, width) = _cropped(self._rgb(request.encoded), request.crop), request.size
         top, left = max(request.top, 0), max(request.left, 0)
         bottom, right = min(request.top + size[0], height), min(request.left + size[1], width)
         across, down = image.width / width, image.height / height
@@ -166,7 +165,9 @@ class PilBackend(Backend):
 
 
 class TorchvisionBackend(PilBackend):
-    """JPEG by torchvision and bilinear or bicubic resizing by torch; all else as PilBackend.
+    """JPEG by simplejpeg and bilinear or bicubic resizing by torch; all else as PilBackend.
+
+    Its pixels are those of torchvision, whose own decoders are about to be removed.
 
     Args:
         dct_scaling: Decode JPEGs of more than `DCT_SCALING_PIXELS` at 1/2, 1/4 or 1/8 where twice the output's size is
@@ -181,19 +182,19 @@ class TorchvisionBackend(PilBackend):
         self.dct_scaling = dct_scaling
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        if encoded.data[:3] != JPEG_MAGIC:
-            return resized_crop(_to_tensor(self._rgb(encoded)), crop, size, interpolation)
-        # What an index states may be false: the header decides, before memory is taken.
-        if read_size(encoded.data, self.max_pixels) != (encoded.width, encoded.height):
-            raise BadImage(f"stated size {encoded.width} x {encoded.height} differs from the header's")
+        check_size(encoded.width, encoded.height, self.max_pixels)  # below, the header must state the same
         if (divisor := self.divisor(Request(encoded, crop, size, interpolation))) > 1:
             with pillow_errors(self.max_pixels):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))
-        return resized_crop(_decode_jpeg(encoded), crop, size, interpolation)
+        if (pixels := _decode_jpeg(encoded)) is not None:
+            return resized_crop(pixels, crop, size, interpolation)
+        image = _cropped(self._rgb(encoded), crop)  # here, because a tensor is a copy
+        return resized_crop(_to_tensor(image), None, size, interpolation)
 
     def divisor(self, request: Request) -> int:
-        """By what the sides of a JPEG are divided in decoding; 1 for none."""
-        if not self.dct_scaling or request.interpolation not in _TORCH_FILTERS:
+        """By what the sides of an image are divided in decoding; 1 for none."""
+        jpeg = request.encoded.data[:3] == JPEG_MAGIC
+        if not (jpeg and self.dct_scaling and request.interpolation in _TORCH_FILTERS):
             return 1
         return dct_divisor(request.encoded, request.crop, request.size)
 
@@ -237,10 +238,14 @@ def resized_crop(pixels: Tensor, crop: Crop | None, size: Size, interpolation: s
 
 
 def _pil_resized_crop(image: Image.Image, crop: Crop | None, size: Size, interpolation: str) -> Image.Image:
-    if crop is not None:
-        x, y, width, height = crop
-        image = image.crop((x, y, x + width, y + height))
-    return image.resize((size[1], size[0]), _PIL_FILTERS[interpolation])
+    return _cropped(image, crop).resize((size[1], size[0]), _PIL_FILTERS[interpolation])
+
+
+def _cropped(image: Image.Image, crop: Crop | None) -> Image.Image:
+    if crop is None:
+        return image
+    x, y, width, height = crop
+    return image.crop((x, y, x + width, y + height))
 
 
 def dct_divisor(encoded: Encoded, crop: Crop | None, size: Size) -> int:
@@ -258,7 +263,7 @@ def _scaled_jpeg(encoded: Encoded, divisor: int, crop: Crop | None, size: Size, 
     # Cut first: what is outside of the crop takes no part in filtering, as in resizing a crop of the whole image.
     whole = math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom)
     with Image.open(io.BytesIO(encoded.data), formats=("JPEG",)) as image:
-        image.draft(None, (encoded.width // divisor, encoded.height // divisor))
+        _same_size(image, encoded).draft(None, (encoded.width // divisor, encoded.height // divisor))
         cropped = image.crop(whole).convert("RGB")
     box = left - whole[0], top - whole[1], right - whole[0], bottom - whole[1]
     return cropped.resize((size[1], size[0]), _PIL_FILTERS[interpolation], box)
@@ -268,16 +273,17 @@ def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _decode_jpeg(encoded: Encoded) -> Tensor:
-    raw = torch.frombuffer(encoded.data, dtype=torch.uint8)
-    with quiet_decoders():  # torchvision >= 0.29 announces the end of its decoders with every call
-        try:
-            pixels = decode_jpeg(raw, ImageReadMode.RGB)  # (3, H, W), EXIF orientation not applied
-        except RuntimeError as error:
-            raise BadImage(f"JPEG can't be decoded: {first_line(error)}") from error
-    if pixels.shape != (3, encoded.height, encoded.width):
-        raise BadImage("decoded size differs from the header's")
-    return pixels
+def _decode_jpeg(encoded: Encoded) -> Tensor | None:
+    """The pixels of a plain JPEG in which libjpeg finds nothing to warn of; None for all else, which Pillow judges."""
+    if simplejpeg is None or encoded.data[:3] != JPEG_MAGIC:
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(encoded.data)
+        if colours in _CMYK or (width, height) != (encoded.width, encoded.height):
+            return None
+        return torch.from_numpy(simplejpeg.decode_jpeg(encoded.data)).permute(2, 0, 1)
+    except ValueError:
+        return None
 
 
 def _same_size(image: Image.Image, encoded: Encoded) -> Image.Image:

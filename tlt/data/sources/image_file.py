@@ -12,7 +12,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -34,8 +34,6 @@ _BYTES_BESIDE = 2**24  # colour profiles, previews and the like
 _NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"} | {"BLP", "ICNS", "ICO", "IPTC"}
 
 Result = TypeVar("Result")
-
-_DECODERS = r"PIL\.|torchvision\.|tlt\.data\.decode$"  # modules that their warnings name
 
 
 class BadImage(Exception):
@@ -140,7 +138,7 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """`image.convert("RGB")`; of 16 bits of gray, which that would clip at 255, the upper 8.
+    """`image.convert("RGB")`, no copy where it is RGB; of 16 bits of gray, which that would clip at 255, the upper 8.
 
     Raises:
         BadImage: Its pixels are floating-point numbers or 32 bits wide: nobody knows which of them is white.
@@ -148,7 +146,8 @@ def as_rgb(image: Image.Image) -> Image.Image:
     _check_range(image)
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _check_range(image: Image.Image) -> None:
@@ -208,14 +207,13 @@ class _Process:
         self._before = ExitStack()
 
     @contextmanager
-    def settings(self, max_pixels: int | None = 0) -> Iterator[None]:
-        """No warnings of decoders, and room for `max_pixels` with Pillow (None: no limit); `check_size` knows lower
-        ones."""
+    def settings(self, max_pixels: int | None) -> Iterator[None]:
+        """No warnings of Pillow, and room for `max_pixels` (None: no limit); `check_size` knows lower ones."""
         with self._lock:
             if not self._inside:
                 self._before.enter_context(warnings.catch_warnings())
                 self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                warnings.filterwarnings("ignore", module=_DECODERS)
+                warnings.filterwarnings("ignore", module=r"PIL\.")
             self._inside += 1
             limit = Image.MAX_IMAGE_PIXELS
             Image.MAX_IMAGE_PIXELS = None if limit is None or max_pixels is None else max(limit, max_pixels)
@@ -229,11 +227,6 @@ class _Process:
 
 
 _PROCESS = _Process()
-
-
-def quiet_decoders() -> AbstractContextManager[None]:
-    """Run a decoder without its warnings."""
-    return _PROCESS.settings()
 
 
 def first_line(error: Exception) -> str:
