@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +19,6 @@ from torch.distributed import TCPStore
 from torch.multiprocessing import spawn
 
 from tlt.errors import UserError
-from tlt.io.names import Names
 from volo.cluster import distributed, per_host
 from volo.cluster.distributed import (
     Board,
@@ -161,23 +164,35 @@ def test_collectives_alone_change_nothing() -> None:
 def one_rank(rank: int, directory: str) -> None:
     """Of three: 0 and 2 on one host, 1 on another."""
     path = Path(directory)
-    per_host._host = lambda: "a" if rank in (0, 2) else "b"
+    tempfile.tempdir, socket.gethostname = directory, lambda: "a" if rank in (0, 2) else "b"
     dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(f"{path}/store", 3))
-    names = Names(["a", "b"])
+    folder, elsewhere = path / f"volo-{os.geteuid()}", path / "elsewhere"
 
-    def make() -> dict[str, object]:
-        with (path / "made").open("a") as file:
-            file.write(f"{rank}\n")
-        return {"names": names, "sizes": np.arange(1000), "by": rank}
+    def share() -> dict[str, Any]:
+        return once_per_host(
+            lambda: {"sizes": np.arange(1000), "names": ["a\udcff", "b"], "by": rank},
+            lambda value: ({"sizes": value["sizes"]}, {"names": value["names"], "by": value["by"]}),
+            lambda arrays, plain: {**arrays, **plain},
+        )
 
-    value = once_per_host(make, [names])
-    assert value["names"] is names and value["by"] == (1 if rank == 1 else 0)
-    assert np.array_equal(value["sizes"], np.arange(1000))  # type: ignore[arg-type]
+    value = share()
+    assert value["by"] == (1 if rank == 1 else 0) and value["names"] == ["a\udcff", "b"]
+    assert np.array_equal(value["sizes"], np.arange(1000))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert once_per_host(lambda: rank, lambda value: None, print) == rank  # what can't be packed
     dist.barrier()
+    assert not [*folder.iterdir()]
+    dist.barrier()
+    if rank == 1:
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+    dist.barrier()
+    assert share()["by"] == rank and not [*elsewhere.iterdir()]
     try:
-        once_per_host(partial(_refuse, rank))
+        once_per_host(partial(_refuse, rank), lambda value: None, print)
     except UserError as error:
         (path / f"told{rank}").write_text(str(error))
+    dist.destroy_process_group()  # or a thread of the group may abort this process
 
 
 def _refuse(rank: int) -> None:
@@ -186,14 +201,43 @@ def _refuse(rank: int) -> None:
 
 def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path) -> None:
     spawn(one_rank, (str(tmp_path),), nprocs=3)
-    assert sorted((tmp_path / "made").read_text().split()) == ["0", "1"]
     told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
     assert told == ["no images for 0", "no images for 1", "no images for 0"]
 
 
+def _open_to_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o750)
+
+
+def _given_away(folder: Path) -> None:
+    folder.mkdir(0o700)
+    os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        Path.touch,
+        lambda folder: folder.symlink_to(folder.parent),
+        _open_to_others,
+        pytest.param(_given_away, marks=pytest.mark.skipif(os.geteuid() != 0, reason="root alone gives files away")),
+    ],
+)
+def test_a_folder_that_is_not_the_users_alone_is_not_used(
+    spoil: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert per_host._folder() == per_host._folder() == tmp_path / f"volo-{os.geteuid()}"
+    per_host._folder().rmdir()
+    spoil(tmp_path / f"volo-{os.geteuid()}")
+    with pytest.raises(OSError):
+        per_host._folder()
+
+
 def test_alone_nothing_is_copied() -> None:
     value = object()
-    assert once_per_host(lambda: value) is value
+    assert once_per_host(lambda: value, None, None) is value  # type: ignore[arg-type]
 
 
 def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:

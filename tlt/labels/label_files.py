@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tlt.errors import UserError
 from tlt.io.natural import natural_key
@@ -54,6 +54,15 @@ class LabelMatches:
     def label(self, row: int, name: str) -> str:
         """The label file of the image `name` in `row`, relative to the tree; the usual one if it is missing."""
         return self.other_name.get(row) or usual_label_name(name)
+
+    def packed(self) -> list[list[Any]]:
+        """What JSON can hold, and `unpacked` makes an equal object of."""
+        return [[*self.other_name.items()], [*self.missing]]
+
+    @classmethod
+    def unpacked(cls, plain: Sequence[Sequence[Any]]) -> LabelMatches:
+        """The object on which `packed` was called."""
+        return cls(dict(plain[0]), set(plain[1]))
 
 
 def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> Listing:

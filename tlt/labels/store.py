@@ -15,6 +15,7 @@ from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, NO_AREA, Area, LabelMap, centre_square
 from tlt.labels.archive import ArchiveReader, is_archive
+from tlt.labels.label_files import LabelMatches
 from tlt.labels.metadata import AREAS, TreeMetadata
 from tlt.labels.records import Reader, Record, relative_to_tail
 from tlt.labels.shards import ShardReader, shard_folder
@@ -34,6 +35,7 @@ def open_labels(
     published_names: bool = False,
     label_tail: str = "zero",
     found: Callable[[str, int], None] | None = None,
+    matches: LabelMatches | None = None,
 ) -> LabelStore:
     """The labels of a list of images: out of an archive (`tlt pack`), of shards (`tlt pack-images`), or of a tree of
     published files.
@@ -43,6 +45,7 @@ def open_labels(
         names: Image paths relative to the image folder, in row order.
         published_names: Find labels by the published rule alone (`tlt.labels.label_files.published_label_name`).
         found: As in `tlt.data.sources.folder_listing.list_folder`.
+        matches: Of a tree, as `TreeReader` has them, if they are known already.
         The others: as `LabelStore`.
 
     Raises:
@@ -53,7 +56,7 @@ def open_labels(
     if is_archive(path):
         reader = ArchiveReader(os.fspath(path), packed, published_names)
     elif (shards := shard_folder(path)) is None:
-        reader = TreeReader(os.fspath(path), packed, num_classes, published_names, found)
+        reader = TreeReader(os.fspath(path), packed, num_classes, published_names, found, matches)
     elif published_names:
         raise UserError(
             f"--compat label-names: --token-label-data {printable(shards)} are shards, where each label has its "

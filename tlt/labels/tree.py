@@ -25,7 +25,14 @@ from tlt.io.natural import natural_key
 from tlt.io.text import printable
 from tlt.io.weights import refused_name, short_reason, verify_zip
 from tlt.label_map import FULL_AREA, Area, LabelMap
-from tlt.labels.label_files import find_labels, label_files_below, published_label_name, tree_listing, usual_label_name
+from tlt.labels.label_files import (
+    LabelMatches,
+    find_labels,
+    label_files_below,
+    published_label_name,
+    tree_listing,
+    usual_label_name,
+)
 from tlt.labels.metadata import METADATA_NAME, TreeMetadata
 from tlt.labels.records import MapForm, Record
 
@@ -162,6 +169,7 @@ class TreeReader:
         num_classes: Class ids must be below it.
         published_names: Find labels by the published rule alone (`tlt.labels.label_files.published_label_name`).
         found: As in `tlt.data.sources.folder_listing.list_folder`.
+        matches: Which file belongs to which image, if that is known already; nothing is listed then.
 
     Raises:
         UserError: No such folder, or two images with one label file.
@@ -174,14 +182,15 @@ class TreeReader:
         num_classes: int | None = None,
         published_names: bool = False,
         found: Callable[[str, int], None] | None = None,
+        matches: LabelMatches | None = None,
     ) -> None:
         self.root, self.num_classes, self.published_names = root, num_classes, published_names
         if not os.path.isdir(root):
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
         self._names = names
         self.form = self._read_form()
-        self._matches = find_labels(tree_listing(root, found), root, names, published_names)
-        self.missing = self._matches.missing
+        self.matches = matches or find_labels(tree_listing(root, found), root, names, published_names)
+        self.missing = self.matches.missing
 
     def path(self, index: int) -> str:
         """Label file of image `index`."""
@@ -189,7 +198,7 @@ class TreeReader:
 
     def label(self, index: int) -> str:
         """Label file of image `index`, relative to the tree."""
-        return self._matches.label(index, self._names[index])
+        return self.matches.label(index, self._names[index])
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"

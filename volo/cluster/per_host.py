@@ -1,103 +1,100 @@
-"""A value that one rank of each host makes, and the other ranks of that host copy from its memory."""
+"""What the first rank of each host finds out, and its other ranks read from a file: arrays, and plain data as JSON.
+
+Other users of the machine and of the network can't choose the file: it lies in a folder that is this user's alone, at a
+place that every rank derives by itself, under the hash of a number that the first rank draws for it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import os
-import pickle
+import socket
+import stat
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import Any, TypeAlias, TypeVar
+from uuid import uuid4
 
+import numpy as np
 import torch.distributed as dist
 
 from tlt.errors import UserError
+from tlt.io.tensor_file import MappedTensors, write_tensors
 from volo.cluster.distributed import Told, from_all
 from volo.cluster.run_store import SignedStore, start_scope
 
 T = TypeVar("T")
+Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
 _CALLS = itertools.count()  # of `once_per_host`, in the same order on every rank
+_FORMAT = "volo-tlt of the ranks of a host, version 1"
 
 
-def once_per_host(make: Callable[[], T], known: Sequence[object] = ()) -> T:
-    """Return what `make` returns on the first rank of each host; its other ranks get a copy. All ranks return together.
+def once_per_host(make: Callable[[], T], pack: Callable[[T], Packed | None], unpack: Callable[..., T]) -> T:
+    """Return what `make` returns on the first rank of each host, and elsewhere an equal value that `unpack` makes. All
+    ranks return together.
 
     No rank waits in a collective, which has a time limit: a file server may take long to list a data set. The watchdog
     decides which rank hangs.
 
     Args:
-        make: Returns a value that pickles. Its UserError is raised on all ranks of the host.
-        known: Objects that all ranks have already, and that the copies refer to.
+        make: Its UserError is raised on all ranks of the host.
+        pack: Returns the two arguments of `unpack`; None: all ranks call `make`, the first of a host before the others.
+        unpack: Its arrays are read only, in memory that the ranks share.
     """
     if not dist.is_initialized():
         return make()
+    rank, drawn = dist.get_rank(), from_all([socket.gethostname(), uuid4().hex])
+    hosts = [host for host, _ in drawn]
+    first, others = hosts.index(hosts[rank]), hosts.count(hosts[rank]) - 1
+    name = hashlib.sha256(drawn[first][1].encode()).hexdigest()
     store, key = dist.distributed_c10d._get_default_store(), f"once/{next(_CALLS)}"
-    signed = SignedStore(store, start_scope())  # a forged path would be unpickled
-    hosts = from_all(_host())
-    own = hosts[dist.get_rank()]
-    first, others = hosts.index(own), hosts.count(own) - 1
-    with ExitStack() as stack:
-        if dist.get_rank() == first:
-            try:
-                value = make()
-            except UserError as error:
-                signed.set(f"{key}/{first}", ["error", str(error)])
-                # The store may end with this rank: first the others must have read the error.
-                _wait_until(lambda: store.add(f"{key}/{first}/told", 0) == others, seconds=10.0)
-                raise
-            signed.set(f"{key}/{first}", ["file", stack.enter_context(_memory_file(value, known))])
+    signed, said = SignedStore(store, start_scope()), f"{key}/{first}"
+    if rank == first:
+        try:
+            value = make()
+        except UserError as error:
+            signed.set(said, str(error))
+            # The store may end with this rank: first the others must have read the error.
+            _wait_until(lambda: store.add(f"{said}/told", 0) == others, seconds=10.0)
+            raise
+        if others and (packed := pack(value)):
+            with suppress(OSError):  # no room, or a folder that isn't this user's alone: the others call `make`
+                write_tensors(str(_folder() / name), _FORMAT, *packed)
+        signed.set(said, "")
+    else:
+        _wait_until(lambda: signed.get(said) is not None)
+        if refused := signed.get(said):
+            store.add(f"{said}/told", 1)
+            raise Told(refused)
+        try:
+            file = MappedTensors(str(_folder() / name), _FORMAT, "")
+        except (OSError, UserError):
+            value = make()
         else:
-            _wait_until(lambda: signed.get(f"{key}/{first}") is not None)
-            kind, text = signed.get(f"{key}/{first}")
-            if kind == "error":
-                store.add(f"{key}/{first}/told", 1)
-                raise Told(text)
-            try:
-                with open(text, "rb") as file:
-                    if os.fstat(file.fileno()).st_uid != os.geteuid():
-                        raise PermissionError(text)
-                    value = _Unpickler(file, known).load()
-            except OSError:  # this kernel lets no process read another's files
-                value = make()
-        store.add(f"{key}/ready", 1)
-        _wait_until(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
+            value = unpack(file.tensors, file.description)
+    store.add(f"{key}/ready", 1)
+    _wait_until(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
+    if rank == first and others:
+        with suppress(OSError):
+            (_folder() / name).unlink()
     return value
 
 
-def _host() -> str:
-    """Return what is the same for processes that can read each other's memory and see the same files."""
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text(), *spaces])
-
-
-@contextmanager
-def _memory_file(value: object, known: Sequence[object]) -> Iterator[str]:
-    """Pickle a value to a file in memory, which ends with the block; yield its path for other processes."""
-    with open(os.memfd_create("once"), "w+b") as file:
-        _Pickler(file, known).dump(value)
-        file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
-        super().__init__(file, protocol=5)
-        self._known = known
-
-    def persistent_id(self, value: object) -> int | None:
-        return next((number for number, each in enumerate(self._known) if each is value), None)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], known: Sequence[object]) -> None:
-        super().__init__(file)
-        self._known = known
-
-    def persistent_load(self, number: int) -> object:
-        return self._known[number]
+def _folder() -> Path:
+    """Return the folder, which is made where there is none. Raises OSError: it is a link, somebody else's, or open to
+    others."""
+    folder = Path(tempfile.gettempdir(), f"volo-{os.geteuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    return folder
 
 
 def _wait_until(happened: Callable[[], bool], seconds: float = math.inf) -> None:

@@ -27,6 +27,9 @@ from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
 from tlt.data.workers import kill_workers
 from tlt.io.progress import SearchProgress
+from tlt.labels.label_files import LabelMatches
+from tlt.labels.store import LabelStore
+from tlt.labels.tree import TreeReader
 from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
 from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.resume import (
@@ -47,7 +50,7 @@ from volo.cluster.distributed import (
     lost_rank_explained,
     primary_first,
 )
-from volo.cluster.per_host import once_per_host
+from volo.cluster.per_host import Packed, once_per_host
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import StopGuard
@@ -104,6 +107,8 @@ from volo.train.schedule import LrSchedule, resolve_lr
 if TYPE_CHECKING:
     from volo.train.teacher import Teacher
 
+FoundLabels = tuple[LabelReader | None, list[str], Fingerprint]
+
 
 def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
@@ -134,7 +139,7 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     for note in args.notes:
         logger.line(note)
     found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
-    folders = once_per_host(lambda: open_folders(args, world.data_size, found))
+    folders = once_per_host(lambda: open_folders(args, world.data_size, found), Folders.packed, Folders.unpacked)
     args = fitted_to(folders, args, world, logger)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
     model = build_model(args)
@@ -195,9 +200,8 @@ def build(
     """
     input_size = settings["input_size"]
     model = add_dense_head(model, args, input_size[1:])
-    labels, warnings, data = once_per_host(
-        lambda: find_labels(args, folders.train, model.num_classes, found), [folders.train.paths]
-    )
+    find = partial(find_labels, args, folders.train, model.num_classes, found)
+    labels, warnings, data = once_per_host(find, matches_of, lambda _, plain: find(LabelMatches.unpacked(plain)))
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
@@ -256,11 +260,18 @@ def make_loaders(
 
 
 def find_labels(
-    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress
-) -> tuple[LabelReader | None, list[str], Fingerprint]:
+    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress, matches: LabelMatches | None = None
+) -> FoundLabels:
     """Open the token labels; return them, warnings, and the fingerprint of images and labels for checkpoints."""
-    labels, warnings = open_labels(args, folder, num_classes, found)
+    labels, warnings = open_labels(args, folder, num_classes, found, matches)
     return labels, warnings, fingerprint(folder, labels)
+
+
+def matches_of(found: FoundLabels) -> Packed | None:
+    """Return what takes long to find, for the other ranks: which file of a tree is whose label; None without a tree."""
+    labels = found[0]
+    tree = labels.reader if isinstance(labels, LabelStore) else None
+    return ({}, tree.matches.packed()) if isinstance(tree, TreeReader) else None
 
 
 def find_teacher(

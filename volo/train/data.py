@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tlt.data.augment.device_stage import DeviceStage, EvalStage
@@ -25,6 +26,7 @@ from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
+from tlt.labels.label_files import LabelMatches
 from tlt.labels.store import open_labels as open_label_store
 from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
@@ -43,6 +45,22 @@ class Folders:
     train: ImageSource
     validation: ImageSource
     warnings: list[str] = field(default_factory=list)
+
+    def packed(self) -> tuple[dict[str, np.ndarray], list[Any]] | None:
+        """The arrays, and what JSON can hold, of which `unpacked` makes an equal object; None unless both are lists of
+        files."""
+        parts = [split.packed() for split in (self.train, self.validation) if isinstance(split, ImageFolder)]
+        arrays = {f"{row}{name}": array for row, (own, _) in enumerate(parts) for name, array in own.items()}
+        return (arrays, [self.warnings, *(plain for _, plain in parts)]) if len(parts) == 2 else None
+
+    @classmethod
+    def unpacked(cls, arrays: Mapping[str, np.ndarray], plain: Sequence[Any]) -> Folders:
+        """The object on which `packed` was called, over these arrays."""
+        train, validation = (
+            ImageFolder.unpacked({name[1:]: array for name, array in arrays.items() if name[0] == str(row)}, about)
+            for row, about in enumerate(plain[1:])
+        )
+        return cls(train, validation, plain[0])
 
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
@@ -91,9 +109,14 @@ def hold_out(args: Namespace, folders: Folders, *directories: Path) -> Folders:
 
 
 def open_labels(
-    args: Namespace, folder: ImageSource, num_classes: int, found: SearchProgress | None = None
+    args: Namespace,
+    folder: ImageSource,
+    num_classes: int,
+    found: SearchProgress | None = None,
+    matches: LabelMatches | None = None,
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`.
+    """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`;
+    there are none in a tree whose `matches` are known.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
@@ -119,6 +142,7 @@ def open_labels(
         published_names="label-names" in rows,
         label_tail=args.label_tail,
         found=found,
+        matches=matches,
     )
     return labels, labels.warnings
 

@@ -37,6 +37,31 @@ def dataset(make_dataset: Callable[..., Path], make_labels: Callable[..., Path])
     return data, make_labels(data)
 
 
+_LISTED = """
+import os
+scandir = os.scandir
+def listing(path="."):
+    with open({!r}, "ab") as file:
+        file.write(os.environ.get("RANK", "").encode() + b" " + os.fsencode(path) + b"\\n")
+    return scandir(path)
+os.scandir = listing
+"""
+
+
+def test_the_first_rank_of_a_host_alone_lists_images_and_labels(
+    dataset: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_LISTED.format(str(tmp_path / "listed")))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    data, labels = dataset
+    launch(2, f"{FLAGS} --epochs 1 -b 4 --output {tmp_path} --token-label-data {labels}", data)
+    folders = [folder for root in (data / "train", labels) for folder in root.iterdir() if folder.is_dir()]
+    listed = (tmp_path / "listed").read_text().splitlines()
+    assert len(folders) == 8
+    for folder in folders:
+        assert [line for line in listed if line.endswith(f" {folder}")] == [f"0 {folder}"]
+
+
 def test_two_ranks_equal_one_with_the_same_global_batch(
     call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import shutil
 import string
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key as timm_key
 
-from tlt.data.sources.folder import check_num_classes, compare_classes, find_split, read_class_map, scan_folder
+from tlt.data.sources.folder import (
+    ImageFolder,
+    check_num_classes,
+    compare_classes,
+    find_split,
+    read_class_map,
+    scan_folder,
+)
 from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.image_file import image_extensions
 from tlt.errors import UserError
+from tlt.io.names import Names
 from tlt.io.natural import natural_key, natural_sorted
 from tlt.io.progress import SearchProgress
+from tlt.io.tensor_file import MappedTensors, write_tensors
 from tlt.io.text import printable
 
 
@@ -287,3 +299,17 @@ def test_long_lists_are_cut_in_messages(tree: Path) -> None:
     for letter in string.ascii_lowercase:
         (tree / f"z{letter}").mkdir()
     assert "and 21 more" in scan_folder(tree).warnings[0]
+
+
+@pytest.mark.parametrize("sizes", [None, np.array([[4, 3], [0, 0], [4, 3]], np.uint16)])
+def test_what_other_processes_read_of_a_list_of_images_is_equal(tmp_path: Path, sizes: np.ndarray | None) -> None:
+    names = Names(["a/1.jpg", "a/2\udcff.jpg", "b/é.jpg"])
+    faults = {} if sizes is None else {1: "empty file"}
+    images = ImageFolder("root\udcff", names, np.array([0, 0, 2]), ["a", "-", "b"], ["a", "b"], ["hm"], sizes, faults)
+    arrays, plain = images.packed()
+    write_tensors(str(tmp_path / "file"), "test", arrays, plain)
+    file = MappedTensors(str(tmp_path / "file"), "test", "")
+    other = pickle.loads(pickle.dumps(ImageFolder.unpacked(file.tensors, file.description)))  # of a data worker
+    for field in fields(images):
+        one, two = getattr(images, field.name), getattr(other, field.name)
+        assert type(one) is type(two) and np.array_equal(one, two), field.name

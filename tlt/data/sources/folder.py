@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tlt.data.sources.folder_listing import FolderListing, list_folder
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file, read_file_size
 from tlt.data.sources.source import ImageSource
 from tlt.errors import MissingSplit, UserError
+from tlt.io.names import Names
 from tlt.io.natural import natural_key
 from tlt.io.text import NAMES_SHOWN, printable, some_names
 
@@ -32,6 +34,20 @@ class ImageFolder(ImageSource):
 
     def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
         return read_file_size(self.path(index), max_pixels)
+
+    def packed(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The arrays, and what JSON can hold, of which `unpacked` makes an equal source."""
+        paths = self.paths if isinstance(self.paths, Names) else Names(self.paths)
+        arrays = {"names": np.frombuffer(paths.block, np.uint8), "name_ends": paths.ends, "classes": self.classes}
+        plain = {name: getattr(self, name) for name in ("root", "class_names", "folder_names", "warnings")}
+        plain["faults"] = [*self.faults.items()]
+        return arrays if self.sizes is None else arrays | {"sizes": self.sizes}, plain
+
+    @classmethod
+    def unpacked(cls, arrays: Mapping[str, np.ndarray], plain: dict[str, Any]) -> ImageFolder:
+        """The source on which `packed` was called, over these arrays."""
+        paths, more = Names.packed(arrays["names"].data, arrays["name_ends"]), plain | {"faults": dict(plain["faults"])}
+        return cls(paths=paths, classes=arrays["classes"], sizes=arrays.get("sizes"), **more)
 
 
 def scan_folder(
