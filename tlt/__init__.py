@@ -52,12 +52,15 @@ def _starts_program() -> bool:
     """Whether Python was started to run a program of this project, which registers the models when it needs them.
 
     Until then it imports no torch: `--help` and mistakes are answered at once, and a process is bound to CPUs and
-    memory (`volo.cluster.binding`) before any thread of torch is there.
+    memory (`volo.cluster.binding`) before any thread of torch is there. `sys.argv` is not asked: it belongs to the
+    importing program, which may have changed or emptied it.
     """
-    if sys.argv[0] == "-m":  # as long as Python looks for the module
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1] if "-m" in sys.orig_argv else ""
-        return module.partition(".")[0] in ("volo", "tlt")
-    program, root = Path(sys.argv[0]), Path(__file__).resolve().parents[1]
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if file is None:  # as long as Python looks for the module of `-m`; with `-c`; at a prompt
+        mode = next((place for place, word in enumerate(sys.orig_argv[:-1]) if word in ("-c", "-m")), None)
+        module = "" if mode is None or sys.orig_argv[mode] == "-c" else sys.orig_argv[mode + 1]
+        return module.partition(".")[0] in _COMMANDS
+    program, root = Path(file), Path(__file__).resolve().parents[1]
     if program.name in _SCRIPTS:  # others may have a train.py, too
         return program.resolve().parent == root
     return program.name in _COMMANDS or program.resolve() == root / "volo" / "commands" / "launch.py"

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -527,14 +528,30 @@ def test_what_the_documentation_saves_of_a_machine_is_all_that_is_read(tmp_path:
 def test_only_programs_of_this_project_register_the_models_late(
     command: list[str], ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", command[:1])
-    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
+    started(monkeypatch, command)
     assert tlt._starts_program() == ours
+
+
+def started(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    """Let this be a Python that was started with `command`."""
+    main = ModuleType("__main__")
+    if not command[0].startswith("-"):
+        main.__file__ = command[0]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command])
+
+
+@pytest.mark.parametrize("argv", ["[]", "['']", f"[{str(ROOT / 'train.py')!r}]", "['-m']"])
+def test_an_import_registers_the_models_whatever_the_importer_has_made_of_sys_argv(argv: str) -> None:
+    code = f"import sys; sys.argv = {argv}; import volo, timm; assert all(map(timm.is_model, ('volo_d1', 'lvvit_s')))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_program_beside_the_readme_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = [str(path) for path in ROOT.glob("*.py") if path.name != "setup.py"]
     assert len(programs) == 4
     for program in programs:
-        monkeypatch.setattr(sys, "argv", [program])
+        started(monkeypatch, [program])
         assert tlt._starts_program(), program

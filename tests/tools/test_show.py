@@ -234,3 +234,11 @@ def test_labels_of_other_classes_are_numbers(data: tuple[Path, Path], make_label
     examples, _ = _examples(data)
     texts = {text.get_text() for text in draw_page(examples, [], "").texts}
     assert {"class 0", "class 1", "class 2"} <= texts
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-1", "x"])
+@pytest.mark.parametrize("flags", ["show D L -o f --hflip", "show D L -o f --scale 1", "shrink D O --tile 8 --memory"])
+def test_an_amount_that_is_none_is_one_line(flags: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*flags.split(), number])
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"{number} is no number of 0 or more")

@@ -15,6 +15,7 @@ Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -108,9 +109,9 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
     command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")
     command.add_argument("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="as train.py's; none: none")
-    command.add_argument("--scale", type=float, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
-    command.add_argument("--hflip", type=float, default=0.5, metavar="P", help="as train.py's (0.5)")
-    command.add_argument("--reprob", type=float, default=0.25, metavar="P", help="as train.py's (0.25)")
+    command.add_argument("--scale", type=_amount, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
+    command.add_argument("--hflip", type=_amount, default=0.5, metavar="P", help="as train.py's (0.5)")
+    command.add_argument("--reprob", type=_amount, default=0.25, metavar="P", help="as train.py's (0.25)")
     command.add_argument("--aug-order", choices=("timm", "published"), default="timm", help="as train.py's (timm)")
     command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="as train.py's (ignore)")
     command.add_argument("--compat", nargs="+", choices=LABEL_ROWS, default=(), help="as train.py's, for these labels")
@@ -132,7 +133,7 @@ def _shrink(command: ArgumentParser) -> None:
     command.add_argument("--split", help="this one only (all)")
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
     command.add_argument(
-        "--memory", type=float, default=2.0, metavar="GB", help="of a worker, for what can't be streamed (2)"
+        "--memory", type=_amount, default=2.0, metavar="GB", help="of a worker, for what can't be streamed (2)"
     )
 
 
@@ -147,6 +148,17 @@ def _index(command: ArgumentParser) -> None:
         "-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index; for shards one in their folder)"
     )
     command.add_argument("--decode", action="store_true", help="decode every image: finds truncated ones too")
+
+
+def _amount(text: str) -> float:
+    """A finite number of 0 or more, from the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text} is no number of 0 or more")
+    return value
 
 
 def _positive(text: str) -> int:
