@@ -26,7 +26,7 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="r
 @pytest.mark.parametrize("line", [["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_nothing_heavy(line: list[str]) -> None:
     code = (
-        f"import sys\nsys.argv = ['benchmark.py', *{line!r}]\nfrom volo.cli import run\n"
+        f"import sys\nsys.argv = [__file__ := 'benchmark.py', *{line!r}]\nfrom volo.cli import run\n"
         "try:\n    run('benchmark')\nexcept SystemExit as end:\n    assert not end.code\n"
         "print('HEAVY', sorted({'torch', 'timm', 'numpy'} & set(sys.modules)))\n"
     )

@@ -416,7 +416,7 @@ def test_the_number_of_a_gpu_is_cudas(tmp_path: Path) -> None:
 
 PROBE = """
 import multiprocessing, runpy, sys, threading
-sys.argv = ["train.py", *sys.argv[1:]]
+sys.argv = [__file__ := "train.py", *sys.argv[1:]]
 from volo.cluster import binding
 bind = binding.apply
 def show(who):
@@ -439,7 +439,7 @@ runpy.run_path("train.py", run_name="__main__")
 def _numa_maps_tell() -> bool:
     """Whether this kernel has memory policies and lets this process set them."""
     probe = "from volo.cluster.binding import set_policy; set_policy('bind', 0)"
-    code = f"import sys; sys.argv = ['train.py']; {probe}"
+    code = f"__file__ = 'train.py'; {probe}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
     return done.returncode == 0 and Path("/proc/self/numa_maps").exists()
 

@@ -17,7 +17,7 @@ from volo import cli
 def volo(*words: str, root: Path = ROOT, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`python -m volo WORDS` of the packages in `root`."""
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); import runpy"]
-    command[-1] += f"; sys.argv = ['volo', *{list(words)!r}]; runpy.run_module('volo', run_name='__main__')"
+    command[-1] += f"; sys.argv = [__file__ := 'volo', *{list(words)!r}]; runpy.run_module('volo', run_name='__main__')"
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 

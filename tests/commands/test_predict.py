@@ -335,7 +335,7 @@ def test_images_of_several_paths_come_in_the_order_given(photos: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nsys.argv = ['volo', 'predict', '--help']\nfrom volo.cli import main\n"
+        "import sys\nsys.argv = [__file__ := 'volo', 'predict', '--help']\nfrom volo.cli import main\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print('HEAVY', sorted({'torch', 'timm', 'numpy', 'pyarrow'} & set(sys.modules)))\n"
     )

@@ -497,7 +497,7 @@ def test_a_contradiction_inside_a_recipe_is_refused(tmp_path: Path) -> None:
 def test_help_is_grouped_and_imports_nothing_heavy(program: str) -> None:
     code = (
         "import sys\n"
-        f"sys.argv = ['{program}.py', '--help']\n"
+        f"sys.argv = [__file__ := '{program}.py', '--help']\n"
         f"from volo.config.{'args' if program == 'train' else 'flags_eval'} import {program}_parser\n"
         f"text = {program}_parser().format_help()\n"
         "print(text)\n"

@@ -157,7 +157,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("command", [[], ["pack"], ["unpack"], ["check"], ["probe"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     code = (
-        f"import sys; sys.argv = ['/usr/bin/tlt', *{command!r}, '--help']\n"
+        f"import sys; sys.argv = [__file__ := '/usr/bin/tlt', *{command!r}, '--help']\n"
         "from tlt.tools.cli import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
