@@ -162,6 +162,14 @@ def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little_memory")
+def test_markers_without_end_take_no_memory(backend: Backend) -> None:
+    whole = encoded("JPEG", 50)
+    middle = whole.index(b"\xff\xda") + 20
+    image = Encoded("x", whole[:middle] + b"\xff" * 18_000_000 + whole[middle:], 50, 50)
+    backend.decode_batch([Request(image, None, (8, 8), "bilinear")], (8, 8))
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_a_vast_file_is_not_read_by_default(tmp_path: Path) -> None:
     with pytest.raises(BadImage, match=f"{SPARSE} bytes are more than an image of --max-pixels 50000000 takes"):
         read_file(str(sparse(tmp_path / "x.jpg")))

@@ -34,7 +34,7 @@ from tlt.data.backends.decode import (
     cut,
     resized_crop,
 )
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, most_bytes
 from tlt.data.sources.jpeg import whole_frame
 from tlt.errors import UserError, require
 
@@ -100,6 +100,8 @@ class DaliBackend(Backend):
         stated = request.encoded.width * request.encoded.height
         if self._host.divisor(request) > 1 or max(math.prod(request.size), stated) > self.max_pixels:
             return False  # the host decodes it scaled down, resizes the shown part alone, or refuses it
+        if len(request.encoded.data) > most_bytes(stated):  # to look through its markers may take 8 times as much
+            return False
         return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
 
 
