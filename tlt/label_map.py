@@ -141,5 +141,10 @@ class LabelBatch:
         """The labels of some of the images: a slice, or an index tensor."""
         return self._map(lambda tensor: tensor[rows])
 
+    def check_ids(self, num_classes: int) -> None:
+        """Raise UserError naming a map with a class id that is not below `num_classes`, if `largest_id` is known."""
+        if self.largest_id is not None:
+            check_class_id(self.largest_id[0], num_classes, self.largest_id[1])
+
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LabelBatch:
         return LabelBatch(function(self.values), function(self.ids), function(self.area), self.largest_id)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tlt.errors import UserError
 from tlt.io.chunks import image_chunks
-from tlt.label_map import FULL_AREA, Area, LabelBatch, check_class_id
+from tlt.label_map import FULL_AREA, Area, LabelBatch
 
 UNCOVERED = ("ignore", "uniform")
 
@@ -124,12 +124,9 @@ def make_targets(
         window: See `Targets`.
 
     Raises:
-        UserError: `token_label_size` is neither 1 nor the model's grid, `uncovered` is unknown, or a map names a class
-            that is not below `num_classes`, as far as that is known on the host (`LabelBatch.largest_id`).
+        UserError: `token_label_size` or `uncovered` is unknown, or a class id too large (`LabelBatch.check_ids`).
     """
     check_size(token_label_size, grid)
-    if labels is not None and labels.largest_id is not None:
-        check_class_id(labels.largest_id[0], num_classes, labels.largest_id[1])
     check_uncovered(uncovered)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     classes = classes.long()
@@ -137,6 +134,7 @@ def make_targets(
     if labels is None:
         tokens, weight = _truth_tokens(classes, grid, num_classes, smoothing, dtype)
     else:
+        labels.check_ids(num_classes)
         crops = _Crops(labels, affine.to(dtype), visible.to(dtype), grid, uncovered)
         # In lower precision the weights of a token's points would no longer sum to one.
         with torch.autocast(affine.device.type, enabled=False):
