@@ -50,7 +50,7 @@ def from_the_beginning() -> Iterator[None]:
 
 def flags(model: str = "volo_test", backend: str = "eager", **more: Any) -> Namespace:
     asked = {"torchcompile_mode": None, "torchcompile_scope": None, "grad_compression": "none"}
-    asked |= {"token_label": True, "cls_weight": 1.0}
+    asked |= {"token_label": True, "cls_weight": 1.0, "dist_bn": None}
     return Namespace(model=model, torchcompile=backend, **asked | more)
 
 

@@ -282,7 +282,8 @@ class LabelStore:
             if index in self.reader.missing:
                 continue
             try:
-                ids = self.reader.record(index).ids
+                record, source = self.reader.record(index), self.source(index)
+                ids = LabelMap(record.values, record.ids.astype(np.int32), source=source).validate(self.num_classes).ids
             except UserError as error:
                 if self.bad_label == "stop" or isinstance(error, MachineFault):
                     raise
