@@ -119,6 +119,7 @@ run_job() {
   # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
   hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')
   [ "${hang:-0}" -gt 120 ] || hang=120
+  echo "logs: $LOGS/$SLURM_JOB_ID-NODE.log"
   on_nodes "$PROCESSES" --output="$LOGS/%j-%N.log" --open-mode=append "${container[@]}" slurm/rank.sh "${preflight[@]}" -- \
     "$data" ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
     --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@" || finish $?

@@ -206,8 +206,9 @@ def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(d
 @linux
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=slow), 1])
 def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(data: Path, tmp_path: Path, stopped: int) -> None:
-    run = start(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 6 --loader-timeout 1", data, processes=2)
-    run.read_until("epoch 2 [2/5]")
+    slowly = storage(tmp_path, "time.sleep(0.3)")  # so that it happens within an epoch
+    run = start(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 6 --loader-timeout 5", data, processes=2, **slowly)
+    run.read_until("epoch 2 [1/5]")
     ranks = run.ranks()
     os.kill(ranks[stopped], signal.SIGSTOP)
     run.read_until(f"[rank {1 - stopped}] hung")
