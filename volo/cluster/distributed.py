@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from volo.cluster.store import connect, serve
 from volo.cluster.topology import interface_to
 
 T = TypeVar("T")
-_USES = itertools.count()  # of the default store, in the same order on every rank
+_BOARDS = itertools.count()  # in the same order on every rank
 _POLL_S = 0.1
 _MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
@@ -67,7 +67,6 @@ class World:
     local_rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # of this start of the run; None with a single process
     tensor_parallel: int = 1  # neighbouring ranks that see the same images, and draw the same random numbers
 
     @property
@@ -163,7 +162,6 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        world = replace(world, store=_meet(rank, size, _meeting_s(timeout_s)))
         _join(world, timeout_s)
     return world
 
@@ -179,15 +177,30 @@ def _existing_world(device: str | None) -> World:
             f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
             "backend cpu:gloo,cuda:nccl"
         ) from error
-    # Each use of the group has its own prefix, because an earlier run may have left values in the store.
-    store = dist.PrefixStore(f"world/{next(_USES)}", dist.distributed_c10d._get_default_store())
-    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank), store)
+    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
     limit_threads(world)
     return world
 
 
-def _meeting_s(timeout_s: float) -> float:
-    return min(timeout_s, _MEETING_S) if "LAUNCH_ID" in os.environ else timeout_s
+def _join(world: World, timeout_s: float) -> None:
+    """Meet and connect all ranks."""
+    global _own_group
+    # A rank may end before all are connected.
+    meeting_s = min(timeout_s, _MEETING_S) if "LAUNCH_ID" in os.environ else timeout_s
+    store = _meet(world.rank, world.size, meeting_s)
+    _own_group = True
+    dist.init_process_group(
+        # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=meeting_s),
+    )
+    wait_for_all()
+    # The second name is the older one's.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s))
 
 
 def _meet(rank: int, size: int, seconds: float) -> dist.Store:
@@ -229,24 +242,6 @@ def _reach(address: str, port: int, until: float) -> dist.TCPStore:
             if time.monotonic() > until:
                 raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)") from error
             time.sleep(_POLL_S)
-
-
-def _join(world: World, timeout_s: float) -> None:
-    """Connect all ranks."""
-    global _own_group
-    _own_group = True
-    dist.init_process_group(
-        # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-        store=world.store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=_meeting_s(timeout_s)),  # a rank may end before all are connected
-    )
-    wait_for_all()
-    # The second name is the older one's.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=timeout_s))
 
 
 def limit_threads(world: World) -> None:
@@ -372,7 +367,7 @@ class Board:
     def __init__(self) -> None:
         joined = dist.is_initialized()
         self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
-        self._name = f"board/{next(_USES)}"
+        self._name = f"board/{next(_BOARDS)}"
 
     def add(self, name: str, amount: int) -> int:
         """Add to a counter that starts at 0; return its value over all ranks."""

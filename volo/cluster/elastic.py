@@ -192,7 +192,6 @@ class Launcher:
             args=("-u", *launch.program),
             max_restarts=0,
             monitor_interval=_POLL_S,
-            local_addr=launch.local_address,
         )
         logs = DefaultLogsSpecs(log_dir, tee=Std.ALL if launch.prefix else Std.NONE)
         return LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=launch.prefix)

@@ -28,7 +28,6 @@ class Launch:
         program: A Python file and its flags.
         nodes: How many there are; `node_rank` is this one, from 0.
         address, port: Where the store of node 0 listens; port 0: any that is free.
-        local_address: By which other nodes reach this one.
         join_timeout: Seconds until all nodes must be there.
         restarts: How often the processes are started again after one was lost.
         patience: Seconds that processes that were told to end have for it.
@@ -49,22 +48,14 @@ class Launch:
     node_rank: int = 0
     address: str = "127.0.0.1"
     port: int = 0
-    local_address: str = "127.0.0.1"
     join_timeout: int = 60
 
     def __str__(self) -> str:
         """Return shell code: the command of torchrun that starts the same processes."""
         where = ["--standalone"]
         if self.nodes > 1:
-            where = ["--nnodes", str(self.nodes), "--node-rank", str(self.node_rank)]
-            where += [
-                "--master-addr",
-                self.address,
-                "--master-port",
-                str(self.port),
-                "--local-addr",
-                self.local_address,
-            ]
+            where = [f"--nnodes={self.nodes}", f"--node-rank={self.node_rank}"]
+            where += [f"--master-addr={self.address}", f"--master-port={self.port}"]
         flags = ["--nproc-per-node", str(self.processes), *where, "--max-restarts", str(self.restarts)]
         if self.prefix:
             flags += ["--tee", "3"]
@@ -127,7 +118,6 @@ def _several_nodes(launch: Launch, nodes: int, env: Mapping[str, str]) -> Launch
         node_rank=rank,
         address=address,
         port=_number(env, "MASTER_PORT", 29500, least=1, most=65535),
-        local_address=_local_address(address, env),
         join_timeout=_number(env, "JOIN_TIMEOUT", 60, least=1),
     )
 
@@ -159,24 +149,6 @@ def _master(env: Mapping[str, str]) -> str:
         named = "" if name == address else f" is {address} on {socket.gethostname()}, which"
         raise Mistake(f"MASTER_ADDR={name}{named or ':'} no other node can reach; {remedy}")
     return address
-
-
-def _local_address(master: str, env: Mapping[str, str]) -> str:
-    """Return LOCAL_ADDR, or the address from which packets go to node 0."""
-    address = env.get("LOCAL_ADDR")
-    if address:
-        if not env.get("DRY_RUN") and not _is_own(address):
-            raise Mistake(f"LOCAL_ADDR={address} is not an address of this machine ({socket.gethostname()})")
-        return address
-    family = socket.AF_INET6 if ":" in master else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 9))  # sends nothing
-        except OSError as error:
-            raise Mistake(
-                f"MASTER_ADDR={master}: {socket.gethostname()} has no route to it ({error.strerror})"
-            ) from None
-        return probe.getsockname()[0]
 
 
 def _is_own(address: str) -> bool:

@@ -15,7 +15,6 @@
 #   MASTER_ADDR       IP address of node 0 that the others reach it by
 #   MASTER_PORT       a port of node 0 (29500)
 #   JOIN_TIMEOUT      seconds until all nodes must be there (60)
-#   LOCAL_ADDR        this node's own address (the one from which packets go to MASTER_ADDR)
 # shellcheck shell=bash disable=SC2154 # the scripts set here, program and usage
 set -euo pipefail
 
