@@ -192,7 +192,7 @@ def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path: Path) -> None:
     flags = ("--data", tmp_path / "none", "--min-bandwidth", "9999", "--json", record)
     first, *others = ranks(["n1", "n1", "n2"], 3, *flags)
     assert [run.end() for run in (first, *others)] == [6, 6, 6], first.output
-    assert [run.output for run in others] == ["", ""]
+    assert not any("fit" in run.output for run in others)
     *_, software, data, slow, verdict = first.output.splitlines()
     assert software.startswith("n1, n2: torch: 2.9.1 on n1; 2.8.0 on n2: start all nodes from the same environment")
     assert data.startswith(f"n1, n2: can't read {tmp_path}/none (No such file or directory): mount it there")
@@ -206,7 +206,7 @@ def test_a_record_that_can_not_be_written_ends_all_ranks(tmp_path: Path) -> None
     runs = ranks(["n1", "n1"], 2, "--json", tmp_path)
     assert [run.end() for run in runs] == [2, 2]
     told = f"error: --json {tmp_path}: Is a directory: name a file that rank 0 can write"
-    assert told in runs[0].output and not runs[1].output
+    assert told in runs[0].output and "error" not in runs[1].output
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_told() -> None:

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -45,7 +44,8 @@ _STORAGE_S = 8.0
 _MANY_FOLDERS = 16  # the splits of a data set; the class folders below hold a million files
 _MEMLOCK_GB = 1.0  # a training locks more; the usual default limits are far below
 _SLOW = 0.5  # of the median node's bandwidth
-_LONG_ENOUGH_S, _SAMPLED_S = 0.1, 0.5  # one all-reduce, whose start and end then don't count; all of one size
+_LONG_ENOUGH_S = 0.1  # one all-reduce, whose start and end then don't count
+_SAMPLED_S, _SAMPLES = 0.5, 10  # all-reduces of one size take so long, and there are so many of them, at least
 _LARGEST = 1 << 28  # bytes of an all-reduce
 _REMEDIES = {  # by the first word of what differs
     "driver": "have the driver updated there, or leave the node out",
@@ -144,9 +144,9 @@ def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -
     machine = read_machine(root)
     cards = {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
     cards |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
-    data = {path: _in_time(partial(_size, path)) for path in args.data}
+    data = {path: _in_time(_size, path) for path in args.data}
     sizes = {f"size of {path}": f"{size:.0f}" for path, (size, _) in data.items() if size is not None}
-    free, failure = _in_time(partial(_free_gb, args.output)) if args.output else (None, "")
+    free, failure = _in_time(_free_gb, args.output) if args.output else (None, "")
     locked = re.search(r"Max locked memory\s+(\d+)", _read(root / "proc/self/limits"))  # else "unlimited"
     memlock = int(locked[1]) / GB if locked else None
     shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
@@ -183,13 +183,13 @@ def _read(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
-def _in_time(measure: Callable[[], float]) -> tuple[float | None, str]:
-    """Return a number that storage gives, or None and the error; a dead mount, which never answers, is one."""
+def _in_time(measure: Callable[[str], float], path: str) -> tuple[float | None, str]:
+    """Return what `measure` finds at a path, or None and the error; a dead mount, which never answers, is one."""
     found: list[tuple[float | None, str]] = []
 
     def call() -> None:
         try:
-            found.append((measure(), ""))
+            found.append((measure(path), ""))
         except OSError as error:
             found.append((None, error.strerror or str(error)))
 
@@ -234,7 +234,7 @@ def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None =
     quickest of several counts, because other work on the machines can only add to the time."""
     _timed_all_reduce(torch.zeros(1, device=device), group)  # connects the ranks
     length, times = 1 << 20, list[float]()  # bytes, s
-    while sum(times) < _SAMPLED_S:
+    while sum(times) < _SAMPLED_S or len(times) < _SAMPLES:
         times.append(_timed_all_reduce(torch.zeros(length // 4, device=device), group))
         if times[-1] < _LONG_ENOUGH_S and length < _LARGEST:
             length, times = 4 * length, []
