@@ -115,7 +115,7 @@ run_job() {
   if [ -n "$CONTAINER_IMAGE$STAGE_TO" ]; then
     on_nodes 1 slurm/prepare_node.sh ${STAGE_TO:+"$DATA" "$data"} || finish $?
   fi
-  [ "$PREFLIGHT" = 0 ] || preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT")
+  [ "$PREFLIGHT" = 0 ] || preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" --timeout 600)
   # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
   hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')
   [ "${hang:-0}" -gt 120 ] || hang=120
