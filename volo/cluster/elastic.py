@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +34,7 @@ from volo.cluster.store import connect, serve
 LOST = 5
 # Bad input, divergence, a full disk, machines that are not fit: the same would happen again. 85 and 130: told to end.
 FINAL = (2, 3, 4, 6, 85, 130)
+_TOLD = (85, 130)
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 _POLL_S = 0.1
@@ -177,8 +178,7 @@ class Launcher:
                 result = self._run_agent(self._agent(self.launch.log_dir or scratch))
             except ToldToEnd:
                 return self._told_to_end()
-        failures = sorted(result.failures.values(), key=lambda failure: failure.timestamp)
-        code = telling_code(failure.exitcode for failure in failures)
+        code = telling_code([failure.exitcode for failure in result.failures.values()])  # as they were seen
         # A process that was not yet there to handle the signal it got.
         return self._told_to_end() if self.signals and code == 128 + self.signals[0] else code
 
@@ -227,15 +227,13 @@ def _send(processes: Iterable[int], number: int) -> None:
             os.kill(process, number)
 
 
-def telling_code(codes: Iterable[int]) -> int:
-    """Return a shell's exit code for processes that ended with these codes, in this order; negative: by a signal.
+def telling_code(codes: Sequence[int]) -> int:
+    """Return a shell's exit code for processes that failed with these codes, in this order; negative: by a signal.
 
-    One that lost another process, or was killed for it, doesn't tell why where another one does; one that was told to
-    end may have been told because another one failed.
+    One that lost another process, or was killed or told to end after another one had failed, doesn't tell why where
+    another one does.
     """
-
-    def says_little(code: int) -> int:
-        return 2 if code in (85, 130) else int(code == LOST or code < 0)
-
-    code = min(filter(None, codes), key=says_little, default=0)
+    told_first = [code for code in codes[:1] if code in _TOLD]
+    telling = [code for code in codes if code > 0 and code != LOST and code not in _TOLD]
+    code = (told_first + telling + list(codes) + [0])[0]
     return code if code >= 0 else 128 - code

@@ -114,7 +114,16 @@ def test_processes_start_again_unless_the_same_would_happen_again(
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137), ((85, -15, 85), 143), ((85, 85), 85), ((85, 2), 2), ((), 0)],
+    [
+        ((5, 3, 5), 3),
+        ((5, -9), 5),
+        ((-9, 5), 137),
+        ((-9, 85), 137),
+        ((85, -15), 85),
+        ((130, -9), 130),
+        ((2, 85), 2),
+        ((), 0),
+    ],
 )
 def test_the_code_is_that_of_the_process_that_knows_why(codes: tuple[int, ...], expected: int) -> None:
     assert telling_code(codes) == expected
