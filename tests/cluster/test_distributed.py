@@ -22,9 +22,11 @@ from tlt.errors import UserError
 from volo.cluster import distributed, per_host
 from volo.cluster.distributed import (
     Board,
+    RankLost,
     World,
     choose_device,
     from_primary,
+    lost_rank_explained,
     primary_first,
     sum_over_ranks,
 )
@@ -203,6 +205,21 @@ def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path
     spawn(one_rank, (str(tmp_path),), nprocs=3)
     told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
     assert told == ["no images for 0", "no images for 1", "no images for 0"]
+
+
+def _one_of_two_hosts(rank: int, path: str) -> None:
+    socket.gethostname = lambda: f"host{rank}"
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{path}/store", 2))
+    make = partial(os._exit, 0) if rank == 1 else list
+    with pytest.raises(RankLost, match="another rank has ended"), lost_rank_explained():
+        OncePerHost(print)(make, lambda value: None, print)
+    Path(path, "told").touch()
+    os._exit(0)
+
+
+def test_a_rank_that_waits_for_another_host_notices_its_end(tmp_path: Path) -> None:
+    spawn(_one_of_two_hosts, (str(tmp_path),), nprocs=2)
+    assert (tmp_path / "told").exists()
 
 
 def _open_to_others(folder: Path) -> None:

@@ -162,7 +162,8 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        _join(world, timeout_s)
+        with lost_rank_explained():
+            _join(world, timeout_s)
     return world
 
 
@@ -291,11 +292,11 @@ def _set_rendezvous_address(size: int) -> None:
 
 @contextmanager
 def lost_rank_explained() -> Iterator[None]:
-    """Turn torch's error that a connection to another rank has ended into a RankLost."""
+    """Turn torch's error that a connection to another rank, or to the store, has ended into a RankLost."""
     try:
         yield
     except RuntimeError as error:
-        if dist.is_initialized() and _GONE.search(str(error)):
+        if isinstance(error, dist.DistNetworkError) or (dist.is_initialized() and _GONE.search(str(error))):
             raise RankLost("another rank has ended: what it said, or the log of its machine, tells why") from error
         raise
 

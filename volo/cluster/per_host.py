@@ -17,11 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
@@ -31,14 +33,15 @@ from volo.cluster.distributed import Told, from_all
 T = TypeVar("T")
 Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
 _CALLS = itertools.count()  # of `OncePerHost`, in the same order on every rank
+_LONG = timedelta(days=7)
 _FORMAT = "volo-tlt of the ranks of a host, version 1"
 
 
 class OncePerHost:
     """Has the first rank of each host make what takes long; `OncePerHost(alive)(make, pack, unpack)`.
 
-    No rank waits in a collective, which has a time limit: a file server may take long to list a data set. A rank that
-    waits is alive as long as another one makes steps.
+    A file server may take long to list a data set: a rank that waits is alive as long as another one makes steps. All
+    ranks make it, and call it, in the same order.
 
     Args:
         alive: Called on every rank at each step of any rank.
@@ -46,6 +49,8 @@ class OncePerHost:
 
     def __init__(self, alive: Callable[[], None]) -> None:
         self._alive, self._steps = alive, 0
+        # Its connections tell a rank that waits when one on another host has ended.
+        self._group = dist.new_group(timeout=_LONG, backend="gloo") if dist.is_initialized() else None
 
     def step(self) -> None:
         """Tell all ranks that this one has found something; `make` calls it."""
@@ -94,8 +99,9 @@ class OncePerHost:
                 value = make()
             else:
                 value = unpack(shared.tensors, shared.description)
-        store.add(f"{key}/ready", 1)
-        self._wait_until(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
+        ready = dist.all_reduce(torch.ones(()), group=self._group, async_op=True)
+        self._wait_until(ready.is_completed)
+        ready.wait()  # raises what has gone wrong
         if rank == first and others:
             with suppress(OSError):
                 (_folder() / file).unlink()
