@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 from torch.multiprocessing import spawn
 
 from tlt.errors import UserError
 from volo.cluster import distributed, per_host
 from volo.cluster.distributed import (
-    Board,
     RankLost,
     World,
     choose_device,
@@ -255,14 +253,3 @@ def test_a_folder_that_is_not_the_users_alone_is_not_used(
 def test_alone_nothing_is_copied() -> None:
     value = object()
     assert OncePerHost(print)(lambda: value, None, None) is value  # type: ignore[arg-type]
-
-
-def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:
-    alone = Board()
-    assert alone.fail() and not alone.fail()  # the first one tells
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board()
-    board._store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
-    assert board.add("done", 2) == 2 and not board.failed()
-    del host
-    assert board.failed() and not board.fail()

@@ -23,12 +23,11 @@ from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
 from tlt.io.tensor_file import MappedTensors, write_tensors
-from volo.cluster.distributed import Told, from_all
+from volo.cluster.distributed import Told, from_all, wait_for_hosts
 
 T = TypeVar("T")
 Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
@@ -99,9 +98,7 @@ class OncePerHost:
                 value = make()
             else:
                 value = unpack(shared.tensors, shared.description)
-        ready = dist.all_reduce(torch.ones(()), group=self._group, async_op=True)
-        self._wait_until(ready.is_completed)
-        ready.wait()  # raises what has gone wrong
+        wait_for_hosts(self._group, self._notice_steps)
         if rank == first and others:
             with suppress(OSError):
                 (_folder() / file).unlink()
@@ -110,11 +107,14 @@ class OncePerHost:
     def _wait_until(self, happened: Callable[[], bool], seconds: float = math.inf) -> None:
         until, pause = time.monotonic() + seconds, 0.01
         while not happened() and time.monotonic() < until:
-            if self._steps != (steps := _store().add("steps", 0)):
-                self._steps = steps
-                self._alive()
+            self._notice_steps()
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
+
+    def _notice_steps(self) -> None:
+        if self._steps != (steps := _store().add("steps", 0)):
+            self._steps = steps
+            self._alive()
 
 
 def _store() -> dist.Store:
