@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154 # the batch scripts and sbatch set what is not set here
-# Sourced by pretrain.sbatch and finetune.sbatch: prepare the nodes, check them, train on all of them.
+# Sourced by pretrain.sbatch and finetune.sbatch: bring the data to the nodes, check the machines, train on all of them.
 #
-# One task per node runs ./distributed_train.sh, which starts one process per GPU there. Variables are read from the
-# environment of `sbatch`; these are their defaults.
+# One task per GPU runs train.py; Slurm starts, signals and ends them. Variables are read from the environment of `sbatch`;
+# these are their defaults.
 
 DATA=${DATA:-}                                              # required: folder of train/ and validation/; with STAGE_TO also a tar
 LABELS=${LABELS:-}                                          # token labels, for --token-label-data
@@ -17,9 +17,7 @@ PREFLIGHT=${PREFLIGHT:-1}                                   # 0: don't check the
 MASTER_ADDR=${MASTER_ADDR:-}                                # IPv4 address of the first node; found out unless given
 # Below the ports that the kernel gives away (32768 and up). The next one is the preflight's.
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 5000 * 2))}
-SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}                   # seconds that the processes get to save when one has failed
 
-JOIN_TIMEOUT=${JOIN_TIMEOUT:-600}                           # seconds that nodes wait for one that unpacks its image later
 for folder in OUTPUT LOGS; do
   mkdir -p "${!folder}" && [ -w "${!folder}" ] || { echo "error: $folder=${!folder} cannot be written" >&2; exit 2; }
 done
@@ -30,65 +28,40 @@ REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # where containers and all nodes see 
 
 # FLAGS...: the model that they name.
 model_of() {
-  local model=volo_d5
-  while [ $# -gt 0 ]; do
-    case $1 in
-      --model) model=${2:-} ;;
-      --model=*) model=${1#*=} ;;
-    esac
-    shift
-  done
-  echo "$model"
+  [[ " $* " =~ \ --model[=\ ]([^ ]+) ]]
+  echo "${BASH_REMATCH[1]:-volo_d5}"
 }
 
-# MODEL: its recipe with the largest image.
-highest_recipe() {
-  local recipes
-  recipes=$(printf '%s\n' "configs/$1"_*.yaml | grep -v _224 | sort -V | tail -n 1)
-  echo "${recipes:-configs/$1_384.yaml}"
-}
-
-# HOST: its IPv4 address, but no loopback one: /etc/hosts often maps a machine's own name to 127.0.1.1.
-ipv4_of() {
-  getent ahostsv4 "$1" | awk '$1 !~ /^127\./ { print $1; exit }'
-}
-
-# The address of the first node, where this script runs: by its name, by Slurm's address of it, or by the route to the second.
+# The address of the first node, where this script runs: the one from which it reaches the second. Its own name is often a
+# loopback address (/etc/hosts).
 first_address() {
-  local nodes address
-  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-  address=$(ipv4_of "${nodes[0]}")
-  [ -n "$address" ] || address=$(ipv4_of "$(scontrol show node -o "${nodes[0]}" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')")
-  [ -n "$address" ] ||
-    address=$(ip -4 -o route get "$(ipv4_of "${nodes[1]}")" 2>/dev/null | sed -n 's/.* src \([0-9.]*\).*/\1/p')
-  case $address in
-    '' | 127.*) fail "node ${nodes[0]} has no IPv4 address that other nodes reach: set MASTER_ADDR to one" ;;
-  esac
-  echo "$address"
+  local address
+  address=$(getent ahostsv4 "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 2p)" | awk '{ print $1; exit }')
+  address=$(ip -4 -o route get "${address:-none}" 2>/dev/null | sed -n 's/.* src \([0-9.]*\).*/\1/p')
+  echo "${address:-$(fail "the address of this node was not found: set MASTER_ADDR to one that the other nodes reach")}"
+  [ -n "$address" ]
 }
 
-# COMMAND...: print it and run it on every node, one task each that may use the whole node.
+# TASKS per node, COMMAND...: print it and run it on every node. The ranks themselves bind to their CPUs and GPUs.
 on_nodes() {
-  set -- srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    --cpu-bind=none ${SLURM_GPUS_ON_NODE:+--gpu-bind=none} \
-    --kill-on-bad-exit=0 --wait=$((SHUTDOWN_TIMEOUT + 60)) --chdir="$REPO" "$@"
-  local word shown='$'
-  for word; do
-    [[ $word = *[!A-Za-z0-9_./:,=@#%+-]* ]] && word=${word@Q}
-    shown+=" $word"
-  done
-  echo "$shown"
+  local tasks=$1
+  shift
+  set -- srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks=$((SLURM_JOB_NUM_NODES * tasks)) --ntasks-per-node="$tasks" \
+    --cpu-bind=none ${SLURM_GPUS_ON_NODE:+--gpu-bind=none} --kill-on-bad-exit=1 --chdir="$REPO" "$@"
+  printf '$'
+  printf ' %q' "$@"
+  echo
   step "$@"
 }
 
-# Sets the array `container` to srun's flags for it. Containers have no name: a named one would be found used after a requeue.
+# PATHS...: set the array `container` to srun's flags for it. Containers have no name: a named one would be found used
+# after a requeue.
 choose_container() {
   local mounts names path
   container=()
   [ -n "$CONTAINER_IMAGE" ] || return 0
   case $CONTAINER_IMAGE in
-    /*) ;;
-    ./* | *.sqsh) CONTAINER_IMAGE=$REPO/${CONTAINER_IMAGE#./} ;;
+    ./* | *.sqsh) CONTAINER_IMAGE=$(realpath -m "$CONTAINER_IMAGE") ;;
   esac
   case $CONTAINER_IMAGE in
     /*) [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it" ;;
@@ -100,14 +73,13 @@ choose_container() {
     [ -z "$path" ] || mounts+=,$path:$path
   done
   # An image's own value of a variable would win otherwise.
-  names=MASTER_ADDR,MASTER_PORT,NNODES,RUN_ID,RUN_SECRET,JOIN_TIMEOUT,REQUEUE_MARKER,SHUTDOWN_TIMEOUT,PYTHON,LOGS
+  names=MASTER_ADDR,MASTER_PORT,REQUEUE_MARKER,PYTHON
   names+=$(compgen -e | awk '/^(NCCL|UCX|GLOO|TORCH|OMP|DALI|CUDA_DEVICE)_/ { printf ",%s", $0 }')
   container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
     --container-workdir="$REPO" --container-env="$names")
 }
 
-# Where a node finds the data: a folder named after what DATA are now, every file of them, so that changed ones are staged
-# again.
+# Where a node finds the data: a folder named after what DATA are now, so that changed ones are staged again.
 staged() {
   local name
   name=$(basename "$DATA")
@@ -132,31 +104,24 @@ run_job() {
     PYTHON=python3
     [ -n "$CONTAINER_IMAGE${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x .venv/bin/python ] || PYTHON=$REPO/.venv/bin/python
   fi
-  NNODES=$SLURM_JOB_NUM_NODES
-  # A start that is left over from before a requeue must not be met.
-  RUN_ID=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-  # By which the nodes know each other.
-  RUN_SECRET=${RUN_SECRET:-$(od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n')}
-  export PYTHON NNODES RUN_ID RUN_SECRET JOIN_TIMEOUT SHUTDOWN_TIMEOUT CONTAINER_IMAGE LOGS
-  echo "start $RUN_ID: $NNODES x $PROCESSES processes on $SLURM_JOB_NODELIST"
-  if [ "$NNODES" -gt 1 ]; then
-    MASTER_ADDR=${MASTER_ADDR:-$(first_address)} || exit
-    export MASTER_ADDR MASTER_PORT
+  export PYTHON CONTAINER_IMAGE MASTER_PORT
+  echo "start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID: $SLURM_JOB_NUM_NODES x $PROCESSES processes on $SLURM_JOB_NODELIST"
+  if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    MASTER_ADDR=${MASTER_ADDR:-$(first_address)} || exit 2
+    export MASTER_ADDR
     echo "rank 0 is at $MASTER_ADDR, port $MASTER_PORT"
   fi
 
   if [ -n "$CONTAINER_IMAGE$STAGE_TO" ]; then
-    on_nodes slurm/prepare_node.sh ${STAGE_TO:+"$DATA" "$data"} || finish $?
+    on_nodes 1 slurm/prepare_node.sh ${STAGE_TO:+"$DATA" "$data"} || finish $?
   fi
-  if [ "$PREFLIGHT" != 0 ]; then
-    preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" --processes "$PROCESSES" --timeout "$JOIN_TIMEOUT")
-  fi
+  [ "$PREFLIGHT" = 0 ] || preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" --timeout 600)
   # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
   hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')
   [ "${hang:-0}" -gt 120 ] || hang=120
   echo "logs: $LOGS/$SLURM_JOB_ID-NODE.log"
-  on_nodes "${container[@]}" slurm/train_node.sh "${preflight[@]}" -- "$PROCESSES" "$data" \
-    ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
+  on_nodes "$PROCESSES" --output="$LOGS/%j-%N.log" --open-mode=append "${container[@]}" slurm/rank.sh "${preflight[@]}" -- \
+    "$data" ${CONFIG:+-c "$CONFIG"} ${LABELS:+--token-label-data "$LABELS"} ${FINETUNE:+--finetune "$FINETUNE"} \
     --output "$OUTPUT" --experiment "$EXPERIMENT" --resume auto --dist-timeout "$hang" "$@" || finish $?
   if [ "$(cat "$REQUEUE_MARKER.state" 2>/dev/null)" != 'done' ]; then # a step may end well without having begun
     echo "error: the training has not said that it is done: see $LOGS" >&2

@@ -2,7 +2,7 @@
 # Sourced by the scripts of this folder: run steps, pass Slurm's warnings on to them, and put the job back into the queue.
 #
 # A training that was told to end, and has saved, leaves the file REQUEUE_MARKER (rank 0 writes it). That decides, not an
-# exit code: those of srun and torchrun mix the codes of many processes.
+# exit code: that of srun mixes the codes of many processes.
 REQUEUE_MARKER=${REQUEUE_MARKER:-$(mktemp)}
 export REQUEUE_MARKER
 # What an earlier start has left doesn't count, but for what `goes_on` compares.
@@ -21,29 +21,28 @@ fail() { # MESSAGE: the end, by the user's mistake
 
 warned() { # SIGNAL
   warning=$1 warnings=$((warnings + 1))
-  if [ -n "$running" ]; then
-    echo "$1 from Slurm: passed on to the running step" >&2
-    kill -s "$1" "$running" 2>/dev/null
-    # A node that is still busy unpacking an image hears nothing of it, and the others have nothing to save.
-    { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$running"; } &>/dev/null &
-    timer=$!
-  fi
+  [ -n "$running" ] || return
+  echo "$1 from Slurm: passed on to the running step" >&2
+  kill -s "$1" "$running" 2>/dev/null
+  # A node that is still busy unpacking an image hears nothing of it, and the others have nothing to save.
+  { sleep 25 && [ ! -s "$REQUEUE_MARKER.state" ] && kill -TERM "$running"; } &>/dev/null &
+  timer=$!
 }
-trap 'warned USR1' USR1
-trap 'warned TERM' TERM
-trap 'warned INT' INT
+for signal in USR1 TERM INT; do
+  # shellcheck disable=SC2064 # the name of now
+  trap "warned $signal" "$signal"
+done
 
 # COMMAND...: run it, return its exit code when it has ended. A trapped signal ends `wait`, not the command.
 step() {
-  local code seen
+  local code seen=-1
   [ -z "$warning" ] || return 143 # it came between two steps
   "$@" &
   running=$!
-  while true; do
+  while [ "$seen" != "$warnings" ]; do
     seen=$warnings
     wait "$running"
     code=$?
-    [ "$seen" != "$warnings" ] || break
   done
   running=''
   [ -z "$timer" ] || kill "$timer" 2>/dev/null
@@ -54,17 +53,11 @@ step() {
 to_be_requeued() {
   local state
   state=$(scontrol show job -o "$job")
-  case $state in
-    # What was cancelled shall not come back; what Slurm has preempted or lost a node of, it requeues itself.
-    *JobState=RUNNING* | '') ;;
-    *) return 1 ;;
-  esac
+  # What was cancelled shall not come back; what Slurm has preempted or lost a node of, it requeues itself.
+  [[ -z $state || $state = *JobState=RUNNING* ]] || return 1
   [ ! -s "$REQUEUE_MARKER" ] || return 0
   # Told to end before there was anything to save. A preempted job's steps are signalled, this script isn't.
-  case $1 in
-    85 | 138 | 143) [ "$warning" = USR1 ] || [[ $state =~ PreemptTime=[0-9] ]] ;;
-    *) return 1 ;;
-  esac
+  [[ $1 =~ ^(85|138|143)$ ]] && { [ "$warning" = USR1 ] || [[ $state =~ PreemptTime=[0-9] ]]; }
 }
 
 # Whether it makes sense to start again: not where the time limit has ended two starts in a row without an update done.
@@ -79,7 +72,7 @@ goes_on() {
 
 # CODE: end with it, back in the queue if the training was told to end.
 finish() {
-  local job attempt
+  local job
   trap '' TERM USR1 INT # requeueing a job signals this script
   # The id of one array task; the bare number may mean all of them.
   job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -92,10 +85,7 @@ finish() {
   else
     [ ! -s "$REQUEUE_MARKER" ] || echo "the training says: $(cat "$REQUEUE_MARKER")"
     for attempt in 1 2 3; do # the controller may be busy
-      if scontrol requeue "$job"; then
-        echo "job $job goes back into the queue"
-        break
-      fi
+      scontrol requeue "$job" && echo "job $job goes back into the queue" && break
       echo "scontrol could not requeue job $job (attempt $attempt of 3)" >&2
       sleep 5
     done

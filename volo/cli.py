@@ -61,7 +61,7 @@ COMMANDS = {
     "launch": Program(
         "start `volo train` in several processes (distributed_train.sh)",
         "volo.config.flags_tools:parse_launch",
-        "volo.commands.launch_command",
+        "volo.commands.launch",
     ),
     "slurm": Program(
         "write the batch scripts for Slurm into a folder", "volo.config.flags_tools:parse_slurm", "volo.commands.slurm"

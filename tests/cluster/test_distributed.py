@@ -28,7 +28,7 @@ from volo.cluster.distributed import (
     primary_first,
     sum_over_ranks,
 )
-from volo.cluster.per_host import once_per_host
+from volo.cluster.per_host import OncePerHost
 from volo.cluster.ranks import BOUND_GPU, adopt_mpi, ranks_from_environment
 
 
@@ -169,7 +169,7 @@ def one_rank(rank: int, directory: str) -> None:
     folder, elsewhere = path / f"volo-{os.geteuid()}", path / "elsewhere"
 
     def share() -> dict[str, Any]:
-        return once_per_host(
+        return OncePerHost(print)(
             lambda: {"sizes": np.arange(1000), "names": ["a\udcff", "b"], "by": rank},
             lambda value: ({"sizes": value["sizes"]}, {"names": value["names"], "by": value["by"]}),
             lambda arrays, plain: {**arrays, **plain},
@@ -179,7 +179,7 @@ def one_rank(rank: int, directory: str) -> None:
     assert value["by"] == (1 if rank == 1 else 0) and value["names"] == ["a\udcff", "b"]
     assert np.array_equal(value["sizes"], np.arange(1000))
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert once_per_host(lambda: rank, lambda value: None, print) == rank  # what can't be packed
+    assert OncePerHost(print)(lambda: rank, lambda value: None, print) == rank  # what can't be packed
     dist.barrier()
     assert not [*folder.iterdir()]
     dist.barrier()
@@ -189,7 +189,7 @@ def one_rank(rank: int, directory: str) -> None:
     dist.barrier()
     assert share()["by"] == rank and not [*elsewhere.iterdir()]
     try:
-        once_per_host(partial(_refuse, rank), lambda value: None, print)
+        OncePerHost(print)(partial(_refuse, rank), lambda value: None, print)
     except UserError as error:
         (path / f"told{rank}").write_text(str(error))
     dist.destroy_process_group()  # or a thread of the group may abort this process
@@ -237,7 +237,7 @@ def test_a_folder_that_is_not_the_users_alone_is_not_used(
 
 def test_alone_nothing_is_copied() -> None:
     value = object()
-    assert once_per_host(lambda: value, None, None) is value  # type: ignore[arg-type]
+    assert OncePerHost(print)(lambda: value, None, None) is value  # type: ignore[arg-type]
 
 
 def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:

@@ -92,6 +92,8 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
         name, rest = word.rpartition("/")[2], words[at + 1 :]
         if name in SCRIPTS:
             return SCRIPTS[name], rest
+        if name == "volo" and rest[:1] == ["launch"] and rest[2:3] and rest[2] in PARSERS:
+            return rest[2], rest[3:]
         if name in ("volo", "tlt") and rest:
             program = f"tlt {rest[0]}" if name == "tlt" else rest[0]
             return (f"benchmark {rest[1]}" if program == "benchmark" else program), rest[1:]

@@ -46,11 +46,15 @@ class Host:
             if done.returncode:
                 pytest.skip(f"ip {words}: {done.stderr.strip()}")
 
-    def train(self, flags: str, *more: str | Path, processes: int = 1, **env: str) -> Running:
-        """Start distributed_train.sh here."""
-        program = [str(ROOT / "distributed_train.sh"), str(processes), *map(str, more), *flags.split()]
+    def start(self, *program: str, **env: str) -> Running:
+        """Start a program here."""
         inside = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
         return Running([*inside, "sh", "-c", _START, "sh", self.name, str(self.names), *program], **env)
+
+    def train(self, flags: str, *more: str | Path, processes: int = 1, **env: str) -> Running:
+        """Start distributed_train.sh here."""
+        script = str(ROOT / "distributed_train.sh")
+        return self.start(script, str(processes), *map(str, more), *flags.split(), **env)
 
     def pull_cable(self) -> None:
         assert ip("link", "set", self.cable, "down").returncode == 0

@@ -56,7 +56,6 @@ class Cluster:
             "PYTHON": sys.executable,
             **storage(scratch, "pass"),
             "OMP_NUM_THREADS": "1",
-            "SHUTDOWN_TIMEOUT": "20",
         }
 
     def run(self, *command: str, **env: str) -> str:

@@ -20,21 +20,20 @@ PROGRAMS = {
     "srun": """
 [ "$1" != --help ] || { echo "$SRUN_HELP"; exit; }
 { printf 'srun'; printf ' %s' "$@"; echo; } >> "$FAKE/steps"
-given='^(MASTER_ADDR|MASTER_PORT|NNODES|RUN_ID|JOIN_TIMEOUT|REQUEUE_MARKER|SHUTDOWN_TIMEOUT|PYTHON|LOGS)='
+given='^(MASTER_ADDR|MASTER_PORT|REQUEUE_MARKER|PYTHON)='
 env | grep -E "$given" | sort > "$FAKE/env"
 case "$*" in *"$ON"*) exec bash -c "$DO" ;; esac
 """,
     "scontrol": """
 case "$1 $2" in
   "show hostnames") eval "printf '%s\\n' $(sed 's/\\[\\(.*\\)-\\(.*\\)\\]/{\\1..\\2}/' <<<"$3")" ;;
-  "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=$NODE_ADDR NodeHostName=$4" ;;
   "show config") echo "SlurmctldTimeout = 120 sec"; echo "SlurmdTimeout = 300 sec" ;;
   "show job") echo "JobId=$4 JobState=$STATE Reason=None PreemptTime=$PREEMPTED" ;;
   requeue*) echo "$@" >> "$FAKE/asked"; exit "$REFUSED" ;;
 esac
 """,
     "getent": """grep " $2\\$" "$FAKE/hosts" || { [[ $2 = [0-9]* ]] && echo "$2 STREAM $2"; }""",
-    "ip": """[ "$*" = "-4 -o route get 10.0.0.12" ] && echo "10.0.0.12 dev eth0 src 10.0.0.31 uid 0" """,
+    "ip": """[ "$*" = "-4 -o route get 10.0.0.12" ] && echo "10.0.0.12 dev eth0 src 10.0.0.11 uid 0" """,
     "sleep": "",
 }
 DONE = "echo done > $REQUEUE_MARKER.state"
@@ -66,11 +65,10 @@ class FakeSlurm:
         self.env = {
             "PATH": f"{folder}/bin:/usr/bin:/bin",
             "FAKE": str(folder),
-            "ON": "train_node.sh",
+            "ON": "rank.sh",
             "DO": DONE,
             "STATE": "RUNNING",
             "PREEMPTED": "None",
-            "NODE_ADDR": "10.0.0.21",
             "REFUSED": "0",
             "SRUN_HELP": "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH",
             "SLURM_JOB_ID": "12345",
@@ -127,7 +125,7 @@ def test_d5_is_pretrained_on_five_nodes(slurm: FakeSlurm) -> None:
     assert (ended.code, ended.err) == (0, "")
     check_golden(slurm, ended, "pretrain_d5.txt")
     (step,) = ended.steps
-    assert "train_node.sh --data " in step and " -- 8 " in step
+    assert "rank.sh --data " in step and "--ntasks=40 --ntasks-per-node=8 " in step
     assert not [*(slurm.folder / "logs").iterdir()]  # markers are gone
 
 
@@ -151,26 +149,12 @@ def test_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
     check_golden(slurm, ended._replace(out=ended.out.replace(staged, "/raid/STAGED")), "pretrain_container.txt")
 
 
-@pytest.mark.parametrize(
-    ("hosts", "node_addr", "address"),
-    [
-        (ADDRESSES, "10.0.0.21", "10.0.0.11"),
-        (f"127.0.1.1 STREAM node1\n{ADDRESSES}", "10.0.0.21", "10.0.0.11"),
-        (ADDRESSES.replace("10.0.0.11", "127.0.1.1"), "10.0.0.21", "10.0.0.21"),
-        (ADDRESSES.replace("10.0.0.11", "127.0.1.1"), "node1", "10.0.0.31"),
-    ],
-    ids=["name", "second address of the name", "Slurm's address", "route to the second node"],
-)
-def test_the_address_is_never_loopback(slurm: FakeSlurm, hosts: str, node_addr: str, address: str) -> None:
-    (slurm.folder / "hosts").write_text(hosts)
-    assert f"rank 0 is at {address}, port 24690\n" in slurm.run("pretrain.sbatch", NODE_ADDR=node_addr).out
-
-
 def test_without_an_address_nothing_is_started(slurm: FakeSlurm) -> None:
-    (slurm.folder / "hosts").write_text("127.0.1.1 STREAM node1\n")
-    ended = slurm.run("pretrain.sbatch", NODE_ADDR="node1")
-    message = "error: node node1 has no IPv4 address that other nodes reach: set MASTER_ADDR to one\n"
+    (slurm.folder / "hosts").write_text("10.0.0.11 STREAM node1\n")  # the second node has none
+    ended = slurm.run("pretrain.sbatch")
+    message = "error: the address of this node was not found: set MASTER_ADDR to one that the other nodes reach\n"
     assert (ended.code, ended.err, ended.steps) == (2, message, [])
+    assert "rank 0 is at 10.9.9.9, port 24690\n" in slurm.run("pretrain.sbatch", MASTER_ADDR="10.9.9.9").out
 
 
 @pytest.mark.parametrize(
@@ -195,6 +179,11 @@ def test_a_mistake_is_one_line_before_any_step(
     assert (ended.code, ended.steps) == (2, [])
     assert message in ended.err.splitlines()[-1]
     assert ended.err.splitlines()[-1].startswith("error: ") and slurm.lines("asked") == []
+
+
+def test_a_model_without_a_recipe_for_large_images_is_told(slurm: FakeSlurm) -> None:
+    ended = slurm.run("finetune.sbatch", "--model=lvvit_m", FINETUNE=str(slurm.folder / "d5.pth.tar"))
+    assert (ended.code, ended.steps) == (2, []) and "no recipe none: set CONFIG=FILE.yaml" in ended.err
 
 
 BEGUN = "echo begun > $REQUEUE_MARKER.state"

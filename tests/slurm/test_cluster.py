@@ -77,7 +77,7 @@ def test_a_job_that_is_preempted_before_it_has_begun_to_train_comes_back(
     cluster: Cluster, begin: Begin, tmp_path: Path
 ) -> None:
     job = begin("pretrain", f"{FLAGS} --epochs 1", EXPERIMENT="early", **held(tmp_path, at=0))
-    cluster.read_until(job, "train_node.sh")
+    cluster.read_until(job, "rank.sh")
     take_all_nodes(cluster)
     assert cluster.ended(job)["Restarts"] == "1"
 

@@ -141,6 +141,7 @@ class Saver:
         from_primary: Returns rank 0's value on every rank.
         before_save: Called on rank 0 before each attempt to write; if it raises, nothing is written.
         parts_in: The directory in which every rank writes its parts of a divided model; None: rank 0 writes all.
+        on_save: Called on every rank before a save within an epoch, which may take long.
         clock: Returns seconds, monotonically.
     """
 
@@ -154,11 +155,12 @@ class Saver:
         from_primary: Callable[[bool], bool] = bool,
         before_save: Callable[[], None] = lambda: None,
         parts_in: Path | None = None,
+        on_save: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
         self._progress, self._from_primary = progress, from_primary
-        self._before_save, self._parts_in, self._clock = before_save, parts_in, clock
+        self._before_save, self._parts_in, self._on_save, self._clock = before_save, parts_in, on_save, clock
         self._unsaved: NotWrittenError | None = None  # why the newest save has no parts; the same on all ranks
         self._without_parts = 0  # saves in a row that failed so
         self._snapshot = HostSnapshot()
@@ -280,6 +282,7 @@ class Saver:
         return "--checkpoint-minutes" if self._from_primary(late) else None
 
     def _save_between(self, reason: str, in_place: bool = False) -> None:
+        self._on_save()
         progress = self._progress()
         if not self._collected(lambda: self.state.collect_ranks(progress, self._parts_in)) or self.checkpoints is None:
             return

@@ -1,12 +1,12 @@
 """The processes of a run: this one's rank and device, how all of them meet, and the few collectives that programs need.
 
 Rank and world size come from the environment that torchrun or `srun` sets; the `--local_rank` flag of old launchers is
-only a fallback. NCCL joins GPUs, gloo joins CPUs. Neither authenticates its peers, so ranks exchange JSON, no pickles.
+only a fallback. NCCL joins GPUs, gloo joins CPUs. Ranks exchange JSON: nothing that comes from another process is
+unpickled.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import itertools
 import json
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,16 +29,18 @@ from tlt.errors import UserError
 from volo.cluster.ranks import (
     BOUND_GPU,
     cpus_of_ranks,
+    launch_id,
     local_size_from_environment,
-    own_address,
     ranks_from_environment,
+    restarts,
 )
-from volo.cluster.run_store import BEGUN, SECRET, SignedStore, connect, knock, serve, start_scope
+from volo.cluster.store import connect, serve
 from volo.cluster.topology import interface_to
 
 T = TypeVar("T")
-_USES = itertools.count()  # of the default store, in the same order on every rank
+_BOARDS = itertools.count()  # in the same order on every rank
 _POLL_S = 0.1
+_MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
@@ -65,7 +67,6 @@ class World:
     local_rank: int
     size: int
     device: torch.device
-    store: dist.Store | None = None  # of this start of the run; None with a single process
     tensor_parallel: int = 1  # neighbouring ranks that see the same images, and draw the same random numbers
 
     @property
@@ -131,16 +132,17 @@ def _check_bound(gpu: Any) -> None:
         print(f"warning: bound beside GPU {bound}, but CUDA computes on {address}: {remedy}", file=sys.stderr)
 
 
-def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0, begins: bool = True) -> World:
+def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0) -> World:
     """Join the other processes, if there are any: those of a process group that exists already (Ray Train, a notebook),
     which is left as it is, or those that the launcher started.
 
     Args:
-        begins: Whether ranks have something to lose from here on; else from when `begin` is called.
+        timeout_s: Seconds for which a collective, or a rank that another launcher than ours starts, is waited for.
 
     Raises:
         UserError: MASTER_ADDR is not set on several nodes; or `local_rank` is given without a launcher; or the existing
             process group is for GPUs alone.
+        RankLost: Ranks have not come in time.
     """
     if dist.is_initialized():
         return _existing_world(device)
@@ -160,10 +162,7 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        world = replace(world, store=_meet(rank, size, timeout_s))
         _join(world, timeout_s)
-        if begins:
-            begin(world)
     return world
 
 
@@ -178,30 +177,43 @@ def _existing_world(device: str | None) -> World:
             f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
             "backend cpu:gloo,cuda:nccl"
         ) from error
-    # Each use of the group has its own prefix, because an earlier run may have left values in the store.
-    store = dist.PrefixStore(f"world/{next(_USES)}", dist.distributed_c10d._get_default_store())
-    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank), store)
+    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
     limit_threads(world)
     return world
 
 
-def begin(world: World) -> None:
-    """Tell the launchers that the run has begun: before, they kill ranks that wait for those of a failed node."""
-    if world.store is not None and world.is_primary:
-        world.store.set(BEGUN, "")
+def _join(world: World, timeout_s: float) -> None:
+    """Meet and connect all ranks."""
+    global _own_group
+    # A rank may end before all are connected.
+    meeting_s = min(timeout_s, _MEETING_S) if "LAUNCH_ID" in os.environ else timeout_s
+    store = _meet(world.rank, world.size, meeting_s)
+    _own_group = True
+    dist.init_process_group(
+        # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=meeting_s),
+    )
+    wait_for_all()
+    # The second name is the older one's.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s))
 
 
-def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Return the store of this start of the run when all ranks have come to it and reach each other.
+def _meet(rank: int, size: int, seconds: float) -> dist.Store:
+    """Return the store of this start of the run when all ranks have come to it.
 
-    No rank waits inside of torch, where signals are not handled: the launchers can end ranks that wait for a lost one.
+    No rank waits inside of torch, where signals are not handled.
 
     Raises:
-        RankLost: Ranks have not come in time, or cannot connect to each other.
+        RankLost: Ranks have not come in time; the message names them.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher serves the store
-    until = time.monotonic() + timeout_s
+    until = time.monotonic() + seconds
     if rank == 0 and not hosted:
         try:
             server = serve(_listening_address(address, size), port)
@@ -211,71 +223,25 @@ def _meet(rank: int, size: int, timeout_s: float) -> dist.Store:
             ) from error
     else:
         server = _reach(address, port, until)
-    store = dist.PrefixStore(start_scope(), server)
-
-    def all_wrote(what: str, own: object) -> None:
-        store.set(f"{what}/{rank}", json.dumps(own))
-        store.add(what, 1)
-        while store.add(what, 0) < size:
-            if time.monotonic() > until:
-                missing = [str(each) for each in range(size) if not store.check([f"{what}/{each}"])]
-                raise RankLost(f"rank {', '.join(missing)} did not come within {timeout_s:.0f} s")
-            time.sleep(_POLL_S)
-
-    own = address if _on_one_machine(size) else own_address(address)
-    with socket.create_server((own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET) as door:
-        here = socket.gethostname()
-        all_wrote("here", [here, own, door.getsockname()[1]])
-        # The same rank of the next machine stands for all of it. gloo would try for minutes, and not name that machine.
-        neighbour = (rank + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) % size
-        host, there, opened = json.loads(store.get(f"here/{neighbour}"))
-        try:
-            if _on_one_machine(size) or not _is_loopback(there):  # MASTER_ADDR's own machine may give loopback
-                knock(there, opened, seconds=8)
-        except OSError as error:
-            raise RankLost(
-                f"{here} cannot connect to {host} ({there}, port {opened}): {error.strerror or error}: the nodes' "
-                "firewalls have to let each other in on all ports"
-            ) from error
-        all_wrote("reached", neighbour)
+    store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", server)  # an earlier start may have used the server
+    store.set(f"here/{rank}", "")
+    store.add("here", 1)
+    while store.add("here", 0) < size:
+        if time.monotonic() > until:
+            missing = [str(each) for each in range(size) if not store.check([f"here/{each}"])]
+            raise RankLost(f"rank {', '.join(missing)} did not come within {seconds:.0f} s: see what it printed")
+        time.sleep(_POLL_S)
     return store
 
 
 def _reach(address: str, port: int, until: float) -> dist.TCPStore:
     while True:
         try:
-            knock(address, port)
             return connect(address, port)
         except (OSError, dist.DistError) as error:
             if time.monotonic() > until:
                 raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)") from error
             time.sleep(_POLL_S)
-
-
-def _join(world: World, timeout_s: float) -> None:
-    """Connect all ranks, and check that each belongs to this run.
-
-    Raises:
-        RankLost: A rank doesn't know the run's secret.
-    """
-    global _own_group
-    _own_group = True
-    dist.init_process_group(
-        # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-        store=world.store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    assert world.store is not None
-    signed = SignedStore(world.store, start_scope())
-    own = torch.frombuffer(bytearray(signed.sign(f"rank {world.rank}")), dtype=torch.uint8)
-    shown = [torch.empty_like(own) for _ in range(world.size)]
-    dist.all_gather(shown, own)
-    for rank, each in enumerate(shown):
-        if not hmac.compare_digest(bytes(each), signed.sign(f"rank {rank}")):
-            raise RankLost(f"rank {rank} does not know the {SECRET} of this run: it must be the same on all nodes")
 
 
 def limit_threads(world: World) -> None:
@@ -401,7 +367,7 @@ class Board:
     def __init__(self) -> None:
         joined = dist.is_initialized()
         self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
-        self._name = f"board/{next(_USES)}"
+        self._name = f"board/{next(_BOARDS)}"
 
     def add(self, name: str, amount: int) -> int:
         """Add to a counter that starts at 0; return its value over all ranks."""

@@ -149,12 +149,18 @@ class StopSignal:
         """From here on only note signals: the program is about to end and reports why."""
         self._may_raise = False
 
-    def request(self, number: int, own: bool = True) -> bool:
-        """Note a signal that this rank (`own`) or another one received; return whether it is the first."""
+    def follow(self, exit_code: int) -> None:
+        """Stop because another rank was told to: signals that follow are ignored while this process ends."""
+        with self._lock:
+            if self.number is None and exit_code in (PREEMPTED, INTERRUPTED):
+                self.number = signal.SIGINT if exit_code == INTERRUPTED else signal.SIGTERM
+
+    def request(self, number: int) -> bool:
+        """Note a signal that this rank received; return whether it is the first."""
         with self._lock:
             if self.number is not None:
                 return False
-            self._since, self.number, self._own = time.monotonic(), number, own
+            self._since, self.number, self._own = time.monotonic(), number, True
         if self._handled and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
         with suppress(OSError):  # the terminal may be gone

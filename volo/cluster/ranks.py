@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping
 
 # Rank, local rank, number of processes, number on this machine: variables of Open MPI; of MPICH and Intel MPI.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 _HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 BOUND_GPU = "VOLO_BOUND_GPU"  # the PCI address of the GPU beside which a process was bound
+_PR_SET_PDEATHSIG = 1
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -27,6 +31,17 @@ def adopt_mpi(env: MutableMapping[str, str]) -> None:
         env.update({own: env[theirs] for own, theirs in zip(_TORCHRUN, names, strict=True)})
         # Runs on one machine must not meet at one port; mpirun is the parent of all its processes there.
         env.setdefault("MASTER_PORT", str(20000 + os.getppid() % 20000))
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """Have Linux tell this process to save and end (SIGTERM) when the agent that started it ends, even by kill -9."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in env:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    try:
+        os.kill(int(env.get("LAUNCH_PID", os.getppid())), 0)
+    except ProcessLookupError:  # it has ended already
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> tuple[int, int, int]:

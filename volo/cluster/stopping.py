@@ -43,7 +43,6 @@ class StopGuard:
         while True:
             item, failure = self._next(iterator, between)
             if between:
-                self.watchdog.at("step", count=True)
                 self._agree(failure)
             if item is None:
                 return
@@ -63,7 +62,6 @@ class StopGuard:
                 break
             self.watchdog.at("validation")
             yield item
-        self.watchdog.at("step", count=True)
         self._agree(failure)
 
     def _next(self, iterator: Iterator[T], interruptible: bool) -> tuple[T | None, UserError | Stopped | None]:
@@ -81,8 +79,11 @@ class StopGuard:
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
         own = self.stop.exit_code if failure is None else failure.exit_code
+        self.watchdog.at("others")
         code = max_over_ranks(own)
+        self.watchdog.at("step")
         if isinstance(failure, UserError):
             raise Stopped(failure.exit_code, str(failure)) from failure
         if code:
+            self.stop.follow(code)
             raise Stopped(code, self.stop.reason)

@@ -22,7 +22,7 @@ from tlt.errors import UserError
 from tlt.io.text import printable, safe_text
 from volo.cluster.binding import bind_process
 from volo.cluster.preempt import STOP, Stopped
-from volo.cluster.ranks import adopt_mpi
+from volo.cluster.ranks import adopt_mpi, end_with_launcher
 
 
 def run_program(
@@ -37,6 +37,7 @@ def run_program(
     process ("terminate called without an active exception", exit code 134).
     """
     adopt_mpi(os.environ)
+    end_with_launcher(os.environ)
     # torch's remark on more workers than CPUs: where they cost time, `volo.record.slowdown` says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     output, errors = _Output(sys.stdout), _Output(sys.stderr)

@@ -3,21 +3,18 @@
 # Environment:
 #   PYTHON            default: python3 of the active environment, else of .venv beside the script
 #   OMP_NUM_THREADS   default, printed: CPUs (affinity, cgroup) / N; on a machine without GPUs (CPUs - 1) / N
-#   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0)
-#   SHUTDOWN_TIMEOUT  seconds that a process gets to end by itself (to finish a checkpoint) after another failed (300)
-#   LOG_DIR           what each process prints goes to LOG_DIR/RUN_ID.START-rankR.{out,err}, too; console lines get a
-#                     prefix, [HOST:RANK], which they always have on several nodes
-#   DRY_RUN=1         print the command, and the variables set for it, instead of running it
+#   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0; on one node only)
+#   SHUTDOWN_TIMEOUT  seconds that processes get to save and end after a signal (300; after another one failed: 30)
+#   LOG_DIR           what each process prints goes to LOG_DIR/RUN_ID_*/attempt_0/LOCAL_RANK/std{out,err}.log, too, a folder
+#                     for each start; console lines get a prefix, [HOST:RANK], which they always have on several nodes
+#   RUN_ID            a name for these folders (volo)
+#   DRY_RUN=1         print what torchrun would be told, instead of starting anything
 # Several nodes: start the script on each, all with the same N and flags, and
 #   NNODES            how many there are (1)
 #   NODE_RANK         this one's number, from 0; ranks are numbered in this order (in an srun step: SLURM_NODEID)
 #   MASTER_ADDR       IP address of node 0 that the others reach it by
 #   MASTER_PORT       a port of node 0 (29500)
-#   RUN_ID            the same on all nodes, another one for each run (volo)
-#   RUN_SECRET        the same on all nodes, another one for each run: what comes without it from the network is ignored
-#                     (openssl rand -hex 32; on one machine the launcher makes one)
-#   JOIN_TIMEOUT      seconds until all nodes must be there (300)
-#   LOCAL_ADDR        this node's own address (the one from which packets go to MASTER_ADDR)
+#   JOIN_TIMEOUT      seconds until all nodes must be there (60)
 # shellcheck shell=bash disable=SC2154 # the scripts set here, program and usage
 set -euo pipefail
 
@@ -29,4 +26,4 @@ shift
 
 # Without an active environment, the one that `make` has made beside the script.
 [ -n "${PYTHON:-}${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -x "$here/.venv/bin/python" ] || PYTHON=$here/.venv/bin/python
-exec "${PYTHON:-python3}" "$here/volo/commands/launch_command.py" "$processes" "$here/$program" "$@"
+exec "${PYTHON:-python3}" "$here/volo/commands/launch.py" "$processes" "$here/$program" "$@"

@@ -7,7 +7,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -171,8 +171,13 @@ def open_run(
     resumed: Path | None,
     world: World,
     logger: Logger,
+    on_save: Callable[[], None],
 ) -> Saver:
-    """Open the run directory on rank 0, and return the saver for it."""
+    """Open the run directory on rank 0, and return the saver for it.
+
+    Args:
+        on_save: See `Saver`.
+    """
     checkpoints = None
     wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
@@ -198,7 +203,9 @@ def open_run(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
     parts_in = directory if args.checkpoint_format == "dcp" else None
-    return Saver(training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check, parts_in)
+    return Saver(
+        training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check, parts_in, on_save
+    )
 
 
 def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:

@@ -45,18 +45,17 @@ from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import (
     World,
-    begin,
     init_world,
     lost_rank_explained,
     primary_first,
 )
-from volo.cluster.per_host import Packed, once_per_host
+from volo.cluster.launch import available_cpus
+from volo.cluster.per_host import OncePerHost, Packed
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import StopGuard
 from volo.cluster.tensor_parallel import Divided, in_groups
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
-from volo.commands.launch_command import available_cpus
 from volo.commands.run_start import (
     arithmetic,
     chosen_run,
@@ -113,10 +112,10 @@ FoundLabels = tuple[LabelReader | None, list[str], Fingerprint]
 def run(args: TrainArgs) -> int:
     """Entry point, after the arguments are parsed."""
     timeout = collective_timeout(args.dist_timeout, args.loader_timeout)
-    world = init_world(args.device, args.local_rank, timeout, begins=False)
+    world = init_world(args.device, args.local_rank, timeout)
     logger = Logger(world)
     note = partial(logger.event, "fault")
-    watchdog = Watchdog(world.rank, world.size, args.dist_timeout, args.loader_timeout, STOP, note, world.store)
+    watchdog = Watchdog(world.rank, args.dist_timeout, args.loader_timeout, note)
     watchdog.start()
     try:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
@@ -138,7 +137,8 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
+    once_per_host = OncePerHost(partial(guard.watchdog.at, "start"))
+    found = SearchProgress(logger.line, once_per_host.step)
     folders = once_per_host(lambda: open_folders(args, world.data_size, found), Folders.packed, Folders.unpacked)
     args = fitted_to(folders, args, world, logger)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -151,7 +151,7 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         if args.num_classes not in (None, model.num_classes):  # the checkpoint's
             model.reset_classifier(args.num_classes)
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
-        training = build(args, folders, model, settings, batch, world, logger, found)
+        training = build(args, folders, model, settings, batch, world, logger, found, once_per_host)
         go_on_from(resume, args, training, world, logger)
         resumed = resume.path
         del resume  # the checkpoint takes as much memory as the state
@@ -191,6 +191,7 @@ def build(
     world: World,
     logger: Logger,
     found: SearchProgress,
+    once_per_host: OncePerHost,
 ) -> Training:
     """Build what trains the model, in this order: labels, criterion, data, optimizer, schedule.
 
@@ -328,9 +329,10 @@ def train_in(
     if state.epoch >= training.schedule.total_epochs:
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
     meter = make_meter(args, training, directory, world, logger, guard)
-    with guard.stop.deferred(), open_run(args, training, meter, directory, lock, resumed, world, logger) as saver:
+    on_save = partial(guard.watchdog.at, "saving")
+    opened = open_run(args, training, meter, directory, lock, resumed, world, logger, on_save)
+    with guard.stop.deferred(), opened as saver:
         begun = state.update
-        begin(world)
         if world.is_primary:
             tell_batch_script("begun")
         try:

@@ -1,8 +1,8 @@
 """The command line of train.py: it is parsed over a recipe and checked before anything starts.
 
 Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer` and `flags_data` (the flags), `recipes`,
-`flag_rules` (contradictions), this file. The other programs' flags stand with their parsers in `flags_eval`,
-`flags_tools` and `flags_preflight`.
+`flag_rules` (contradictions), this file. The other programs' flags stand with their parsers in `flags_eval` and
+`flags_tools`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,21 @@ from collections.abc import Sequence
 
 from tlt.errors import UserError
 from volo.config.flag_rules import check_pixels, check_weights
-from volo.config.flag_table import ABOVE_ZERO, AMOUNT, POSITIVE, SHARE, FlagParser, Group, Need, Number, flag, switch
+from volo.config.flag_table import (
+    ABOVE_ZERO,
+    AMOUNT,
+    POSITIVE,
+    SHARE,
+    FlagParser,
+    Group,
+    Need,
+    Number,
+    check_flags,
+    flag,
+    switch,
+)
 from volo.config.flags_eval import DEBUG, MODEL, PREPROCESSING
+from volo.config.flags_train import BIND
 
 # The endings that files of a format have.
 ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2", "checkpoint": ".pth.tar"}
@@ -222,7 +235,7 @@ def launch_parser() -> FlagParser:
     processes = flag("processes", default=None, type=POSITIVE, help="how many, one per GPU")
     return FlagParser(
         "launch",
-        "N [train|label|validate] DATA [flags of that command]",
+        "N [train|label|validate|preflight] [DATA] [flags of that command]",
         "Start a command, train unless another is named, in N processes of this machine, as distributed_train.sh does. "
         "Several machines and other settings: variables of the environment, docs/multinode.md.",
         (Group("Launch", (processes,)),),
@@ -240,7 +253,7 @@ def parse_launch(argv: Sequence[str] | None = None) -> Namespace:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     args: Namespace = launch_parser().parse_args(words[:1])
-    named = words[1:2] in (["train"], ["label"], ["validate"])
+    named = words[1:2] in (["train"], ["label"], ["validate"], ["preflight"])
     args.command, args.flags = (words[1], words[2:]) if named else ("train", words[1:])
     return args
 
@@ -281,41 +294,35 @@ _PREFLIGHT_GROUPS = (
         "What the run needs",
         (
             flag(
-                "--data", default=[], nargs="+", metavar="PATH", help="images, labels: readable, as many on all nodes"
-            ),
-            flag(
-                "--image", default=None, metavar="FILE", help="the container's image: readable, as large on all nodes"
+                "--data", default=[], nargs="+", metavar="PATH", help="images and labels: readable, equal on all nodes"
             ),
             flag("--output", default=None, metavar="DIR", help="where checkpoints go: writable, see --free-gb"),
-            flag("--free-gb", default=20.0, type=AMOUNT, metavar="GB", help="free space that --output must have"),
             flag(
-                "--shm-gb", default=1.0, type=AMOUNT, metavar="GB", help="free /dev/shm per process, for data workers"
+                "--free-gb",
+                default=20.0,
+                type=AMOUNT,
+                metavar="GB",
+                help="free space that --output must have",
+                needs=(Need("--output", lambda a: bool(a.output)),),
             ),
-            flag("--processes", default=None, type=POSITIVE, help="processes per node (the GPUs, else 1)"),
-        ),
-    ),
-    Group(
-        "Limits",
-        (
-            flag("--timeout", default=25.0, type=_WAIT, metavar="S", help="wait this long for all nodes"),
-            flag("--max-clock-skew", default=1.0, type=ABOVE_ZERO, metavar="S", help="against node 0's clock"),
-            flag("--slow-below", default=0.6, type=SHARE, metavar="SHARE", help="of the median node's bandwidth"),
+            flag("--shm-gb", default=1.0, type=AMOUNT, metavar="GB", help="free /dev/shm per rank, for data workers"),
             flag(
                 "--min-bandwidth",
                 default=None,
                 type=ABOVE_ZERO,
                 metavar="GB/S",
-                help="all-reduce between two nodes, as bus bandwidth per process",
+                help="of the all-reduce over all ranks, as bus bandwidth per process",
             ),
-            flag("--round-timeout", default=15.0, type=_WAIT, metavar="S", help="for one bandwidth measurement"),
-            switch("--no-bandwidth", help="measure no bandwidth"),
         ),
     ),
     Group(
-        "Output",
+        "Ranks and output",
         (
-            flag("--json", default=None, metavar="FILE", help="write all of it there, too (node 0)"),
-            switch("--debug", help="show the traceback of an error that is normally told in one line"),
+            flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
+            BIND,
+            flag("--timeout", default=120.0, type=_WAIT, metavar="S", help="wait this long for all ranks"),
+            flag("--json", default=None, metavar="FILE", help="write all of it there, too (rank 0)"),
+            DEBUG,
         ),
     ),
 )
@@ -323,22 +330,18 @@ _PREFLIGHT_GROUPS = (
 
 def preflight_parser() -> FlagParser:
     """Return the parser of `volo preflight`."""
-    usage = "[flags]   (one task per node)"
+    usage = "[flags]   (as many processes as the run will have)"
     return FlagParser("preflight", usage, "Check that the machines are fit for a run.", _PREFLIGHT_GROUPS)
 
 
 def parse_preflight(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line of the preflight.
+    """Parse the command line of the preflight. Returns one attribute per flag, and `notes`, lines to print.
 
     Raises:
         UserError: A flag is unknown or has no effect.
     """
     parser = preflight_parser()
     args: Namespace = parser.parse_args(argv)
-    given = parser.explicit(argv)
-    if "free_gb" in given and args.output is None:
-        raise UserError("--free-gb has no effect without --output: name the directory of the checkpoints")
-    measuring = [parser.flags[name].label for name in ("slow_below", "min_bandwidth", "round_timeout") if name in given]
-    if args.no_bandwidth and measuring:
-        raise UserError(f"{measuring[0]} has no effect with --no-bandwidth: leave one of them out")
+    check_flags(args, parser.flags)
+    args.notes = []
     return args

@@ -19,7 +19,6 @@ from tests.commands.launch import failing_rank
 from tests.conftest import LIMIT, free_port
 from tlt.errors import UserError
 from volo import cli
-from volo.commands.launch import first_failure
 
 CASES = [
     ("exception", 1, 1, "RuntimeError: somebody's own code"),
@@ -38,7 +37,7 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
 ) -> None:
     data = make_dataset(train=8 * UPDATES, validation=8)
     flags = f"{QUICK} -b 4 --epochs 9 --lr 1e-3 --skip-nonfinite 2 --output {tmp_path} --experiment run"
-    launcher = [sys.executable, str(ROOT / "volo/commands/launch.py"), "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, str(ROOT / "volo/commands/launch.py"), "2"]
     driver = [str(Path(failing_rank.__file__)), fault, str(rank), str(data)]
     run = Running([*launcher, *driver, *flags.split(), "--dist-timeout", "20"], PYTHONPATH=str(ROOT))
     assert run.end() == code, run.output
@@ -64,11 +63,6 @@ def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
 
     monkeypatch.setattr("volo.config.args.parse_train", refuse)
     assert (cli.run("train", []), capsys.readouterr().err) == (2, "error: no such model\n")
-
-
-@pytest.mark.parametrize(("codes", "expected"), [((5, 3, 5), 3), ((5, -9), 5), ((-9, 5), 137)])
-def test_a_rank_that_knows_why_gives_the_code(codes: tuple[int, ...], expected: int) -> None:
-    assert first_failure(codes) == expected
 
 
 # Two ranks per end, forked from a process that has imported all. The last that Python runs leaves gloo's threads with

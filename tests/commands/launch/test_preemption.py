@@ -83,7 +83,7 @@ def test_fault_63_ranks_save_and_end_when_their_launcher_is_killed(data: Path, t
     ranks = list(run.ranks().values())
     assert run.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: all(map(ended, ranks)), lambda: run.output)
-    assert "its launcher has ended" in run.output
+    assert "stopped by SIGTERM" in run.output
     assert saved(tmp_path / "run")["update"] == metrics(tmp_path / "run")[-1]["update"] >= 2
     again = start(f"{FLAGS} {tmp_path} --resume auto", data)  # the directory is free
     again.read_until(f"{saved(tmp_path / 'run')['update']} updates done")
@@ -205,15 +205,15 @@ def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(d
 
 @linux
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=slow), 1])
-def test_fault_21_a_stopped_rank_is_named_and_the_others_end(data: Path, tmp_path: Path, stopped: int) -> None:
-    run = start(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 6", data, processes=2)
-    run.read_until("epoch 2 [2/5]")
+def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(data: Path, tmp_path: Path, stopped: int) -> None:
+    slowly = storage(tmp_path, "time.sleep(0.3)")  # so that it happens within an epoch
+    run = start(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 6 --loader-timeout 5", data, processes=2, **slowly)
+    run.read_until("epoch 2 [1/5]")
     ranks = run.ranks()
     os.kill(ranks[stopped], signal.SIGSTOP)
     run.read_until(f"[rank {1 - stopped}] hung")
     run.read_until("in train_epoch")  # the stacks
-    assert run.end() == 5, run.output  # not after SHUTDOWN_TIMEOUT: the launcher lets the stopped rank go on, to end
-    assert f"no sign of life from rank {stopped} (" in run.output
+    assert run.end() == 5, run.output
     assert '"kind": "fault"' in (tmp_path / "run" / "events.jsonl").read_text()
 
 

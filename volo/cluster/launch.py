@@ -1,9 +1,6 @@
-"""The command that starts this node's processes, from the environment that volo/commands/launch.sh describes.
+"""How the processes of this node are to be started, from the environment that volo/commands/launch.sh describes.
 
-    python volo/commands/launch_command.py N PROGRAM [flags]
-
-It checks the environment (a mistake is one line, exit code 2), prints command and environment with DRY_RUN=1, and
-becomes the command otherwise. Standard library only: it answers at once.
+Standard library only, so that a mistake is told at once.
 """
 
 from __future__ import annotations
@@ -14,92 +11,115 @@ import re
 import shlex
 import socket
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
-
-_LAUNCH = Path(__file__).resolve().parent / "launch.py"
 
 
 class Mistake(Exception):
     """The environment asks for something that cannot work; the message is one line with the remedy."""
 
 
-class Launch(NamedTuple):
-    """The command that starts this node's processes, and the variables to set for it."""
+@dataclass(frozen=True)
+class Launch:
+    """The processes of this node.
 
-    command: list[str]
-    environment: dict[str, str]
+    Attributes:
+        program: A Python file and its flags.
+        nodes: How many there are; `node_rank` is this one, from 0.
+        address, port: Where the store of node 0 listens; port 0: any that is free.
+        join_timeout: Seconds until all nodes must be there.
+        restarts: How often the processes are started again after one was lost.
+        patience: Seconds that processes that were told to end have for it.
+        log_dir: Where what processes print is written, too.
+        prefix: Of each printed line; None: lines come as they are.
+        threads: Of each process, for OMP_NUM_THREADS.
+    """
+
+    processes: int
+    program: tuple[str, ...]
+    run_id: str
+    threads: str
+    restarts: int
+    patience: int
+    log_dir: str | None
+    prefix: str | None
+    nodes: int = 1
+    node_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+    join_timeout: int = 60
 
     def __str__(self) -> str:
-        """Return shell code: a line for each variable, then the command."""
-        variables = [f"{name}={shlex.quote(value)} \\\n" for name, value in self.environment.items()]
-        return "".join(variables) + shlex.join(self.command)
+        """Return shell code: the command of torchrun that starts the same processes."""
+        where = ["--standalone"]
+        if self.nodes > 1:
+            where = [f"--nnodes={self.nodes}", f"--node-rank={self.node_rank}"]
+            where += [f"--master-addr={self.address}", f"--master-port={self.port}"]
+        flags = ["--nproc-per-node", str(self.processes), *where, "--max-restarts", str(self.restarts)]
+        if self.prefix:
+            flags += ["--tee", "3"]
+        if self.log_dir:
+            flags += ["--log-dir", self.log_dir]
+        python = [sys.executable, "-m", "torch.distributed.run"]
+        return f"OMP_NUM_THREADS={self.threads} \\\n{shlex.join([*python, *flags, *self.program])}"
 
 
-def compose(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Launch:
-    """Return what starts `processes` processes of `program` (a file and its flags) on this node.
+def described(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Launch:
+    """Return what the environment describes.
 
     Raises:
         Mistake: A variable is missing or out of range, or names something that other nodes cannot use.
     """
     nodes = _number(env, "NNODES", 1, least=1)
-    prefixed = bool(env.get("LOG_DIR")) or nodes > 1
-    command = [sys.executable, str(_LAUNCH), "--nproc-per-node", str(processes)]
-    command += _several_nodes(nodes, env) if nodes > 1 else _one_node(env)
-    command += ["--rdzv-id", _run_id(env)]
-    if prefixed:
-        command += ["--tee", "3"]
-    if env.get("LOG_DIR"):
-        command += ["--log-dir", env["LOG_DIR"]]
-        _make_directory(env)
-    return Launch([*command, *program], _environment(processes, prefixed, env))
+    restarts = _number(env, "MAX_RESTARTS", 0, least=0)
+    if nodes == 1 and _number(env, "NODE_RANK", 0, least=0):
+        raise Mistake(f"NODE_RANK={env['NODE_RANK']}, but NNODES is 1: say how many nodes there are")
+    if nodes > 1 and restarts:
+        raise Mistake(
+            f"MAX_RESTARTS={restarts}: started by hand, several nodes do not start again together; Slurm's requeue "
+            "(slurm/) and torchrun --max-restarts do that"
+        )
+    log_dir = env.get("LOG_DIR") or None
+    default = f"[{socket.gethostname()}:${{rank}}] " if log_dir or nodes > 1 else None
+    launch = Launch(
+        processes,
+        tuple(program),
+        run_id=_run_id(env),
+        threads=env.get("OMP_NUM_THREADS") or str(_threads(processes)),
+        restarts=restarts,
+        patience=_number(env, "SHUTDOWN_TIMEOUT", 300, least=0),
+        log_dir=log_dir,
+        prefix=env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or default,
+    )
+    _make_directory(env)
+    return launch if nodes == 1 else _several_nodes(launch, nodes, env)
 
 
 def _make_directory(env: Mapping[str, str]) -> None:
     try:
-        if not env.get("DRY_RUN"):
+        if env.get("LOG_DIR") and not env.get("DRY_RUN"):
             Path(env["LOG_DIR"]).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"LOG_DIR={env['LOG_DIR']}: {error.strerror}") from None
 
 
-def _environment(processes: int, prefixed: bool, env: Mapping[str, str]) -> dict[str, str]:
-    patience = _number(env, "SHUTDOWN_TIMEOUT", _number(env, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 300, least=0), least=0)
-    variables = {
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(_threads(processes)),
-        "MAX_RESTARTS": str(_number(env, "MAX_RESTARTS", 0, least=0)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience),
-    }
-    if prefixed:
-        # Not the flag, nor ${hostname}: torch 2.9 has neither.
-        name = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-        variables[name] = env.get(name) or f"[{socket.gethostname()}:${{rank}}] "
-    return variables
-
-
-def _one_node(env: Mapping[str, str]) -> list[str]:
-    if _number(env, "NODE_RANK", 0, least=0):
-        raise Mistake(f"NODE_RANK={env['NODE_RANK']}, but NNODES is 1: say how many nodes there are")
-    # By its own name, which not every machine can resolve, the processes would not find each other.
-    return ["--standalone"]
-
-
-def _several_nodes(nodes: int, env: Mapping[str, str]) -> list[str]:
+def _several_nodes(launch: Launch, nodes: int, env: Mapping[str, str]) -> Launch:
     rank = _node_rank(nodes, env)
     address = _master(env)
-    port = _number(env, "MASTER_PORT", 29500, least=1, most=65535)
     if rank == 0 and not env.get("DRY_RUN") and not _is_own(address):
         raise Mistake(
             f"MASTER_ADDR={env['MASTER_ADDR']} ({address}) is not an address of this machine ({socket.gethostname()}), "
             "but NODE_RANK is 0: node 0 is the one that has this address"
         )
-    joined = _number(env, "JOIN_TIMEOUT", 300, least=1)
-    return [
-        *("--nnodes", str(nodes), "--node-rank", str(rank), "--master-addr", address, "--master-port", str(port)),
-        *("--join-timeout", str(joined), "--local-addr", _local_address(address, env)),
-    ]
+    return replace(
+        launch,
+        nodes=nodes,
+        node_rank=rank,
+        address=address,
+        port=_number(env, "MASTER_PORT", 29500, least=1, most=65535),
+        join_timeout=_number(env, "JOIN_TIMEOUT", 60, least=1),
+    )
 
 
 def _node_rank(nodes: int, env: Mapping[str, str]) -> int:
@@ -129,24 +149,6 @@ def _master(env: Mapping[str, str]) -> str:
         named = "" if name == address else f" is {address} on {socket.gethostname()}, which"
         raise Mistake(f"MASTER_ADDR={name}{named or ':'} no other node can reach; {remedy}")
     return address
-
-
-def _local_address(master: str, env: Mapping[str, str]) -> str:
-    """Return LOCAL_ADDR, or the address from which packets go to node 0."""
-    address = env.get("LOCAL_ADDR")
-    if address:
-        if not env.get("DRY_RUN") and not _is_own(address):
-            raise Mistake(f"LOCAL_ADDR={address} is not an address of this machine ({socket.gethostname()})")
-        return address
-    family = socket.AF_INET6 if ":" in master else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master, 9))  # sends nothing
-        except OSError as error:
-            raise Mistake(
-                f"MASTER_ADDR={master}: {socket.gethostname()} has no route to it ({error.strerror})"
-            ) from None
-        return probe.getsockname()[0]
 
 
 def _is_own(address: str) -> bool:
@@ -218,29 +220,3 @@ def _quota_v1(group: Path) -> float:
         return float("inf") if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
     except (OSError, ValueError):
         return float("inf")
-
-
-def run(args: Namespace) -> int:
-    """`volo launch`: what `distributed_train.sh` does in a checkout."""
-    # Not a file of the package where that can be avoided: its folder would stand in sys.path.
-    own, script = Path(__file__).resolve().parents[1] / "__main__.py", Path(sys.argv[0])
-    program = script if script.name == "volo" and script.is_file() else own
-    return main([str(args.processes), str(program), args.command, *args.flags])
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print or become the command; `argv` is the number of processes, the program's file and its flags."""
-    try:
-        launch = compose(int(argv[0]), argv[1:], os.environ)
-    except Mistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        return 2
-    if os.environ.get("DRY_RUN"):
-        print(launch)
-        return 0
-    sys.stderr.flush()
-    os.execve(launch.command[0], launch.command, {**os.environ, **launch.environment})
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

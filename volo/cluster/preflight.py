@@ -1,0 +1,300 @@
+"""Are the machines fit for a run? Its ranks look at their nodes, compare what they find, and time the all-reduce.
+
+    volo launch N preflight [flags]                              on one machine; on several with NNODES and so on
+    srun --ntasks-per-node=N python -m volo preflight [flags]    MASTER_ADDR exported before
+    torchrun --nproc-per-node N -m volo preflight [flags]
+
+Rank 0 prints a table with a row for each node, and a line with the remedy for each problem. All ranks end with the same
+exit code: 0 fit, 6 not fit, 2 for a bad flag, 5 if a node does not come within --timeout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tlt._version import __version__
+from tlt.errors import UserError
+from tlt.io.text import some_names, table
+from volo.cluster.distributed import World, from_all, from_primary, init_world, shut_down
+from volo.cluster.ranks import cpus_of_ranks
+from volo.cluster.topology import read_machine
+
+GB = 1e9  # bytes
+_STORAGE_S = 8.0
+_MANY_FOLDERS = 16  # the splits of a data set; the class folders below hold a million files
+_MEMLOCK_GB = 1.0  # a training locks more; the usual default limits are far below
+_SLOW = 0.5  # of the median node's bandwidth
+_LONG_ENOUGH_S = 0.1  # one all-reduce, whose start and end then don't count
+_SAMPLED_S, _SAMPLES = 0.5, 10  # all-reduces of one size take so long, and there are so many of them, at least
+_LARGEST = 1 << 28  # bytes of an all-reduce
+_REMEDIES = {  # by the first word of what differs
+    "driver": "have the driver updated there, or leave the node out",
+    "GPUs": "look for a failed GPU (nvidia-smi, dmesg), or give the job whole nodes of one kind",
+    "card": "look at it (ibstat), or leave the node out",
+    "size": "copy it there again, or mount the same one",
+}
+_SOFTWARE = "start all nodes from the same environment or image, and the same state of the checkout (git status)"
+_MOUNT = "mount it there, and check its name and permissions"
+
+
+class Unfit(UserError):
+    """The machines are not fit for a run."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a rank has found on its node; sizes in GB (1e9 bytes).
+
+    Attributes:
+        equal: What must be the same on all nodes, such as {"torch": "2.9.1", "card mlx5_0:1": "ACTIVE at 400 Gb/s"}.
+        memlock_gb, free_gb: Memory that a process may lock (None: all); free space for --output (None without it).
+        problems: What is wrong on this node, whatever the others have, each with its remedy.
+        bandwidth: Of an all-reduce within this node, in GB/s per process; None if it was not measured.
+    """
+
+    name: str
+    ranks: list[int]
+    equal: dict[str, str]
+    cpus: int
+    shm_gb: float
+    memlock_gb: float | None
+    free_gb: float | None
+    problems: Sequence[str] = ()
+    bandwidth: float | None = None
+
+
+class Finding(NamedTuple):
+    """A problem of some nodes, or of all together where none is named, with its remedy."""
+
+    nodes: Sequence[str]
+    text: str
+
+
+def run(args: Namespace) -> int:
+    """Check the machines; return the exit code, the same on all ranks. Raises Unfit if the all-reduce fails."""
+    world = init_world(args.device, timeout_s=args.timeout)
+    if args.min_bandwidth is not None and world.size == 1:
+        raise UserError("--min-bandwidth has no effect with one process: volo launch N preflight ... starts N")
+    nodes, overall = examine(args, world)
+    findings = list(find_problems(nodes, overall, args.min_bandwidth))
+    code, failure = Unfit.exit_code if findings else 0, ""
+    if world.is_primary:
+        print(*args.notes, *report(nodes, overall, findings), sep="\n", flush=True)
+        record = {"exit_code": code, "nodes": [asdict(node) for node in nodes], "bandwidth_gb_per_s": overall}
+        record["findings"] = [finding._asdict() for finding in findings]
+        try:
+            if args.json:
+                Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            failure = f"--json {args.json}: {error.strerror}: name a file that rank 0 can write"
+    failure = from_primary(failure)
+    if failure and world.is_primary:
+        raise UserError(failure)
+    shut_down()
+    return UserError.exit_code if failure else code
+
+
+def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
+    """Look at all nodes and measure; every rank gets the same nodes, in the order of their first ranks, and the
+    bandwidth of the all-reduce over all ranks in GB/s per process (None with one rank)."""
+    number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")  # two nodes may have one host name
+    places = from_all(socket.gethostname() + (f"#{number}" if number else ""))
+    own = [rank for rank, place in enumerate(places) if place == places[world.rank]]
+    found = from_all(asdict(look(args, places[world.rank], own)) if world.rank == own[0] else None)
+    nodes = [Node(**each) for each in found if each is not None]
+    if world.size == 1:
+        return nodes, None
+    try:
+        inside = None
+        if len(own) > 1 and len(nodes) > 1:
+            group: Any = dist.new_group(own, timedelta(seconds=args.timeout), use_local_synchronization=True)
+            inside = all_reduce_bandwidth(world.device, group)
+        bandwidths = from_all(inside)
+        overall = all_reduce_bandwidth(world.device)
+    except RuntimeError as error:  # of NCCL or gloo
+        reason = str(error).partition("\n")[0]
+        raise Unfit(f"{places[world.rank]}: the all-reduce fails ({reason}): NCCL_DEBUG=INFO tells more") from error
+    return [replace(node, bandwidth=bandwidths[node.ranks[0]]) for node in nodes], overall
+
+
+def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -> Node:
+    """Look at this node, where these ranks run; `root` stands for / where the kernel's files are read."""
+    machine = read_machine(root)
+    cards = {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
+    cards |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
+    data = {path: _in_time(_size, path) for path in args.data}
+    sizes = {f"size of {path}": f"{size:.0f}" for path, (size, _) in data.items() if size is not None}
+    free, failure = _in_time(_free_gb, args.output) if args.output else (None, "")
+    locked = re.search(r"Max locked memory\s+(\d+)", _read(root / "proc/self/limits"))  # else "unlimited"
+    memlock = int(locked[1]) / GB if locked else None
+    shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
+    node = Node(name, ranks, versions(root) | cards | sizes, cpus_of_ranks(os.environ)[1], shm, memlock, free)
+    problems = [f"can't read {path} ({error}): {_MOUNT}" for path, (_, error) in data.items() if error]
+    problems += [f"can't write to --output ({failure}): {_MOUNT}"] if failure else []
+    return replace(node, problems=[*problems, *_shortages(node, args)])
+
+
+def versions(root: Path) -> dict[str, str]:
+    """Return the software and the GPUs, which must be the same on all nodes; "none" where there is none."""
+    driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", _read(root / "proc/driver/nvidia/version"))
+    models = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    return {
+        "project": f"{__version__} (code {code_digest(Path(__file__).parents[2])})",
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none",
+        "driver": driver[1] if driver else "none",
+        "GPUs": ", ".join(f"{count} x {model}" for model, count in models.items()) or "none",
+    }
+
+
+def code_digest(folder: Path) -> str:
+    """Return a short digest of the sources of volo and tlt below `folder`: a checkout may be stale on one node."""
+    digest = hashlib.sha256()
+    for file in sorted((*folder.glob("volo/**/*.py"), *folder.glob("tlt/**/*.py"))):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _in_time(measure: Callable[[str], float], path: str) -> tuple[float | None, str]:
+    """Return what `measure` finds at a path, or None and the error; a dead mount, which never answers, is one."""
+    found: list[tuple[float | None, str]] = []
+
+    def call() -> None:
+        try:
+            found.append((measure(path), ""))
+        except OSError as error:
+            found.append((None, error.strerror or str(error)))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(_STORAGE_S)
+    return found[0] if found else (None, f"no answer within {_STORAGE_S:g} s")
+
+
+def _size(path: str) -> int:
+    """Return the bytes of a file, or the entries of a folder and of its folders, if these are few."""
+    if not os.path.isdir(path):
+        with open(path, "rb") as file:
+            return file.seek(0, os.SEEK_END)
+    found = list(os.scandir(path))
+    folders = [entry.path for entry in found if entry.is_dir()]
+    return len(found) + sum(len(os.listdir(each)) for each in folders if len(folders) <= _MANY_FOLDERS)
+
+
+def _free_gb(path: str) -> float:
+    """Return the free space where `path` is or would be made; a file is written there, and removed."""
+    folder = next(each for each in (Path(path).absolute(), *Path(path).absolute().parents) if each.exists())
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"0")
+    return shutil.disk_usage(folder).free / GB
+
+
+def _shortages(node: Node, args: Namespace) -> Iterator[str]:
+    if node.free_gb is not None and node.free_gb < args.free_gb:
+        yield f"{node.free_gb:.3g} GB free for checkpoints, --free-gb {args.free_gb:g}: make room, or lower the limit"
+    if node.shm_gb < (wanted := args.shm_gb * len(node.ranks)):
+        remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
+        yield f"/dev/shm has {node.shm_gb:.3g} GB free, {len(node.ranks)} ranks want {wanted:g}: {remedy}"
+    active = any(state.startswith("ACTIVE") for state in node.equal.values())
+    if active and node.memlock_gb is not None and node.memlock_gb < _MEMLOCK_GB:
+        remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
+        yield f"a process may lock {node.memlock_gb:.3g} GB of memory, too little for InfiniBand: {remedy}"
+
+
+def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """Return the bus bandwidth of an all-reduce in GB/s per process, bytes / s * 2 (n - 1) / n as in nccl-tests; the
+    quickest of several counts, because other work on the machines can only add to the time."""
+    _timed_all_reduce(torch.zeros(1, device=device), group)  # connects the ranks
+    length, times = 1 << 20, list[float]()  # bytes, s
+    while sum(times) < _SAMPLED_S or len(times) < _SAMPLES:
+        times.append(_timed_all_reduce(torch.zeros(length // 4, device=device), group))
+        if times[-1] < _LONG_ENOUGH_S and length < _LARGEST:
+            length, times = 4 * length, []
+    size = dist.get_world_size(group)
+    return length / min(times) * 2 * (size - 1) / size / GB
+
+
+def _timed_all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> float:
+    """Return the seconds that an all-reduce took on the slowest rank of the group; all of them return the same."""
+    taken = torch.zeros(1, dtype=torch.float64, device=values.device)
+    dist.all_reduce(taken, group=group)
+    taken.item()  # waits for the GPU: all begin together
+    begin = time.perf_counter()
+    dist.all_reduce(values, group=group)
+    values[0].item()
+    taken[0] = time.perf_counter() - begin
+    dist.all_reduce(taken, dist.ReduceOp.MAX, group)
+    return float(taken)
+
+
+def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[Finding]:
+    """Yield how nodes differ, what is wrong on them, and what is slow; `least` is --min-bandwidth."""
+    yield from _differences(nodes)
+    for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
+        yield Finding([node.name for node in nodes if problem in node.problems], problem)
+    measured = {node.name: node.bandwidth for node in nodes if node.bandwidth is not None}
+    usual = median(measured.values()) if len(measured) > 2 else 0.0  # of two nobody knows which one is slow
+    for name, bandwidth in measured.items():
+        if bandwidth < _SLOW * usual:
+            told = f"its ranks reach {bandwidth:.3g} GB/s among themselves, those of the median node {usual:.3g}"
+            yield Finding([name], f"{told}: see nvidia-smi topo -m and dmesg, run dcgmi diag -r 3, or leave it out")
+    if overall is not None and least is not None and overall < least:
+        remedy = "see which network it takes (NCCL_DEBUG=INFO), measure that with nccl-tests"
+        yield Finding([], f"the all-reduce reaches {overall:.3g} GB/s, less than --min-bandwidth {least:g}: {remedy}")
+
+
+def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
+    for what in dict.fromkeys(key for node in nodes for key in node.equal):
+        kind, names = what.split()[0], dict[str, list[str]]()
+        for node in nodes:
+            if what in node.equal or kind == "card":  # what has no size can't be read, which is told
+                names.setdefault(node.equal.get(what, "none"), []).append(node.name)
+        if len(names) > 1:
+            fewer = [n for same in names.values() if len(same) < max(map(len, names.values())) for n in same]
+            told = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
+            yield Finding(fewer or [node.name for node in nodes], f"{what}: {told}: {_REMEDIES.get(kind, _SOFTWARE)}")
+
+
+def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the lines that rank 0 prints."""
+    common = [what for what in nodes[0].equal if len({node.equal.get(what) for node in nodes}) == 1]
+    yield f"the same on all nodes: {', '.join(f'{what} {nodes[0].equal[what]}' for what in common)}"
+    yield from table([("node", "ranks", "GPUs", "CPUs", "shm GB", "memlock GB", "free GB", "GB/s"), *map(_row, nodes)])
+    if overall is not None:
+        yield f"all-reduce over all ranks: {overall:.3g} GB/s (bus bandwidth per process; in the table: within a node)"
+    yield from (f"{', '.join(nodes) or 'all ranks'}: {text}" for nodes, text in findings)
+    yield f"not fit: {len(findings)} problem{'s' * (len(findings) > 1)}" if findings else "fit"
+
+
+def _row(node: Node) -> list[str]:
+    sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)
+    shown = ["-" if value is None else f"{value:.3g}" for value in sizes]
+    return [node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *shown]
