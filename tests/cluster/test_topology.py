@@ -6,11 +6,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.machines import DGX_H100, build, device, write
+from tests.commands.conftest import ROOT
+from tests.conftest import LIMIT
 from volo.cluster.ranks import local_size_from_environment
 from volo.cluster.topology import Gpu, interface_to, listed, numbers, read_machine, visible_gpus
 
@@ -20,8 +23,8 @@ def test_lists_of_cpus() -> None:
         assert numbers(text) == cpus and listed(reversed(cpus)) == text
 
 
-# As CUDA's programming guide says it: what comes after a GPU that doesn't exist is invisible, too. A part of a UUID names
-# the only one that begins so; a part of a GPU (MIG) is none.
+# As CUDA's programming guide says it: what comes after a GPU that doesn't exist is invisible, too. A part of a UUID
+# names the only one that begins so; a part of a GPU (MIG) is none.
 VISIBLE = {"2,0": "20", "1": "1", " 1, 2": "12", "0,9,1": "0", "0,-1,1": "0", "-1": "", "": "", "NoDevFiles": ""}
 VISIBLE |= {"GPU-89-b,GPU-a1": "12", "GPU-89-a,GPU-f,GPU-a1": "0", "GPU-89": "", "MIG-1f2e": ""}
 
@@ -88,6 +91,25 @@ def test_the_interface_to_another_host_is_that_of_the_kernels_route(address: str
         pytest.skip("no route to other hosts")
     assert interface_to(address) == route[1]
     assert interface_to(route[2]) == route[1]  # on rank 0's own machine, too
+
+
+def test_the_interface_is_found_by_any_of_its_addresses() -> None:
+    card = "ip link add eth8 type veth peer name eth9 && ip link set eth8 up && ip link set eth9 up"
+    second = "ip addr add 10.9.0.1/24 dev eth8 && ip addr add 10.9.0.2/24 dev eth8"
+    alias = "ip addr add 10.9.1.1/24 dev eth8 label eth8:1"
+    code = (
+        "from volo.cluster.topology import interface_to; "
+        "print(*map(interface_to, ('10.9.0.7', '10.9.0.2', '10.9.1.7', '10.9.2.7')))"
+    )
+    script = f'{card} && {second} && {alias} && echo made && exec {sys.executable} -c "{code}"'
+    if not shutil.which("unshare"):
+        pytest.skip("needs unshare: apt-get install util-linux")
+    namespace = ["unshare", "--map-root-user", "--net", "sh", "-c", script]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(namespace, env=env, capture_output=True, text=True, timeout=LIMIT)
+    if not done.stdout.startswith("made"):
+        pytest.skip(f"no network namespace can be made: {done.stderr}")
+    assert done.stdout.split()[1:] == ["eth8", "eth8", "eth8", "None"], done.stderr
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1", "localhost", "no.such.host.invalid", "a" * 70])

@@ -1,7 +1,7 @@
 """Bind each rank to the CPUs, the memory and the network card nearest its GPU, before torch is imported.
 
-What `--bind` of train.py, validate.py and generate_label.py decides: docs/binding.md. What the user, the launcher or
-NCCL's configuration has set stays. What can't be done is left out, with the reason in a line.
+What `--bind` of train.py, validate.py, generate_label.py and the preflight decides: docs/binding.md. What the user, the
+launcher or NCCL's configuration has set stays. What can't be done is left out, with the reason in a line.
 
 torchrun's `--numa-binding` binds CPUs alone, needs the numactl program, and ends the run where the cgroup has no CPU of
 a node. Where it is used its CPUs are kept, and the rest is added.

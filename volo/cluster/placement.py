@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from volo.cluster.ranks import ranks_from_environment
-from volo.cluster.topology import Device, Gpu, Machine, Port, interface_to, listed, visible_gpus
+from volo.cluster.topology import Device, Gpu, Machine, Port, interface_to, listed, read, visible_gpus
 
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
 # From near to far, in the words of `nvidia-smi topo -m`: same PCIe switch, several switches, same host bridge, same
@@ -102,8 +102,10 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple
         ranks = [rank for rank, other in enumerate(homes) if other == home]
         cores = [core for core in usable if core[0] == home or not any(gpus)]
         if len(cores) < len(ranks):
-            where = f"NUMA node {'unknown' if home is None else home}" if any(gpus) else "the machine"
-            reasons.append(f"local rank {listed(ranks)} not bound: {where} has {len(cores)} cores in the CPU mask")
+            where = f"NUMA node {home}" if any(gpus) else "the machine"
+            unknown = "NUMA node unknown" if any(gpus) and home is None else ""
+            why = unknown or f"{where} has {len(cores)} cores in the CPU mask"
+            reasons.append(f"local rank {listed(ranks)} not bound: {why}")
             continue
         for done, rank in enumerate(ranks):
             size = -(-len(cores) // (len(ranks) - done))  # the first get one more where they can't be equal
@@ -192,6 +194,5 @@ def variables(
 def _nccl_conf(env: Mapping[str, str], root: Path) -> set[str]:
     """Return the names of the variables that NCCL's configuration files set."""
     own = env.get("NCCL_CONF_FILE") or f"{env.get('HOME', '')}/.nccl.conf"
-    files = [root / file.lstrip("/") for file in (own, "/etc/nccl.conf")]
-    lines = [line for file in files if file.is_file() for line in file.read_text(errors="replace").splitlines()]
+    lines = [line for file in (own, "/etc/nccl.conf") for line in read(root / file.lstrip("/")).splitlines()]
     return {line.partition("=")[0].strip() for line in lines}

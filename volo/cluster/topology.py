@@ -6,13 +6,12 @@ ibverbs and no Python package is needed.
 
 from __future__ import annotations
 
-import ipaddress
+import ctypes
 import os
 import re
 import socket
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ Cores = tuple[tuple[int, ...], ...]
 _PCI = re.compile(r"(pci)?[0-9a-f]{4,}:[0-9a-f:.]+")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with a display, without one
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF, _IFREQ = 0x8912, struct.Struct("16s4x4s16x")  # label, eth0 or its alias eth0:1, and IPv4 address
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,8 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
         return shown, ""
     visible = []
     for item in map(str.strip, chosen.split(",")):
-        is_uuid = item.startswith("GPU-")
-        named = [gpu for i, gpu in enumerate(shown) if (gpu.uuid.startswith(item) if is_uuid else item == str(i))]
+        by_uuid = [gpu for gpu in shown if item.startswith("GPU-") and gpu.uuid.startswith(item)]
+        named = by_uuid or [gpu for i, gpu in enumerate(shown) if item == str(i)]
         if len(named) != 1:
             break
         visible += named
@@ -144,30 +143,30 @@ def visible_gpus(gpus: Iterable[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu]
 
 
 def interface_to(address: str) -> str | None:
-    """Return the network interface on the way to a host, or to this one, given by name or by IPv4 or IPv6 address.
-
-    None for loopback, and without a route.
-    """
+    """Return the network interface on the way to a host or to this one, given by name or by IPv4 or IPv6 address; None
+    for loopback, without a route, and on systems other than Linux."""
     try:
-        own = own_address(address)
+        own = own_address(address).partition("%")[0]
+        return next((name for name, its in _addresses() if its == own and name != "lo"), None)
     except (OSError, UnicodeError):
         return None
-    return next((name for _, name in socket.if_nameindex() if name != "lo" and own in _addresses(name)), None)
 
 
-def _addresses(interface: str) -> list[str]:
-    """Return the IPv6 addresses of an interface, and its first IPv4 address."""
+def _addresses() -> list[tuple[str, str]]:
+    """Return (interface, address) of all IPv4 and IPv6 addresses of this machine."""
     import fcntl  # not on Windows
 
-    lines = [line.split() for line in _read(Path("/proc/net/if_inet6")).splitlines()]
-    found = [str(ipaddress.IPv6Address(int(digits, 16))) for digits, *_, name in lines if name == interface]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it may have none
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    return found
+    room = ctypes.create_string_buffer(_IFREQ.size * 1024)
+    request = struct.pack("iP", len(room), ctypes.addressof(room))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        filled, _ = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))
+    entries = _IFREQ.iter_unpack(room.raw[:filled])
+    found = [(re.split(b"[:\0]", label)[0].decode(), socket.inet_ntoa(raw)) for label, raw in entries]
+    lines = [line.split() for line in read(Path("/proc/net/if_inet6")).splitlines()]
+    return found + [(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))) for digits, *_, name in lines]
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
     """Return the text of a file; empty if it can't be read."""
     try:
         return path.read_text(errors="replace").strip()
@@ -177,7 +176,7 @@ def _read(path: Path) -> str:
 
 def _fields(path: Path) -> dict[str, str]:
     """Return the lines "name: value" of a file of /proc."""
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in _read(path).splitlines())}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in read(path).splitlines())}
 
 
 def _entries(folder: Path, pattern: str = "*") -> list[Path]:
@@ -191,7 +190,7 @@ def _node_cores(root: Path) -> dict[int, Cores]:
     lists = {int(node.name[4:]): node / "cpulist" for node in _entries(system / "node", "node[0-9]*")}
     found = {}
     for node, file in (lists or {0: system / "cpu/online"}).items():
-        siblings = {cpu: _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in numbers(_read(file))}
+        siblings = {cpu: read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in numbers(read(file))}
         if siblings:
             found[node] = tuple(sorted({numbers(text) or (cpu,) for cpu, text in siblings.items()}))
     return found
@@ -200,7 +199,7 @@ def _node_cores(root: Path) -> dict[int, Cores]:
 def _place(device: Path, nodes: Sequence[int]) -> tuple[tuple[str, ...], int | None]:
     """Return path and NUMA node of the device with this directory in sysfs, or link to it."""
     real = device.resolve()
-    node, only = _read(real / "numa_node"), nodes[0] if len(nodes) == 1 else None
+    node, only = read(real / "numa_node"), nodes[0] if len(nodes) == 1 else None
     return tuple(filter(_PCI.fullmatch, real.parts)), int(node) if node.isdecimal() else only  # -1 is unknown
 
 
@@ -210,7 +209,7 @@ def _gpus(root: Path, nodes: Sequence[int]) -> tuple[Gpu, ...]:
     driver = root / "proc/driver/nvidia/gpus"
     found = []
     for device in _entries(root / "sys/bus/pci/devices"):
-        if _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_GPU_CLASSES):
+        if read(device / "vendor") == _NVIDIA and read(device / "class").startswith(_GPU_CLASSES):
             told = _fields(driver / device.name / "information")
             file = root / f"dev/nvidia{told.get('Device Minor')}"
             shown = not driver.is_dir() or os.access(file, os.R_OK | os.W_OK)
@@ -225,13 +224,13 @@ def _ports(root: Path, nodes: Sequence[int]) -> tuple[tuple[Port, ...], tuple[st
     """
     found, idle = [], []
     verbs = _entries(root / "sys/class/infiniband_verbs")
-    locked = {_read(card / "ibdev") for card in verbs if not (root / "dev/infiniband" / card.name).exists()}
+    locked = {read(card / "ibdev") for card in verbs if not (root / "dev/infiniband" / card.name).exists()}
     for port in _entries(root / "sys/class/infiniband", "*/ports/*"):
         card = port.parents[1]
-        name, state = f"{card.name}:{port.name}", _read(port / "state").rpartition(" ")[2] or "unknown"
+        name, state = f"{card.name}:{port.name}", read(port / "state").rpartition(" ")[2] or "unknown"
         if state != "ACTIVE" or card.name in locked:
             idle.append(f"{name} is {state if state != 'ACTIVE' else 'not passed into this container'}")
             continue
-        rate, layer = (_read(port / "rate") or "0").split()[0], _read(port / "link_layer") or "InfiniBand"
+        rate, layer = (read(port / "rate") or "0").split()[0], read(port / "link_layer") or "InfiniBand"
         found.append(Port(name, *_place(card / "device", nodes), float(rate), layer))
     return tuple(found), tuple(idle)
