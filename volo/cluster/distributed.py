@@ -126,7 +126,7 @@ def _check_bound(gpu: Any) -> None:
         return
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
     if not bound.startswith(address):
-        remedy = "set CUDA_VISIBLE_DEVICES to the GPUs of this job, or --bind none"
+        remedy = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA_VISIBLE_DEVICES to the GPUs of this job, or --bind none"
         print(f"warning: bound beside GPU {bound}, but CUDA computes on {address}: {remedy}", file=sys.stderr)
 
 

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 from volo.cluster.ranks import ranks_from_environment
-from volo.cluster.topology import Gpu, Machine, PciPlace, Port, interface_to, listed, nccl_conf, visible_gpus
+from volo.cluster.topology import Device, Gpu, Machine, Port, interface_to, listed, read, visible_gpus
 
-T = TypeVar("T")
 _MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
 # From near to far, in the words of `nvidia-smi topo -m`: same PCIe switch, several switches, same host bridge, same
 # NUMA node, anywhere.
 LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
-_FAR = LEVELS.index("SYS")
+_BRIDGE, _FAR = LEVELS.index("PHB"), LEVELS.index("SYS")
 _LEFT = "CPUs and memory are left to the kernel"
-
-
-class Near(NamedTuple):
-    """The card that a GPU uses."""
-
-    port: Port
-    level: str
-
-
-class Cpus(NamedTuple):
-    """NUMA node (None: not bound) and CPUs (empty: unchanged) by local rank; what is left out, and why."""
-
-    nodes: Sequence[int | None]
-    cpus: Sequence[tuple[int, ...]]
-    left_out: str
 
 
 @dataclass(frozen=True)
@@ -43,19 +25,17 @@ class Share:
 
     Attributes:
         gpu: None on the CPU.
-        number: CUDA's number of that GPU.
         cpus: Empty where they are left unchanged.
+        node: NUMA node of its memory; None where that is left unchanged.
         memory: Policy for the memory of `node`: "preferred", "bind" or "off".
-        node: NUMA node.
-        near: The card that the GPU uses.
+        port: The card that the GPU uses.
     """
 
     gpu: Gpu | None = None
     cpus: tuple[int, ...] = ()
-    memory: str = "off"
     node: int | None = None
-    near: Near | None = None
-    number: int | None = None
+    memory: str = "off"
+    port: Port | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +43,8 @@ class BindingPlan:
     """The shares of a machine's ranks, by local rank; every rank makes the same plan.
 
     Attributes:
-        cards: Cards of all GPUs of the machine, also of those that a rank doesn't see: NCCL needs the same list on all
-            ranks. Empty where these are all active cards, or none is near a GPU.
+        cards: Cards of all GPUs of the machine, also of those that a rank doesn't see: NCCL's rings need the same
+            list on all ranks. Empty where these are all active cards, or none is near a GPU.
         reasons: What is left out, and why.
     """
 
@@ -79,120 +59,76 @@ def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: 
     Args:
         mode: Value of `--bind`, but not "none".
         device: Value of `--device`.
-        env: Gives CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        env: Gives CUDA_VISIBLE_DEVICES.
     """
-    visible, problem = ([], "") if _on_cpu(device) else visible_gpus(machine.gpus, env)
-    gpus = gpus_of_ranks(visible, device, ranks)
+    kind, _, index = (device or "").partition(":")
+    visible, problem = ([], "") if kind == "cpu" else visible_gpus(machine.gpus, env)
+    numbers = [int(index) if index.isdigit() else rank for rank in range(ranks)]  # as `choose_device` chooses
+    gpus = [visible[number] if number < len(visible) else None for number in numbers]
     if visible and None in gpus:
         problem = f"{ranks} ranks, {len(visible)} GPUs"
-    nodes, cpus, left_out = share_cpus(machine, mode, gpus)
-    ports = compute_ports(machine.gpus, machine.ports)
-    nearest = nearest_ports(machine.gpus, ports) if any(gpus) else {}
-    forbidden = {node for node in nodes if node is not None and node not in machine.memory_nodes}
-    memory = ["off" if node is None or node in forbidden else _MEMORY[mode] for node in nodes]
-    shares = tuple(
-        Share(gpu, own, policy, node, nearest.get(gpu.address), visible.index(gpu))
-        if gpu
-        else Share(None, own, policy, node)
-        for gpu, own, policy, node in zip(gpus, cpus, memory, nodes, strict=True)
-    )
+    own, left_out = share_cpus(machine, mode, gpus)
+    ports = compute_ports(machine.gpus, machine.ports) if any(gpus) else []
+    nearest = nearest_ports(machine.gpus, ports)
+    shares = []
+    for gpu, home in zip(gpus, own, strict=True):
+        memory, port = _MEMORY[mode] if home.node is not None else "off", nearest.get(gpu.name) if gpu else None
+        shares.append(replace(home, gpu=gpu, memory=memory, port=port))
     idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
-    no_card = "" if nearest or not any(gpus) else f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL"
-    no_memory = f"no memory of NUMA node {listed(forbidden)} for this process" if forbidden else ""
+    no_card = f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL" if any(gpus) and not nearest else ""
     cards = tuple(port.name for port in ports) if nearest and len(ports) < len(machine.ports) else ()
-    return BindingPlan(shares, cards, tuple(reason for reason in (problem, left_out, no_memory, no_card) if reason))
+    return BindingPlan(tuple(shares), cards, tuple(filter(None, (problem, left_out, no_card))))
 
 
-def _on_cpu(device: str | None) -> bool:
-    return (device or "").partition(":")[0] == "cpu"
-
-
-def gpus_of_ranks(visible: Sequence[Gpu], device: str | None, ranks: int) -> list[Gpu | None]:
-    """Return the GPU that `volo.cluster.distributed.choose_device` will choose for each rank; None for none."""
-    index = (device or "").partition(":")[2]
-    indices = [int(index)] * ranks if index.isdigit() else list(range(ranks))
-    return [visible[i] if i < len(visible) else None for i in indices]
-
-
-def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> Cpus:
-    """Divide the CPUs that this process may use; the hardware threads of a core stay together."""
-    nodes, untouched = [gpu.place.node if gpu else None for gpu in gpus], [()] * len(gpus)
+def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple[list[Share], str]:
+    """Return CPUs and NUMA node of each rank, of the CPUs that this process may use; what is left out, and why."""
+    homes = [gpu.node if gpu else None for gpu in gpus]
+    shares = [Share() for _ in gpus]
     if mode == "auto" and not any(gpus):
-        return Cpus(nodes, untouched, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)")
-    if mode == "auto" and len(machine.cpus) < 2:
-        return Cpus([None] * len(gpus), untouched, f"one NUMA node: {_LEFT}")
+        return shares, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)"
+    if mode == "auto" and len(machine.cores) < 2:
+        return shares, f"one NUMA node: {_LEFT}"
     # The parent process has other CPUs: this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
-    if len(gpus) > 1 and machine.parent_allowed not in (None, machine.allowed):
-        return Cpus(nodes, untouched, "CPUs stay as the launcher has given them to each rank")
-    return _divide_nodes(machine, nodes) if any(gpus) else _divide_machine(machine, len(gpus))
-
-
-def _divide_machine(machine: Machine, ranks: int) -> Cpus:
-    node_of = {cpu: node for node, cpus in machine.cpus.items() for cpu in cpus}
-    cores = [core for node in sorted(machine.cpus) for core in _cores(machine, node)]
-    if len(cores) < ranks:
-        return Cpus([None] * ranks, [()] * ranks, f"{len(cores)} cores in the CPU mask for {ranks} ranks: {_LEFT}")
-    cpus = [_joined(part) for part in _divide(cores, ranks)]
-    homes = [{node_of[cpu] for cpu in own} for own in cpus]
-    return Cpus([home.pop() if len(home) == 1 else None for home in homes], cpus, "")
-
-
-def _divide_nodes(machine: Machine, nodes: Sequence[int | None]) -> Cpus:
-    cpus: list[tuple[int, ...]] = [()] * len(nodes)
-    bound, reasons = list(nodes), []
-    members: dict[int | None, list[int]] = defaultdict(list)
-    for rank, node in enumerate(nodes):
-        members[node].append(rank)
-    for node, ranks in members.items():
-        cores = [] if node is None else _cores(machine, node)
-        if len(cores) >= len(ranks):
-            for rank, part in zip(ranks, _divide(cores, len(ranks)), strict=True):
-                cpus[rank] = _joined(part)
+    if len(gpus) > 1 and machine.parent_allowed != machine.allowed:
+        return [Share(node=home) for home in homes], "CPUs stay as the launcher has given them to each rank"
+    usable = [
+        (node, threads)
+        for node, cores in machine.cores.items()
+        for core in cores
+        if (threads := [cpu for cpu in core if cpu in machine.allowed])
+    ]
+    reasons = []
+    for home in dict.fromkeys(homes):
+        ranks = [rank for rank, other in enumerate(homes) if other == home]
+        cores = [core for core in usable if core[0] == home or not any(gpus)]
+        if len(cores) < len(ranks):
+            where = f"NUMA node {home}" if any(gpus) else "the machine"
+            unknown = "NUMA node unknown" if any(gpus) and home is None else ""
+            why = unknown or f"{where} has {len(cores)} cores in the CPU mask"
+            reasons.append(f"local rank {listed(ranks)} not bound: {why}")
             continue
-        for rank in ranks:
-            bound[rank] = None
-        who = f"local rank {listed(ranks)} not bound"
-        has = f"NUMA node {node} has {len(cores)} cores in the CPU mask" if node is not None else "NUMA node unknown"
-        reasons.append(f"{who}: {has}")
-    return Cpus(bound, cpus, "; ".join(reasons))
-
-
-def _cores(machine: Machine, node: int) -> list[tuple[int, ...]]:
-    """Return the physical cores of a NUMA node that this process may use, each as its hardware threads."""
-    cores: dict[int, list[int]] = defaultdict(list)
-    for cpu in machine.cpus.get(node, ()):
-        if cpu in machine.allowed:
-            cores[machine.cores.get(cpu, cpu)].append(cpu)
-    return [tuple(cores[core]) for core in sorted(cores)]
-
-
-def _divide(items: list[T], parts: int) -> list[list[T]]:
-    """Cut a list into parts of the same length, or the first ones longer by one."""
-    length, longer = divmod(len(items), parts)
-    ends = [length * i + min(i, longer) for i in range(parts + 1)]
-    return [items[start:end] for start, end in pairwise(ends)]
-
-
-def _joined(cores: list[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted(cpu for core in cores for cpu in core))
+        for done, rank in enumerate(ranks):
+            size = -(-len(cores) // (len(ranks) - done))  # the first get one more where they can't be equal
+            part, cores = cores[:size], cores[size:]
+            nodes = {node for node, _ in part}
+            cpus = tuple(sorted(cpu for _, threads in part for cpu in threads))
+            shares[rank] = Share(cpus=cpus, node=nodes.pop() if len(nodes) == 1 else None)
+    return shares, "; ".join(reasons)
 
 
 def compute_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> list[Port]:
     """Return the ports that NCCL may use: all but those that are clearly for something else.
 
     A port is not needed if each GPU has another that is faster and as near, or nearer and as fast; nearest is below the
-    same host bridge, then in the same NUMA node. Ports that are as fast and as near as others stay, and so do those
-    that are faster but farther. Of two networks that are equal in this, and can't be mixed, the one with more ports is
-    taken.
+    same host bridge, then in the same NUMA node. Ports that are faster but farther stay. Of two networks that are equal
+    in this, and can't be mixed, the one with more ports is taken.
     """
 
-    def better(gpu: Gpu, one: Port, other: Port) -> bool:
-        near, as_near = _nearness(gpu, one), _nearness(gpu, other)
-        return one.rate >= other.rate and near <= as_near and (one.rate, near) != (other.rate, as_near)
+    def beats(gpu: Gpu, one: Port, other: Port) -> bool:
+        near, far = (max(distance(gpu, port)[0], _BRIDGE) for port in (one, other))
+        return one.rate >= other.rate and near <= far and (one.rate, near) != (other.rate, far)
 
-    needed = [
-        port for port in ports if not gpus or any(not any(better(g, other, port) for other in ports) for g in gpus)
-    ]
+    needed = [port for port in ports if not all(any(beats(gpu, other, port) for other in ports) for gpu in gpus)]
     layers = Counter(port.layer for port in needed)
     if len({port.rate for port in needed}) > 1 or len(layers) < 2:
         return needed
@@ -200,52 +136,34 @@ def compute_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> list[Port]:
     return [port for port in needed if port.layer == layer]
 
 
-def _nearness(gpu: Gpu, port: Port) -> int:
-    """Return 0 below the same host bridge, 1 in the same NUMA node, 2 elsewhere."""
-    return max(distance(gpu.place, port.place)[0] - LEVELS.index("PHB"), 0)
+def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Port]:
+    """Return one card for each GPU, by the GPU's name; empty if none is near any of them.
 
-
-def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Near]:
-    """Return one card for each GPU, by address; empty if none is near any of them.
-
-    Each GPU takes the nearest card, of several the one that fewer GPUs have taken. A GPU with no card in its NUMA node
-    shares one with others.
+    Each GPU takes the nearest card, of several the one that fewer GPUs have taken.
     """
-    options = {gpu.address: _options(gpu, ports) for gpu in gpus}
-    taken: dict[str, int] = defaultdict(int)
-    found = {}
+    if all(distance(gpu, port)[0] == _FAR for gpu in gpus for port in ports):
+        return {}
+    options = {}
+    for gpu in gpus:
+        ways = [distance(gpu, port) for port in ports]
+        options[gpu.name] = [port for port, way in zip(ports, ways, strict=True) if way == min(ways)]
+    taken: dict[str, int] = Counter()
+    found: dict[str, Port] = {}
     # GPUs with the fewest options come first, or others might take the only card near them.
-    for gpu in sorted(gpus, key=lambda gpu: len(options[gpu.address])):
-        if near := options[gpu.address]:
-            port = min(near, key=lambda port: taken[port.name])
-            taken[port.name] += 1
-            found[gpu.address] = Near(port, LEVELS[distance(gpu.place, port.place)[0]])
-    used = [port for port in ports if port.name in taken]
-    for gpu in gpus if used else ():
-        if gpu.address not in found:
-            port = min(used, key=lambda port: taken[port.name])
-            taken[port.name] += 1
-            found[gpu.address] = Near(port, LEVELS[_FAR])
+    for name in sorted(options, key=lambda name: len(options[name])):
+        found[name] = min(options[name], key=lambda port: taken[port.name])
+        taken[found[name].name] += 1
     return found
 
 
-def _options(gpu: Gpu, ports: Sequence[Port]) -> list[Port]:
-    """Return the nearest ports; none if all are in other NUMA nodes."""
-    ranked = [distance(gpu.place, port.place) for port in ports]
-    best = min(ranked, default=None)
-    if best is None or best[0] == _FAR:
-        return []
-    return [port for port, rank in zip(ports, ranked, strict=True) if rank == best]
-
-
-def distance(a: PciPlace, b: PciPlace) -> tuple[int, int]:
+def distance(a: Device, b: Device) -> tuple[int, int]:
     """Return the distance of two devices, smaller is nearer: index into LEVELS, and PCIe hops below a host bridge."""
     common = len(os.path.commonprefix([a.path, b.path]))
     below = len(a.path) - common, len(b.path) - common
     if common > 1:
         return (0 if max(below) <= 2 else 1), sum(below)
     if common == 1:
-        return 2, 0
+        return _BRIDGE, 0
     return (3 if a.node is not None and a.node == b.node else _FAR), 0
 
 
@@ -253,22 +171,28 @@ def variables(
     plan: BindingPlan, local_rank: int, env: Mapping[str, str], root: str | Path = "/"
 ) -> tuple[dict[str, str], list[str]]:
     """Return the variables to add to the environment of a rank, and the reasons why others are left out."""
-    wanted, reasons = {}, []
-    near = plan.shares[local_rank].near
+    wanted, reasons, share = {}, [], plan.shares[local_rank]
     if plan.cards:
-        # All ranks need the same list, else NCCL's rings don't fit together.
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
-    if near is not None:
-        wanted["UCX_NET_DEVICES"] = near.port.name
-    _, _, size = ranks_from_environment(env)
-    if size > len(plan.shares) and "MASTER_ADDR" in env:
-        if interface := interface_to(env["MASTER_ADDR"], root):
-            wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
-            wanted["GLOO_SOCKET_IFNAME"] = interface
+    if share.port:
+        wanted["UCX_NET_DEVICES"] = share.port.name
+    if ranks_from_environment(env)[2] > len(plan.shares) and "MASTER_ADDR" in env:
+        if interface := interface_to(env["MASTER_ADDR"]):
+            wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         else:
             reasons.append(f"MASTER_ADDR={env['MASTER_ADDR']} is no address of another machine, or there is no route")
-    configured = nccl_conf(env, root)
-    for name in [name for name in wanted if name in env or name in configured]:
-        reasons.append(f"{name} stays as set in {configured[name] if name not in env else 'the environment'}")
-        del wanted[name]
-    return wanted, reasons
+    own = {*env, *_nccl_conf(env, Path(root))}
+    reasons += [f"{name} stays as you have set it" for name in wanted if name in own]
+    added = {name: value for name, value in wanted.items() if name not in own}
+    # The launcher, which knows nothing of NUMA nodes, may have set more threads than there are CPUs.
+    threads = env.get("OMP_NUM_THREADS", "")
+    if share.cpus and threads.isdigit() and int(threads) > len(share.cpus):
+        added["OMP_NUM_THREADS"] = str(len(share.cpus))
+    return added, reasons
+
+
+def _nccl_conf(env: Mapping[str, str], root: Path) -> set[str]:
+    """Return the names of the variables that NCCL's configuration files set."""
+    own = env.get("NCCL_CONF_FILE") or f"{env.get('HOME', '')}/.nccl.conf"
+    lines = [line for file in (own, "/etc/nccl.conf") for line in read(root / file.lstrip("/")).splitlines()]
+    return {line.partition("=")[0].strip() for line in lines}
