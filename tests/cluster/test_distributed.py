@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn
 
 from tlt.errors import UserError
-from volo.cluster import distributed, per_host
+from volo.cluster import distributed, per_host, ranks
 from volo.cluster.distributed import (
     RankLost,
     World,
@@ -29,7 +30,7 @@ from volo.cluster.distributed import (
     sum_over_ranks,
 )
 from volo.cluster.per_host import OncePerHost
-from volo.cluster.ranks import BOUND_GPU, adopt_mpi, ranks_from_environment
+from volo.cluster.ranks import BOUND_GPU, adopt_mpi, cpu_quota, cpus_of_rank, ranks_from_environment
 
 
 def test_torchrun_wins_over_slurm_and_over_the_flag() -> None:
@@ -143,11 +144,47 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     masks = {0: own, os.getppid(): launchers}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)
     monkeypatch.setattr(os, "environ", dict(env))
+    monkeypatch.setattr(ranks, "cpu_quota", lambda: math.inf)
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     adopt_mpi(os.environ)
     distributed.limit_threads(World(*ranks_from_environment(os.environ), torch.device("cpu")))
     assert given == ([] if threads is None else [threads])
+
+
+@pytest.mark.parametrize(
+    ("quota", "free", "cpus"), [(math.inf, 0, 4), (5.0, 0, 2), (5.0, 1, 2), (4.0, 1, 1), (0.5, 0, 1)]
+)
+def test_ranks_share_the_quota_of_their_cgroup(
+    quota: float, free: int, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(ranks, "cpu_quota", lambda: quota)
+    assert cpus_of_rank({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, free) == cpus
+
+
+def _tree(root: Path, cgroup: str, **files: str) -> Path:
+    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_quotas_of_all_cgroups_around_are_heeded(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) == math.inf
+    top = "sys/fs/cgroup"
+    two = _tree(
+        tmp_path / "2",
+        "0::/job/step\n",
+        **{f"{top}/job/cpu.max": "50000 100000", f"{top}/job/step/cpu.max": "max 100000"},
+    )
+    assert cpu_quota(two) == 0.5
+    container = _tree(tmp_path / "c", "0::/\n", **{f"{top}/cpu.max": "25000 100000"})
+    assert cpu_quota(container) == 0.25
+    v1 = {f"{top}/cpu/slurm/cpu.cfs_quota_us": "75000", f"{top}/cpu/slurm/cpu.cfs_period_us": "100000"}
+    assert cpu_quota(_tree(tmp_path / "1", "5:memory:/slurm\n3:cpu,cpuacct:/slurm\n", **v1)) == 0.75
+    unlimited = {f"{top}/cpu/slurm/cpu.cfs_quota_us": "-1", f"{top}/cpu/slurm/cpu.cfs_period_us": "100000"}
+    assert cpu_quota(_tree(tmp_path / "u", "3:cpu,cpuacct:/slurm\n", **unlimited)) == math.inf
 
 
 def test_collectives_alone_change_nothing() -> None:

@@ -17,7 +17,7 @@ from tests.commands.conftest import QUICK
 from tests.conftest import wait_until
 from volo import cli
 from volo.record import slowdown as pace
-from volo.record.slowdown import CpuClock, Feed, Seen, advice, cpus_of_rank
+from volo.record.slowdown import CpuClock, Feed, Seen, advice
 
 FEED = Feed(
     workers=4,
@@ -108,15 +108,6 @@ def test_waiting_for_a_cpu_is_no_waiting_for_storage(tmp_path: Path) -> None:
     (tmp_path / "7" / "task" / "7" / "schedstat").write_text("2000000000 3000000000 12")
     (tmp_path / "7" / "task" / "8" / "schedstat").write_text("1000000000 0 2")
     assert CpuClock(tmp_path).look([7]) == pytest.approx(0.6)
-
-
-def test_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = {0: 16, os.getppid(): 16}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(masks[process])), raising=False)
-    assert cpus_of_rank(16, 1) == 16 and cpus_of_rank(16, 4) == 4 and cpus_of_rank(16, 32) == 1
-    assert cpus_of_rank(6.0, 2) == 3  # of the cgroup's quota
-    masks[0] = 4  # of the 16 that the launcher has
-    assert cpus_of_rank(4, 4) == 4
 
 
 def test_a_run_that_waits_is_told_what_to_do(

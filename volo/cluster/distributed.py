@@ -27,9 +27,8 @@ import torch.distributed as dist
 from tlt.errors import UserError
 from volo.cluster.ranks import (
     BOUND_GPU,
-    cpus_of_ranks,
+    cpus_of_rank,
     launch_id,
-    local_size_from_environment,
     ranks_from_environment,
     restarts,
 )
@@ -244,15 +243,12 @@ def _reach(address: str, port: int, until: float) -> dist.TCPStore:
 
 
 def limit_threads(world: World) -> None:
-    """Give a rank on the CPU its share of the cores, one left free for data loading; OMP_NUM_THREADS wins.
+    """Give a rank its share of the CPUs, on the CPU one left free for data loading; OMP_NUM_THREADS wins.
 
-    Oversubscribed cores are many times slower than idle ones. Cores that the launcher has divided are not
-    divided again.
+    Oversubscribed cores are many times slower than idle ones.
     """
-    if world.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        own, together = cpus_of_ranks(os.environ)
-        ranks = local_size_from_environment(os.environ) or 1
-        torch.set_num_threads(max(1, min(own - 1, (together - 1) // ranks)))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cpus_of_rank(os.environ, free=int(world.device.type == "cpu")))
 
 
 def _on_one_machine(size: int) -> bool:

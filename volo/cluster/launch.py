@@ -6,7 +6,6 @@ Standard library only, so that a mistake is told at once.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import shlex
 import socket
@@ -33,13 +32,11 @@ class Launch:
         patience: Seconds that processes that were told to end have for it.
         log_dir: Where what processes print is written, too.
         prefix: Of each printed line; None: lines come as they are.
-        threads: Of each process, for OMP_NUM_THREADS.
     """
 
     processes: int
     program: tuple[str, ...]
     run_id: str
-    threads: str
     restarts: int
     patience: int
     log_dir: str | None
@@ -61,8 +58,7 @@ class Launch:
             flags += ["--tee", "3"]
         if self.log_dir:
             flags += ["--log-dir", self.log_dir]
-        python = [sys.executable, "-m", "torch.distributed.run"]
-        return f"OMP_NUM_THREADS={self.threads} \\\n{shlex.join([*python, *flags, *self.program])}"
+        return shlex.join([sys.executable, "-m", "torch.distributed.run", *flags, *self.program])
 
 
 def described(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Launch:
@@ -86,7 +82,6 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
         processes,
         tuple(program),
         run_id=_run_id(env),
-        threads=env.get("OMP_NUM_THREADS") or str(_threads(processes)),
         restarts=restarts,
         patience=_number(env, "SHUTDOWN_TIMEOUT", 300, least=0),
         log_dir=log_dir,
@@ -173,50 +168,3 @@ def _number(env: Mapping[str, str], name: str, default: int, least: int, most: i
     if not text.isdecimal() or not least <= int(text) <= (most or int(text)):
         raise Mistake(f"{name}={text}: a whole number {limits} is needed")
     return int(text)
-
-
-def _threads(processes: int) -> int:
-    """Return a process's share of the CPUs, and print a line that says so."""
-    cpus = available_cpus()
-    # Without GPUs one stays free: data loading runs beside the ranks, and oversubscribed cores are many times slower.
-    free = not Path("/proc/driver/nvidia").exists()
-    threads = max(1, int(cpus - free) // processes)
-    kept = ", one of them left for data loading" if free else ""
-    print(f"OMP_NUM_THREADS={threads}: {cpus:g} CPUs for {processes} processes{kept}", file=sys.stderr)
-    return threads
-
-
-def available_cpus(root: Path = Path("/")) -> float:
-    """Return how many CPUs this process may use: the least of its affinity and the quotas of its cgroups."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return count
-    quotas = [float(count)]
-    for _, controllers, path in groups:
-        if controllers == "":
-            top, read = root / "sys/fs/cgroup", _quota
-        elif "cpu" in controllers.split(","):
-            top, read = root / "sys/fs/cgroup/cpu", _quota_v1
-        else:
-            continue
-        group = top / path.lstrip("/")
-        quotas += [read(each) for each in (group, *group.parents) if each.is_relative_to(top)]
-    return min(quotas)
-
-
-def _quota(group: Path) -> float:
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-        return float("inf") if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return float("inf")
-
-
-def _quota_v1(group: Path) -> float:
-    try:
-        quota = int((group / "cpu.cfs_quota_us").read_text())
-        return float("inf") if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return float("inf")

@@ -184,10 +184,6 @@ def variables(
     own = {*env, *_nccl_conf(env, Path(root))}
     reasons += [f"{name} stays as you have set it" for name in wanted if name in own]
     added = {name: value for name, value in wanted.items() if name not in own}
-    # The launcher, which knows nothing of NUMA nodes, may have set more threads than there are CPUs.
-    threads = env.get("OMP_NUM_THREADS", "")
-    if share.cpus and threads.isdigit() and int(threads) > len(share.cpus):
-        added["OMP_NUM_THREADS"] = str(len(share.cpus))
     return added, reasons
 
 

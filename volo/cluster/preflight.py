@@ -77,7 +77,7 @@ class Node:
     name: str
     ranks: list[int]
     equal: dict[str, str]
-    cpus: int
+    cpus: float
     shm_gb: float
     memlock_gb: float | None
     free_gb: float | None
@@ -297,4 +297,4 @@ def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[Find
 def _row(node: Node) -> list[str]:
     sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)
     shown = ["-" if value is None else f"{value:.3g}" for value in sizes]
-    return [node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *shown]
+    return [node.name, str(len(node.ranks)), node.equal["GPUs"], f"{node.cpus:g}", *shown]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import signal
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
 
 # Rank, local rank, number of processes, number on this machine: variables of Open MPI; of MPICH and Intel MPI.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
@@ -70,21 +73,62 @@ def local_size_from_environment(env: Mapping[str, str]) -> int | None:
     return per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)] if per_node else None
 
 
-def cpus_of_ranks(env: Mapping[str, str]) -> tuple[int, int]:
+def cpus_of_rank(env: Mapping[str, str], free: int = 0) -> int:
+    """Return how many CPUs this rank has, at least 1; all ranks here leave `free` to others."""
+    own, together = cpus_of_ranks(env)
+    return max(1, int(min(own - free, (together - free) / (local_size_from_environment(env) or 1))))
+
+
+def cpus_of_ranks(env: Mapping[str, str]) -> tuple[int, float]:
     """Return how many CPUs this process may run on, and how many the ranks of this machine have together: those of the
-    `srun` step, else those of the process that started this one.
+    `srun` step, else those of the process that started this one, but no more than a cgroup lets them use at a time.
 
     A rank that its launcher has confined to its own CPUs (srun --cpu-bind, mpirun --bind-to) has fewer than all.
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1, os.cpu_count() or 1
-    own = len(os.sched_getaffinity(0))
+    own = together = len(os.sched_getaffinity(0))
     if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_ON_NODE" in env:
-        return own, int(env["SLURM_CPUS_ON_NODE"])
+        together = int(env["SLURM_CPUS_ON_NODE"])
+    else:
+        with suppress(OSError):
+            together = len(os.sched_getaffinity(os.getppid()))
+    return own, min(together, cpu_quota())
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Return how many CPUs the cgroups of this process let it use at a time; infinity where they don't say."""
     try:
-        return own, len(os.sched_getaffinity(os.getppid()))
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
-        return own, own
+        return math.inf
+    quotas = [math.inf]
+    for _, controllers, path in groups:
+        if controllers == "":
+            top, read = root / "sys/fs/cgroup", _quota
+        elif "cpu" in controllers.split(","):
+            top, read = root / "sys/fs/cgroup/cpu", _quota_v1
+        else:
+            continue
+        group = top / path.lstrip("/")
+        quotas += [read(each) for each in (group, *group.parents) if each.is_relative_to(top)]
+    return min(quotas)
+
+
+def _quota(group: Path) -> float:
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def _quota_v1(group: Path) -> float:
+    try:
+        quota = int((group / "cpu.cfs_quota_us").read_text())
+        return math.inf if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return math.inf
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:

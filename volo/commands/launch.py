@@ -38,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
     if os.environ.get("DRY_RUN"):
         print(launch)
         return 0
-    os.environ["OMP_NUM_THREADS"] = launch.threads
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe: a line when it comes
     from volo.cluster.elastic import Launcher, NotTogether  # imports torch
 

@@ -2,7 +2,6 @@
 #
 # Environment:
 #   PYTHON            default: python3 of the active environment, else of .venv beside the script
-#   OMP_NUM_THREADS   default, printed: CPUs (affinity, cgroup) / N; on a machine without GPUs (CPUs - 1) / N
 #   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0; on one node only)
 #   SHUTDOWN_TIMEOUT  seconds that processes get to save and end after a signal (300; after another one failed: 30)
 #   LOG_DIR           what each process prints goes to LOG_DIR/RUN_ID_*/attempt_0/LOCAL_RANK/std{out,err}.log, too, a folder

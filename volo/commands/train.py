@@ -49,7 +49,6 @@ from volo.cluster.distributed import (
     lost_rank_explained,
     primary_first,
 )
-from volo.cluster.launch import available_cpus
 from volo.cluster.per_host import OncePerHost, Packed
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.shard import ShardedEma
@@ -357,7 +356,7 @@ def make_meter(
 ) -> Meter:
     """Build the meter, which adds up losses and times and warns of what slows the run down."""
     loader, precision = training.loader, training.precision
-    feed = image_feed(args, loader.dataset, world.device, available_cpus())
+    feed = image_feed(args, loader.dataset, world.device)
     recorder = NonFiniteRecorder(
         args, training.state, loader, precision, training.schedule, world, directory, logger.event
     )

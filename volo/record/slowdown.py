@@ -16,7 +16,6 @@ import torch
 
 from tlt.data.workers import PREFETCH_FACTOR
 from volo.cluster.distributed import World, from_all
-from volo.cluster.ranks import cpus_of_ranks
 from volo.record.logger import Logger
 
 WAIT_SHARE = 0.2  # of an interval, waiting for data
@@ -189,18 +188,6 @@ class CpuClock:
         # The name of the program, up to the last bracket, may hold any character.
         fields = (self.proc / str(process) / "stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def cpus_of_rank(allowed: float, ranks: int) -> int:
-    """Return the CPUs of this rank, whether the ranks of a machine share CPUs or each has its own.
-
-    Args:
-        allowed: CPUs that this process may use by its affinity and its cgroup.
-        ranks: Ranks on this machine.
-    """
-    own, together = cpus_of_ranks(os.environ)
-    by_quota = allowed / ranks if allowed < own else own
-    return max(1, int(min(by_quota, own, together / ranks)))
 
 
 def straggler(own_seconds: list[float], interval: float) -> int | None:

@@ -30,8 +30,8 @@ from tlt.labels.label_files import LabelMatches
 from tlt.labels.store import open_labels as open_label_store
 from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
-from volo.cluster.ranks import local_size_from_environment
-from volo.record.slowdown import Feed, cpus_of_rank
+from volo.cluster.ranks import cpus_of_rank, local_size_from_environment
+from volo.record.slowdown import Feed
 from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
@@ -237,18 +237,13 @@ def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backen
     return create_backend(args.data_backend, args.max_pixels, args.workers, world.device, dct_scaling)
 
 
-def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device, allowed_cpus: float) -> Feed:
-    """Describe how this rank gets its images, for advice to a run that waits for them.
-
-    Args:
-        allowed_cpus: CPUs that this process may use.
-    """
-    ranks = local_size_from_environment(os.environ) or 1
+def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device) -> Feed:
+    """Describe how this rank gets its images, for advice to a run that waits for them."""
     kinds = {ImageFolder: "folder", ShardedImages: "shards"}
     return Feed(
         workers=args.workers,
-        cpus=cpus_of_rank(allowed_cpus, ranks),
-        ranks=ranks,
+        cpus=cpus_of_rank(os.environ),
+        ranks=local_size_from_environment(os.environ) or 1,
         backend=args.data_backend,
         source=kinds.get(type(dataset.source), "other"),
         on_gpu=device.type == "cuda",

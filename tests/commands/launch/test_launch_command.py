@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LIMIT
-from volo.cluster.launch import Launch, available_cpus, described
+from volo.cluster.launch import Launch, described
 
 ROOT = Path(__file__).resolve().parents[3]
 # 198.51.100.0/24 is kept for examples: no machine has such an address.
@@ -23,7 +23,7 @@ SRUN = {"SLURM_STEP_NUM_NODES": "3", "SLURM_NODEID": "2"}
 def run(program: str, environment: dict[str, str], **more: str) -> subprocess.CompletedProcess[str]:
     """Run a launch script with 2 processes and nothing but `environment` set."""
     command = [str(ROOT / f"distributed_{program}.sh"), "2", "/data", "--model", "volo_d1", "--output", "with space"]
-    clean = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DRY_RUN": "1", "OMP_NUM_THREADS": "4"}
+    clean = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DRY_RUN": "1"}
     env = {**clean, **environment, **more}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
 
@@ -32,7 +32,7 @@ def test_a_dry_run_prints_what_torchrun_would_be_told() -> None:
     ended = run("train", TWO | {"LOG_DIR": "l"})
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == (
-        f"OMP_NUM_THREADS=4 \\\n{sys.executable} -m torch.distributed.run --nproc-per-node 2 --nnodes=2 --node-rank=1 "
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --nnodes=2 --node-rank=1 "
         "--master-addr=198.51.100.7 --master-port=29500 --max-restarts 0 --tee 3 --log-dir l "
         f"{ROOT}/train.py /data --model volo_d1 --output 'with space'\n"
     )
@@ -52,7 +52,7 @@ def test_a_dry_run_prints_what_torchrun_would_be_told() -> None:
     ],
 )
 def test_the_environment_is_heeded(environment: dict[str, str], expected: dict[str, object]) -> None:
-    launch = described(2, ["train.py"], {"DRY_RUN": "1", "OMP_NUM_THREADS": "4", **environment})
+    launch = described(2, ["train.py"], {"DRY_RUN": "1", **environment})
     assert isinstance(launch, Launch)
     assert {name: getattr(launch, name) for name in expected} == expected
 
@@ -91,37 +91,3 @@ def test_a_mistake_is_one_line_that_names_the_variable(environment: dict[str, st
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ") and named in line
-
-
-def test_threads_are_said_and_fit_the_processes() -> None:
-    ended = run("train", {"OMP_NUM_THREADS": ""})
-    (line,) = ended.stderr.splitlines()
-    threads = int(line.partition("=")[2].partition(":")[0])
-    assert f"OMP_NUM_THREADS={threads} " in ended.stdout
-    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    assert 1 <= threads <= max(1, cpus // 2)
-
-
-def _tree(root: Path, cgroup: str, **files: str) -> Path:
-    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def test_available_cpus_respect_the_quotas_of_all_cgroups_around(tmp_path: Path) -> None:
-    own = available_cpus(tmp_path)  # nothing there: by affinity
-    assert own == (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count())
-    top = "sys/fs/cgroup"
-    two = _tree(
-        tmp_path / "2",
-        "0::/job/step\n",
-        **{f"{top}/job/cpu.max": "50000 100000", f"{top}/job/step/cpu.max": "max 100000"},
-    )
-    assert available_cpus(two) == 0.5
-    container = _tree(tmp_path / "c", "0::/\n", **{f"{top}/cpu.max": "25000 100000"})
-    assert available_cpus(container) == 0.25
-    v1 = {f"{top}/cpu/slurm/cpu.cfs_quota_us": "75000", f"{top}/cpu/slurm/cpu.cfs_period_us": "100000"}
-    assert available_cpus(_tree(tmp_path / "1", "5:memory:/slurm\n3:cpu,cpuacct:/slurm\n", **v1)) == 0.75
-    unlimited = {f"{top}/cpu/slurm/cpu.cfs_quota_us": "-1", f"{top}/cpu/slurm/cpu.cfs_period_us": "100000"}
-    assert available_cpus(_tree(tmp_path / "u", "3:cpu,cpuacct:/slurm\n", **unlimited)) == own
