@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 from torch.multiprocessing import spawn
 
 from tlt.errors import UserError
 from volo.cluster import distributed, per_host
 from volo.cluster.distributed import (
-    Board,
+    RankLost,
     World,
     choose_device,
     from_primary,
+    lost_rank_explained,
     primary_first,
     sum_over_ranks,
 )
@@ -205,6 +205,21 @@ def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path
     assert told == ["no images for 0", "no images for 1", "no images for 0"]
 
 
+def _one_of_two_hosts(rank: int, path: str) -> None:
+    socket.gethostname = lambda: f"host{rank}"
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{path}/store", 2))
+    make = partial(os._exit, 0) if rank == 1 else list
+    with pytest.raises(RankLost, match="another rank has ended"), lost_rank_explained():
+        OncePerHost(print)(make, lambda value: None, print)
+    Path(path, "told").touch()
+    os._exit(0)
+
+
+def test_a_rank_that_waits_for_another_host_notices_its_end(tmp_path: Path) -> None:
+    spawn(_one_of_two_hosts, (str(tmp_path),), nprocs=2)
+    assert (tmp_path / "told").exists()
+
+
 def _open_to_others(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o750)
@@ -238,14 +253,3 @@ def test_a_folder_that_is_not_the_users_alone_is_not_used(
 def test_alone_nothing_is_copied() -> None:
     value = object()
     assert OncePerHost(print)(lambda: value, None, None) is value  # type: ignore[arg-type]
-
-
-def test_a_rank_whose_board_has_gone_leaves_the_telling_to_the_rank_that_took_it() -> None:
-    alone = Board()
-    assert alone.fail() and not alone.fail()  # the first one tells
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board()
-    board._store = TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
-    assert board.add("done", 2) == 2 and not board.failed()
-    del host
-    assert board.failed() and not board.fail()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import signal
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from volo.cluster.distributed import World
-from volo.cluster.preempt import StopSignal
+from volo.cluster.preempt import STOP, StopSignal
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import START_TIMEOUT_S, Watchdog
+from volo.commands.console import run_program
 from volo.record.slowdown import SlowdownWatch, straggler
 from volo.train.precision import Precision
 
@@ -95,6 +98,16 @@ def test_a_stop_is_between_updates_alone() -> None:
             if batch == "a":
                 stop.request(signal.SIGUSR1)
     assert seen == ["a", "b"] and stopped.value.exit_code == 85  # type: ignore[attr-defined]
+
+
+def test_a_program_is_loaded_whole_before_a_signal_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An exception while torch's C++ is loaded, which itself imports Python, aborts the process.
+    lines = ["import os, signal", "os.kill(os.getpid(), signal.SIGTERM)", "open(f'{__file__}.loaded', 'w').close()"]
+    (tmp_path / "told_while_loaded.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    with STOP.handled():
+        assert run_program(lambda argv: Namespace(), "told_while_loaded") == 85
+    assert (tmp_path / "told_while_loaded.py.loaded").exists()
 
 
 def test_a_rank_that_stops_because_another_had_to_says_so() -> None:

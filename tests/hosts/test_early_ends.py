@@ -43,8 +43,11 @@ def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     assert (codes[wrong], codes[1 - wrong]) == (2, 5), "\n".join(run.output for run in runs)
     other = runs[1 - wrong].output
     assert told in runs[wrong].output and "Traceback" not in other
-    missed = "rank 0 does not answer at" if wrong == 0 else "rank 1 did not come within 60 s"
-    assert f"error: {missed}" in other
+    # The store ends with host 0's launcher, before rank 1 has reached it or after.
+    missed = (
+        ("rank 0 does not answer at", "another rank has ended") if wrong == 0 else ("rank 1 did not come within 60 s",)
+    )
+    assert any(f"error: {each}" in other for each in missed)
 
 
 def test_hosts_that_have_ipv6_alone_train_together(hosts: list[Host], data: Path, tmp_path: Path) -> None:

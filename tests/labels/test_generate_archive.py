@@ -254,21 +254,26 @@ def test_broken_images_have_no_label(command: list[str], tmp_path: Path, capsys:
     assert cli.run("label", into(command, "tree", "-b", "1")) == 0  # nothing left but what can't be read
 
 
-def test_an_error_on_one_rank_ends_all_with_one_line(command: list[str], tmp_path: Path) -> None:
+def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "distributed_generate_label.sh"), "2", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+
+
+def test_an_error_on_one_rank_ends_all_and_is_told_once(command: list[str], tmp_path: Path) -> None:
     (Path(command[0]) / "train" / "blue" / "blue12.jpg").write_bytes(b"nothing")  # in rank 1's first batch
-    assert end(start(into(command, "out", *ARCHIVE, "--max-bad-images", "0"), 2)) == [2, 2]
+    assert end(start(into(command, "out", *ARCHIVE, "--max-bad-images", "0"), 2)) == [5, 2]
     said = (tmp_path / "out.log").read_text()
-    assert said.count("error:") == 1 and "[rank 1] error: 1 of 16 images" in said and "Traceback" not in said
+    assert said.count("1 of 16 images") == said.count("[rank 1] error: 1 of 16 images") == 1
+    assert said.count("error:") == 2 and "[rank 0] error: another rank has ended" in said and "Traceback" not in said
     assert not (tmp_path / "out" / "manifest.json").exists()
-    assert end(start(into(command, "other", "--model", "resnet10x"), 2)) == [2, 2]
-    assert (tmp_path / "other.log").read_text().count("error: --model resnet10x") == 1
+    done = launched(*into(command, "other", "--model", "resnet10x"))
+    assert done.returncode == 2 and done.stderr.count("error:") == done.stderr.count("error: --model resnet10x") == 1
 
 
 def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: Path) -> None:
     assert cli.run("label", into(command, "one", *ARCHIVE)) == 0
-    launch = [str(ROOT / "distributed_generate_label.sh"), "2", *into(command, "two", *ARCHIVE)]
-    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(launch, env=env, capture_output=True, text=True, timeout=LIMIT)
+    said = launched(*into(command, "two", *ARCHIVE))
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("labelling: 16/16 images") == said.stdout.count("16 label maps") == 1
     assert "cells" in said.stdout.splitlines()[-1]

@@ -8,14 +8,13 @@ unpickled.
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,7 +37,6 @@ from volo.cluster.store import connect, serve
 from volo.cluster.topology import interface_to
 
 T = TypeVar("T")
-_BOARDS = itertools.count()  # in the same order on every rank
 _POLL_S = 0.1
 _MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
@@ -162,7 +160,8 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        _join(world, timeout_s)
+        with lost_rank_explained():
+            _join(world, timeout_s)
     return world
 
 
@@ -291,11 +290,11 @@ def _set_rendezvous_address(size: int) -> None:
 
 @contextmanager
 def lost_rank_explained() -> Iterator[None]:
-    """Turn torch's error that a connection to another rank has ended into a RankLost."""
+    """Turn torch's error that a connection to another rank, or to the store, has ended into a RankLost."""
     try:
         yield
     except RuntimeError as error:
-        if dist.is_initialized() and _GONE.search(str(error)):
+        if isinstance(error, dist.DistNetworkError) or (dist.is_initialized() and _GONE.search(str(error))):
             raise RankLost("another rank has ended: what it said, or the log of its machine, tells why") from error
         raise
 
@@ -358,34 +357,23 @@ def _as_bytes(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-class Board:
-    """Shared counters of ranks that work at their own pace: no rank waits for another to read them.
+def wait_for_hosts(group: Any = None, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Wait until every rank has called this, and handle signals meanwhile, as torch's barrier doesn't.
 
-    Every rank makes it, after `init_world`.
+    Args:
+        group: A process group of gloo with all ranks; its timeout counts.
+        meanwhile: Is called while waiting.
+
+    Raises:
+        RuntimeError: A rank has ended; see `lost_rank_explained`.
     """
-
-    def __init__(self) -> None:
-        joined = dist.is_initialized()
-        self._store = dist.distributed_c10d._get_default_store() if joined else dist.HashStore()
-        self._name = f"board/{next(_BOARDS)}"
-
-    def add(self, name: str, amount: int) -> int:
-        """Add to a counter that starts at 0; return its value over all ranks."""
-        return self._store.add(f"{self._name}/{name}", amount)
-
-    def fail(self) -> bool:
-        """Note that this rank can't go on; return whether it is the first one."""
-        try:
-            return self.add("failed", 1) == 1
-        except RuntimeError:  # rank 0, whose store this is, failed before and has ended
-            return False
-
-    def failed(self) -> bool:
-        """Return whether a rank can't go on, or has ended and with it the store."""
-        try:
-            return self.add("failed", 0) > 0
-        except RuntimeError:
-            return True
+    if dist.is_initialized():
+        ready, pause = dist.all_reduce(torch.ones(()), group=group, async_op=True), 0.01
+        while not ready.is_completed():
+            meanwhile()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        ready.wait()
 
 
 def wait_for_all() -> None:

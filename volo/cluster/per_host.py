@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
@@ -26,19 +27,20 @@ import torch.distributed as dist
 
 from tlt.errors import UserError
 from tlt.io.tensor_file import MappedTensors, write_tensors
-from volo.cluster.distributed import Told, from_all
+from volo.cluster.distributed import Told, from_all, wait_for_hosts
 
 T = TypeVar("T")
 Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
 _CALLS = itertools.count()  # of `OncePerHost`, in the same order on every rank
+_LONG = timedelta(days=7)
 _FORMAT = "volo-tlt of the ranks of a host, version 1"
 
 
 class OncePerHost:
     """Has the first rank of each host make what takes long; `OncePerHost(alive)(make, pack, unpack)`.
 
-    No rank waits in a collective, which has a time limit: a file server may take long to list a data set. A rank that
-    waits is alive as long as another one makes steps.
+    A file server may take long to list a data set: a rank that waits is alive as long as another one makes steps. All
+    ranks make it, and call it, in the same order.
 
     Args:
         alive: Called on every rank at each step of any rank.
@@ -46,6 +48,8 @@ class OncePerHost:
 
     def __init__(self, alive: Callable[[], None]) -> None:
         self._alive, self._steps = alive, 0
+        # Its connections tell a rank that waits when one on another host has ended.
+        self._group = dist.new_group(timeout=_LONG, backend="gloo") if dist.is_initialized() else None
 
     def step(self) -> None:
         """Tell all ranks that this one has found something; `make` calls it."""
@@ -94,8 +98,7 @@ class OncePerHost:
                 value = make()
             else:
                 value = unpack(shared.tensors, shared.description)
-        store.add(f"{key}/ready", 1)
-        self._wait_until(lambda: store.add(f"{key}/ready", 0) == dist.get_world_size())
+        wait_for_hosts(self._group, self._notice_steps)
         if rank == first and others:
             with suppress(OSError):
                 (_folder() / file).unlink()
@@ -104,11 +107,14 @@ class OncePerHost:
     def _wait_until(self, happened: Callable[[], bool], seconds: float = math.inf) -> None:
         until, pause = time.monotonic() + seconds, 0.01
         while not happened() and time.monotonic() < until:
-            if self._steps != (steps := _store().add("steps", 0)):
-                self._steps = steps
-                self._alive()
+            self._notice_steps()
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
+
+    def _notice_steps(self) -> None:
+        if self._steps != (steps := _store().add("steps", 0)):
+            self._steps = steps
+            self._alive()
 
 
 def _store() -> dist.Store:

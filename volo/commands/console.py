@@ -106,7 +106,10 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
         args = parse(argv)
         if "bind" in args:
             args.notes += bind_process(args)
-        return importlib.import_module(module).run(args)
+        with STOP.deferred():  # what a signal raises while torch's C++ is loaded aborts the process
+            program = importlib.import_module(module)
+        with STOP.interruptible():
+            return program.run(args)
     except UserError as error:
         if debug:
             raise

@@ -18,7 +18,6 @@ whole, so that the labels are the same as without an interruption.
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from typing import Any
 
@@ -38,7 +37,16 @@ from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
 from tlt.labels.metadata import TreeMetadata
-from volo.cluster.distributed import Board, World, from_all, from_primary, init_world, primary_first, shut_down
+from volo.cluster.distributed import (
+    World,
+    from_all,
+    from_primary,
+    init_world,
+    lost_rank_explained,
+    primary_first,
+    shut_down,
+    wait_for_hosts,
+)
 from volo.commands.console import say
 from volo.record.metrics import Sums
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
@@ -49,30 +57,19 @@ from volo.train.precision import resolve_amp_dtype
 from volo.train.trained_model import load_annotator
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels
-_POLL = 0.2  # seconds between two checks of the progress of the other ranks
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed. One rank reports an error, the others exit with the same code."""
+    """Entry point, after the arguments are parsed."""
     world = init_world(args.device, timeout_s=_RANK_TIMEOUT)
-    board = Board()
-    try:
-        with compile_errors_told(args):
-            return label_folder(args, world, board)
-    except UserError as error:
-        if board.fail():
-            raise
-        return error.exit_code
-    except RuntimeError:  # the connection to a rank that has left
-        if board.failed():
-            return UserError.exit_code
-        raise
-    finally:
-        shut_down()
+    with lost_rank_explained(), compile_errors_told(args):
+        label_folder(args, world)
+    shut_down()  # where it fails its connections end with the process, so that its own failure is seen first
+    return 0
 
 
-def label_folder(args: Namespace, world: World, board: Board) -> int:
-    """Build everything, label the images and finish the tree or archive. Returns the exit code."""
+def label_folder(args: Namespace, world: World) -> None:
+    """Build everything, label the images and finish the tree or archive."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     say([*args.notes, *(f"warning: {warning}" for warning in folder.warnings)], world.is_primary)
     model, recorded, notes = load_annotator(args)
@@ -84,7 +81,7 @@ def label_folder(args: Namespace, world: World, board: Board) -> int:
     with primary_first():
         job = open_job(args, folder, describe(args, settings, folder, model, grid), world)
     pending = from_primary(find_pending(args, job) if world.is_primary else [])
-    return make_labels(args, job, pending, annotator, settings, world, board)
+    make_labels(args, job, pending, annotator, settings, world)
 
 
 def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, recorded: dict[str, Any]) -> None:
@@ -197,9 +194,8 @@ def make_labels(
     annotator: Annotator,
     settings: dict[str, Any],
     world: World,
-    board: Board,
-) -> int:
-    """Label the pending rows, each rank its share, then finish the tree or archive. Returns the exit code."""
+) -> None:
+    """Label the pending rows, each rank its share, then finish the tree or archive."""
     batches = whole_batches(pending, len(job.folder), args.batch_size)[world.rank :: world.size]
     rows = [row for batch in batches for row in batch]
     loader = image_loader(args, job.folder, rows, settings, world.device)
@@ -207,24 +203,14 @@ def make_labels(
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
         made = write_batch(job, batch, annotator(batch.images), rows, wanted, None if args.transfer else sums)
-        done = board.add("done", made)
-        if progress is not None:
-            progress.step(done - progress.done)
-        if board.failed():
-            return UserError.exit_code
-    board.add("finished", 1)
-    while board.add("finished", 0) < world.size:
-        time.sleep(_POLL)
-        if progress is not None:
-            progress.step(board.add("done", 0) - progress.done)
-        if board.failed():
-            return UserError.exit_code
+        if progress is not None:  # the other ranks are about as far
+            progress.step(min(made * world.size, progress.total - progress.done))
+    wait_for_hosts()
     skips, totals = from_all(loader.skips.reasons), sums.totals()
     if progress is not None:
-        progress.step(board.add("done", 0) - progress.done)
+        progress.step(progress.total - progress.done)
         progress.close()
         close(args, job, wanted, skips, totals)
-    return 0
 
 
 def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:

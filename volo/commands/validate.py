@@ -30,7 +30,7 @@ from tlt.errors import UserError
 from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import checkpoints_in
-from volo.cluster.distributed import World, init_world, primary_first, shut_down
+from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
 from volo.commands.console import say
 from volo.record.metrics import Evaluation, Sums
 from volo.record.run_directory import check_writable
@@ -47,11 +47,9 @@ from volo.train.trained_model import load_trained
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     world = init_world(args.device)
-    try:
-        with compile_errors_told(args):
-            validate(args, world)
-    finally:
-        shut_down()
+    with lost_rank_explained(), compile_errors_told(args):
+        validate(args, world)
+    shut_down()
     return 0
 
 
