@@ -61,14 +61,14 @@ def bind_process(args: Namespace) -> list[str]:
 
 
 def apply(share: Share) -> list[str]:
-    """Set this process's CPUs and memory policy, which all threads and processes that it starts inherit.
+    """Set this process's CPUs and memory policy, which threads and processes that it starts inherit.
 
     Returns what the kernel refused.
     """
     step = f"CPUs {listed(share.cpus)}"
     try:
-        if share.cpus:
-            os.sched_setaffinity(0, share.cpus)
+        for thread in os.listdir("/proc/self/task") if share.cpus else ():  # one that counts signals is there already
+            os.sched_setaffinity(int(thread), share.cpus)
         step = f"memory policy {share.memory} {share.node}"
         if share.node is not None and share.memory != "off":
             set_policy(share.memory, share.node)
