@@ -194,11 +194,6 @@ def test_what_is_set_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert set(added(tmp_path, 3, **hosts, **env)) == {"UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME"}
 
 
-@pytest.mark.parametrize(("given", "expected"), [("32", "28"), ("4", None), ("", None)])
-def test_threads_are_no_more_than_the_cpus_of_the_share(given: str, expected: str | None, tmp_path: Path) -> None:
-    assert added(build(tmp_path, DGX_H100), OMP_NUM_THREADS=given).get("OMP_NUM_THREADS") == expected
-
-
 PROBE = """
 import runpy, sys
 sys.argv = [__file__ := "train.py", *sys.argv[1:]]

@@ -40,7 +40,7 @@ import sys
 from volo.cluster.elastic import Launcher, NotTogether
 from volo.cluster.launch import Launch
 node, nodes, processes, port, logs, program = sys.argv[1:]
-launch = Launch(int(processes), (program,), "job", "1", 0, 300, logs, "[here:${rank}] ", int(nodes), int(node),
+launch = Launch(int(processes), (program,), "job", 0, 300, logs, "[here:${rank}] ", int(nodes), int(node),
                 port=int(port), join_timeout=int(__import__("os").environ.get("JOIN", 60)))
 try:
     sys.exit(Launcher(launch).run())
@@ -65,7 +65,7 @@ def alone(program: Path) -> Callable[..., Running]:
 
 @pytest.fixture
 def nodes(program: Path) -> Callable[..., list[Running]]:
-    """`nodes({node: processes, ...}, of, **environment)`: these of so many nodes."""
+    """`nodes([(node, processes), ...], of, **environment)`: these of so many nodes."""
     port = str(free_port())
 
     def start(processes: list[tuple[int, int]], of: int = 2, **env: str) -> list[Running]:
