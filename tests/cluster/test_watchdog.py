@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
-from argparse import Namespace
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands.conftest import ROOT
+from tests.conftest import LIMIT
 from volo.cluster.distributed import World
-from volo.cluster.preempt import STOP, StopSignal
+from volo.cluster.preempt import StopSignal
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import START_TIMEOUT_S, Watchdog
-from volo.commands.console import run_program
 from volo.record.slowdown import SlowdownWatch, straggler
 from volo.train.precision import Precision
 
@@ -100,14 +103,24 @@ def test_a_stop_is_between_updates_alone() -> None:
     assert seen == ["a", "b"] and stopped.value.exit_code == 85  # type: ignore[attr-defined]
 
 
-def test_a_program_is_loaded_whole_before_a_signal_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+TOLD_WHILE_LOADED = """
+import os, signal, sys
+from argparse import Namespace
+from volo.cluster.preempt import STOP
+from volo.commands.console import run_program
+with STOP.handled():
+    code = run_program(lambda argv: Namespace(), "program")
+print(code, run_program(lambda argv: Namespace(), "another"))
+"""
+
+
+def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_path: Path) -> None:
     # An exception while torch's C++ is loaded, which itself imports Python, aborts the process.
-    lines = ["import os, signal", "os.kill(os.getpid(), signal.SIGTERM)", "open(f'{__file__}.loaded', 'w').close()"]
-    (tmp_path / "told_while_loaded.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    with STOP.handled():
-        assert run_program(lambda argv: Namespace(), "told_while_loaded") == 85
-    assert (tmp_path / "told_while_loaded.py.loaded").exists()
+    (tmp_path / "program.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nprint('loaded')\n")
+    (tmp_path / "another.py").write_text("run = lambda args: 0\n")
+    command, env = [sys.executable, "-c", TOLD_WHILE_LOADED], {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.split() == ["loaded", "85", "0"], done.stderr
 
 
 def test_a_rank_that_stops_because_another_had_to_says_so() -> None:

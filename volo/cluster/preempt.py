@@ -108,7 +108,8 @@ class StopSignal:
         arrived, arrival = os.pipe()
         os.set_blocking(arrival, False)
         signal.set_wakeup_fd(arrival)
-        threading.Thread(target=self._count, args=(arrived,), daemon=True).start()
+        counter = threading.Thread(target=self._count, args=(arrived,), daemon=True)
+        counter.start()
         self._handled = True
         try:
             with self.interruptible():
@@ -116,10 +117,12 @@ class StopSignal:
         finally:
             self._handled = False
             signal.set_wakeup_fd(-1)
-            os.close(arrival)  # ends the thread
+            os.close(arrival)  # ends the thread, which may still have a signal to count
+            counter.join()
             for number, handler in before.items():
                 # The run is ending already, so later signals (torchrun ends all ranks when one has ended) are ignored.
                 signal.signal(number, handler if self.number is None else signal.SIG_IGN)
+            self.number = None  # of this run
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
