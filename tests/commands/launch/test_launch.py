@@ -162,7 +162,19 @@ def test_nothing_stays_behind_in_the_temporary_directory(alone: Callable[..., Ru
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGHUP, 85), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 85),
+        (signal.SIGUSR1, 85),
+        pytest.param(
+            signal.SIGHUP,
+            85,
+            marks=pytest.mark.skipif(
+                signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="these tests run by nohup"
+            ),
+        ),
+        (signal.SIGINT, 130),
+    ],
 )
 def test_a_signal_before_a_process_can_handle_it_asks_for_another_start(
     alone: Callable[..., Running], tmp_path: Path, number: int, code: int
