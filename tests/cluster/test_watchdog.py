@@ -123,6 +123,29 @@ def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_
     assert done.stdout.split() == ["loaded", "85", "0"], done.stderr
 
 
+LEAVES_A_CHILD = """
+import os, time
+from volo.cluster.preempt import STOP
+with STOP.handled():
+    child = os.fork()  # a data worker that its storage holds up
+    if not child:
+        time.sleep(9999)
+    print(child, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="data workers are forked on Linux alone")
+def test_a_program_ends_while_a_child_of_its_own_hangs() -> None:
+    with subprocess.Popen([sys.executable, "-c", LEAVES_A_CHILD], cwd=ROOT, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        child = int(program.stdout.readline())
+        try:
+            assert program.wait(LIMIT) == 0
+        finally:
+            os.kill(child, signal.SIGKILL)
+            program.kill()
+
+
 def test_a_rank_that_stops_because_another_had_to_says_so() -> None:
     stop = StopSignal()
     stop.follow(2)  # another one's data failed: nobody was told to end

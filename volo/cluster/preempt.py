@@ -117,8 +117,11 @@ class StopSignal:
         finally:
             self._handled = False
             signal.set_wakeup_fd(-1)
-            os.close(arrival)  # ends the thread, which may still have a signal to count
+            # The end of the thread, which may still have signals to count. Closing the pipe is none: a data worker that
+            # storage holds up has it open, too.
+            os.write(arrival, b"\0")
             counter.join()
+            os.close(arrival)
             for number, handler in before.items():
                 # The run is ending already, so later signals (torchrun ends all ranks when one has ended) are ignored.
                 signal.signal(number, handler if self.number is None else signal.SIG_IGN)
@@ -172,7 +175,7 @@ class StopSignal:
         return True
 
     def _count(self, arrived: int) -> None:
-        """Read every signal, which arrives as a byte."""
+        """Read every signal, which arrives as a byte; 0 is the end."""
         with open(arrived, "rb", buffering=0) as numbers:
             while number := int.from_bytes(numbers.read(1), "big"):
                 again = number in _SIGNALS and not self.request(number)
