@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import re
 import socket
@@ -364,12 +365,18 @@ def wait_for_hosts(group: Any = None, meanwhile: Callable[[], None] = lambda: No
         RuntimeError: A rank has ended; see `lost_rank_explained`.
     """
     if dist.is_initialized():
-        ready, pause = dist.all_reduce(torch.ones(()), group=group, async_op=True), 0.01
-        while not ready.is_completed():
-            meanwhile()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
+        ready = dist.all_reduce(torch.ones(()), group=group, async_op=True)
+        poll(ready.is_completed, meanwhile)
         ready.wait()
+
+
+def poll(happened: Callable[[], bool], meanwhile: Callable[[], None], seconds: float = math.inf) -> None:
+    """Return when `happened()` is true, or after so many seconds, and call `meanwhile` now and then."""
+    until, pause = time.monotonic() + seconds, 0.01
+    while not happened() and time.monotonic() < until:
+        meanwhile()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def wait_for_all() -> None:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import socket
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -27,7 +25,7 @@ import torch.distributed as dist
 
 from tlt.errors import UserError
 from tlt.io.tensor_file import MappedTensors, write_tensors
-from volo.cluster.distributed import Told, from_all, wait_for_hosts
+from volo.cluster.distributed import Told, from_all, poll, wait_for_hosts
 
 T = TypeVar("T")
 Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
@@ -81,14 +79,14 @@ class OncePerHost:
             except UserError as error:
                 store.set(said, json.dumps(str(error)))
                 # The store may end with this rank: first the others must have read the error.
-                self._wait_until(lambda: store.add(f"{said}/told", 0) == others, seconds=10.0)
+                poll(lambda: store.add(f"{said}/told", 0) == others, self._notice_steps, seconds=10.0)
                 raise
             if others and (packed := pack(value)):
                 with suppress(OSError):  # no room, or a folder that isn't this user's alone: the others call `make`
                     write_tensors(str(_folder() / file), _FORMAT, *packed)
             store.set(said, json.dumps(""))
         else:
-            self._wait_until(lambda: store.check([said]))
+            poll(lambda: store.check([said]), self._notice_steps)
             if refused := json.loads(store.get(said)):
                 store.add(f"{said}/told", 1)
                 raise Told(refused)
@@ -103,13 +101,6 @@ class OncePerHost:
             with suppress(OSError):
                 (_folder() / file).unlink()
         return value
-
-    def _wait_until(self, happened: Callable[[], bool], seconds: float = math.inf) -> None:
-        until, pause = time.monotonic() + seconds, 0.01
-        while not happened() and time.monotonic() < until:
-            self._notice_steps()
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
 
     def _notice_steps(self) -> None:
         if self._steps != (steps := _store().add("steps", 0)):
