@@ -110,10 +110,10 @@ BAD = {
     "damaged.png": (encoded(picture(), "PNG").replace(b"IDAT", b"IDA\0", 1), "."),
     "truncated.gif": (animated("GIF")[:900], "truncated|."),
     "only_a_start.jpg": (b"\xff\xd8\xff", "no image format|broken|could not"),
-    "30000x30000.png": (encoded(Image.new("1", (30000, 30000)), "PNG"), "--max-pixels.*tlt shrink.*900000000 pixels"),
+    "30000x30000.png": (encoded(Image.new("1", (30000, 30000)), "PNG"), "--max-pixels.*pack-images.*900000000 pixels"),
     "float.tiff": (encoded(picture().convert("F"), "TIFF"), "floating-point numbers.*convert it to 8 or 16 bits"),
     "32_bits.tiff": (encoded(picture().convert("I"), "TIFF"), "32 bits wide.*convert it to 8 or 16 bits"),
-    "1x60000000.ppm": (b"P6 1 60000000 255 abc", "1 x 60000000 .*--max-pixels.*tlt shrink"),
+    "1x60000000.ppm": (b"P6 1 60000000 255 abc", "1 x 60000000 .*--max-pixels.*tlt pack-images"),
 }
 
 

@@ -192,7 +192,7 @@ def test_fault_40_pixel_bomb_is_replaced_in_training(broken: ImageFolder) -> Non
     batch = loaded(dataset, 0)  # 100 x 75
     assert batch.skipped[0] == (
         broken.path(0),
-        "100 x 75 pixels are more than --max-pixels 7000 (make it smaller: tlt shrink)",
+        "100 x 75 pixels are more than --max-pixels 7000 (make it smaller: tlt pack-images --max-side)",
     )
 
 

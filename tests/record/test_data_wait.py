@@ -63,9 +63,8 @@ def test_advice_names_what_is_left_to_do(
 
 def test_files_are_made_no_smaller_than_training_needs() -> None:
     for size, side in (((224, 224), 512), ((448, 384), 896)):
-        for source, command in (("folder", "tlt shrink DATA OUT"), ("shards", "tlt pack-images FOLDER OUT")):
-            told = advice(replace(FEED, image_size=size, source=source), replace(SEEN, megapixels=3.0))
-            assert f"({command} --max-side {side})" in told
+        told = advice(replace(FEED, image_size=size), replace(SEEN, megapixels=3.0))
+        assert f"(tlt pack-images DATA OUT --max-side {side})" in told
 
 
 def test_more_workers_need_room_in_shared_memory() -> None:

@@ -237,7 +237,7 @@ def test_labels_of_other_classes_are_numbers(data: tuple[Path, Path], make_label
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-1", "x"])
-@pytest.mark.parametrize("flags", ["show D L -o f --hflip", "show D L -o f --scale 1", "shrink D O --tile 8 --memory"])
+@pytest.mark.parametrize("flags", ["show D L -o f --hflip", "show D L -o f --scale 1"])
 def test_an_amount_that_is_none_is_one_line(flags: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*flags.split(), number])

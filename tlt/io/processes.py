@@ -77,9 +77,6 @@ def _parallel(
     function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str
 ) -> Iterator[Result]:
     context = multiprocessing.get_context(START_METHOD)
-    if "pyvips" in sys.modules and START_METHOD == "fork":  # libvips, once it is loaded, does not survive a fork
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([function.__module__])  # torch is loaded once, not by every process
     pool = ProcessPoolExecutor(min(workers, len(items)) or 1, context, _take, (job,))
     try:
         waiting: deque[Future[Result]] = deque()

@@ -1,1 +1,1 @@
-"""`tlt pack | check | probe | show | index | shrink`."""
+"""`tlt pack | check | probe | show | index | pack-images`."""

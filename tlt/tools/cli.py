@@ -6,7 +6,6 @@
     tlt check DATA LABELS               do labels and images belong together?
     tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
-    tlt shrink DATA OUT --max-side N    an image folder of smaller images, or of tiles
     tlt index DATA                      the sizes of all images, read once; names those that can't be read
 
 Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
@@ -72,8 +71,9 @@ def _pack_images(command: ArgumentParser) -> None:
     command.add_argument("--labels", metavar="LABELS", help="label tree or archive of the first split: packed too")
     command.add_argument("--shard-size", type=_positive, default=512, metavar="MB", help="about so large (512)")
     command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per CPU)")
-    command.add_argument("--max-side", type=_positive, metavar="N", help="make larger images smaller, as tlt shrink")
-    command.add_argument("--quality", type=_positive, metavar="Q", help="of the JPEGs that --max-side makes (90)")
+    command.add_argument(
+        "--max-side", type=_positive, metavar="N", help="longest side, px: makes larger images smaller"
+    )
     command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT, and nothing else")
 
 
@@ -119,24 +119,6 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
 
 
-def _shrink(command: ArgumentParser) -> None:
-    """Copy an image folder, splits and classes as they are, with no image larger than N pixels, or with larger images
-    cut into tiles (IMAGE_y_x.jpg). Huge JPEG, PNG and TIFF files are streamed. A killed command goes on where it was.
-    Token labels stay valid for smaller images, not for tiles. Needs pyvips: pip install 'volo-tlt[huge]'."""
-    command.add_argument("data", metavar="DATA", help="image folder, with splits or without")
-    command.add_argument("out", metavar="OUT", help="folder of the new one")
-    size = command.add_mutually_exclusive_group(required=True)
-    size.add_argument("--max-side", type=_positive, default=0, metavar="N", help="longest side of an image, px")
-    size.add_argument("--tile", type=_positive, default=0, metavar="N", help="side of a tile, px")
-    command.add_argument("--overlap", type=_positive, default=0, metavar="N", help="of neighbouring tiles, px (0)")
-    command.add_argument("--quality", type=_positive, default=90, metavar="Q", help="of the JPEGs, 1 to 100 (90)")
-    command.add_argument("--split", help="this one only (all)")
-    command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per core)")
-    command.add_argument(
-        "--memory", type=_amount, default=2.0, metavar="GB", help="of a worker, for what can't be streamed (2)"
-    )
-
-
 def _index(command: ArgumentParser) -> None:
     """Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then
     on: they list no folder a second time, and know unreadable images before they start."""
@@ -174,7 +156,6 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
     "check": ("DATA LABELS", "whether labels and images belong together", _check),
     "probe": ("DATA LABELS", "which way round the maps are, and what they cover", _probe),
     "show": ("DATA LABELS -o FILE", "a picture of images with their labels", _show),
-    "shrink": ("DATA OUT (--max-side N | --tile N)", "an image folder of smaller images, or of tiles", _shrink),
     "index": ("DATA", "the sizes of all images, read once", _index),
 }
 
@@ -182,16 +163,18 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
 def _run_pack_images(args: Namespace) -> list[str]:
     from tlt.io.processes import available_cpus
     from tlt.tools.pack_images import pack_images
-    from tlt.tools.shrink_folder import ShrinkSettings
 
-    if args.quality and not args.max_side:
-        raise UserError(
-            f"--quality {args.quality}: only images that --max-side makes smaller are encoded; leave it out"
-        )
-    shrinking = ShrinkSettings(args.max_side, quality=args.quality or 90) if args.max_side else None
     workers = args.workers or available_cpus()
     return pack_images(
-        args.data, args.out, args.split, args.labels, args.shard_size, workers, args.overwrite, shrinking, args.dataset
+        args.data,
+        args.out,
+        args.split,
+        labels=args.labels,
+        shard_mb=args.shard_size,
+        workers=workers,
+        overwrite=args.overwrite,
+        max_side=args.max_side,
+        dataset=args.dataset,
     )
 
 
@@ -217,11 +200,6 @@ def run(args: Namespace) -> int:
         from tlt.tools.show import show
 
         lines = show(args)
-    elif args.command == "shrink":
-        from tlt.tools.shrink_folder import ShrinkSettings, shrink_folder
-
-        settings = ShrinkSettings(args.max_side, args.tile, args.overlap, args.quality)
-        lines = shrink_folder(args.data, args.out, settings, args.split, args.workers, int(args.memory * 1e9))
     elif args.command == "index":
         from tlt.tools.index import index
 

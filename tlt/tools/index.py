@@ -125,7 +125,7 @@ def _heavy(source: ImageSource, sizes: np.ndarray) -> list[str]:
     most = int(pixels[heavy].max())
     return [
         f"{len(heavy)} images that are no JPEGs have more than {_HEAVY_PIXELS} pixels, up to {most}: decoding that one "
-        f"takes about {most * _BYTES_PER_PIXEL / 2**20:.0f} MiB in a data worker; `tlt shrink` makes them smaller"
+        f"takes about {most * _BYTES_PER_PIXEL / 2**20:.0f} MiB in a data worker; make them smaller: `tlt pack-images`"
     ]
 
 

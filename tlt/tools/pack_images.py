@@ -11,6 +11,7 @@ what it then finds is read again, every byte of it.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import tarfile
@@ -21,11 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
-from tlt.data.sources.image_file import BadImage, image_extensions, read_size
+from tlt.data.sources.image_file import (
+    DEFAULT_MAX_PIXELS,
+    BadImage,
+    as_rgb,
+    check_size,
+    image_extensions,
+    image_formats,
+    pillow_errors,
+)
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.shard_index import Contents, write_index
 from tlt.data.sources.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
@@ -41,10 +51,10 @@ from tlt.label_map import LabelMap
 from tlt.labels.archive_format import UNKNOWN_AREA
 from tlt.labels.records import MapForm
 from tlt.labels.store import LabelStore, open_labels
-from tlt.tools.shrink import shrink
-from tlt.tools.shrink_folder import ShrinkSettings
 
 _JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
+_JPEG_QUALITY = 90
+_MOST_PIXELS = 10 * DEFAULT_MAX_PIXELS  # of an image that is made smaller: 1.5 GB of memory
 _SAMPLED = 256  # images whose bytes say how many make a shard
 
 
@@ -56,7 +66,7 @@ def pack_images(
     shard_mb: int = 512,
     workers: int = 1,
     overwrite: bool = False,
-    shrinking: ShrinkSettings | None = None,
+    max_side: int | None = None,
     dataset: str = "",
 ) -> list[str]:
     """Pack the images of a data set into shards; return lines that say what was done.
@@ -67,6 +77,7 @@ def pack_images(
         labels: Label maps of the first split's images.
         shard_mb: About so many megabytes make a shard.
         overwrite: Begin anew: the shards that are there are removed, and nothing else.
+        max_side: Pixels; larger images are made smaller (`made_smaller`).
         dataset: Kind of data set (`--dataset`).
 
     Raises:
@@ -79,7 +90,7 @@ def pack_images(
         first = class_names is None
         store = open_labels(labels, source.paths, None, None, "skip", source.class_names) if labels and first else None
         class_names = source.class_names
-        packing = Packing(os.path.join(out, split), source, store, shard_mb, shrinking)
+        packing = Packing(os.path.join(out, split), source, store, shard_mb, max_side)
         lines += [*(f"warning: {warning}" for warning in source.warnings), *packing.run(workers, overwrite)]
     return lines
 
@@ -91,7 +102,7 @@ def _splits_of(data: str) -> list[str]:
 
 
 class Packing:
-    """Writes the shards of one split into `folder`; `shard_mb` and `shrinking` are those of `pack_images`."""
+    """Writes the shards of one split into `folder`; `shard_mb` and `max_side` are those of `pack_images`."""
 
     def __init__(
         self,
@@ -99,9 +110,9 @@ class Packing:
         source: ImageSource,
         labels: LabelStore | None,
         shard_mb: int,
-        shrinking: ShrinkSettings | None,
+        max_side: int | None,
     ) -> None:
-        self.folder, self.source, self.labels, self.shrinking = folder, source, labels, shrinking
+        self.folder, self.source, self.labels, self.max_side = folder, source, labels, max_side
         self.shard_mb, self.shown = shard_mb, f"OUT {printable(folder)}"
         if (outside := next(filter(leads_out, source.paths), None)) is not None:
             raise UserError(
@@ -142,13 +153,13 @@ class Packing:
         names = hashlib.sha256("\0".join(self.source.class_names).encode(errors="surrogateescape"))
         for path, number in zip(self.source.paths, self.source.classes.tolist(), strict=True):
             names.update(f"\n{path}\0{number}".encode(errors="surrogateescape"))
-        labels, shrinking = self.labels, self.shrinking
+        labels = self.labels
         digest = hashlib.sha256(repr((labels.shape, labels.area)).encode() + labels.identity()) if labels else None
         return {
             "images": names.hexdigest(),
             "labels": digest.hexdigest() if digest else None,
             "shard_mb": self.shard_mb,
-            "shrinking": [shrinking.max_side, shrinking.quality] if shrinking else None,
+            "max_side": self.max_side,
         }
 
     def _refuse_other(self, overwrite: bool) -> None:
@@ -337,8 +348,8 @@ def _members(packing: Packing, row: int) -> list[tuple[str, bytes | bytearray]]:
     """Name and bytes of the files that are stored for an image."""
     image: bytes | bytearray = read_image(packing.source, row)
     size = None
-    if packing.shrinking is not None and image:
-        image, size = _shrunk(packing.shrinking, image)
+    if packing.max_side is not None:
+        image, size = made_smaller(image, packing.max_side)
     name, number = packing.names[row], int(packing.source.classes[row])
     key = name.rpartition(".")[0]
     members: list[tuple[str, bytes | bytearray]] = [(name, image), (f"{key}.cls", str(number).encode())]
@@ -361,12 +372,21 @@ def read_image(source: ImageSource, row: int) -> bytearray:
         raise UserError(f"{printable(source.path(row))} can't be read ({error}): mend or remove it") from error
 
 
-def _shrunk(shrinking: ShrinkSettings, image: bytes | bytearray) -> tuple[bytes | bytearray, tuple[int, int] | None]:
-    """The image made smaller and its new size if it is too large, else the image itself and None."""
+def made_smaller(image: bytes | bytearray, max_side: int) -> tuple[bytes | bytearray, tuple[int, int] | None]:
+    """A JPEG with the longer side `max_side` and its (width, height); the image itself and None where it is no larger
+    or can't be decoded. A label map stays valid for it: maps cover shares of an image."""
     try:
-        small = shrink(image, shrinking.max_side, shrinking.quality)
-        return (image, None) if small == image else (small, read_size(small))
-    except BadImage:  # it keeps its place, and the index says that it can't be read
+        with pillow_errors(_MOST_PIXELS), Image.open(io.BytesIO(image), formats=image_formats()) as opened:
+            width, height = check_size(opened.width, opened.height, _MOST_PIXELS)
+            if max(width, height) <= max_side:
+                return image, None
+            opened.draft(None, (2 * max_side, 2 * max_side))  # libjpeg scales by 1/2, 1/4 or 1/8 while it decodes
+            scale = max_side / max(width, height)
+            size = max(1, round(width * scale)), max(1, round(height * scale))
+            small, encoded = as_rgb(opened).resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0), io.BytesIO()
+            small.save(encoded, "JPEG", quality=_JPEG_QUALITY, optimize=True)
+            return encoded.getvalue(), small.size
+    except BadImage:
         return image, None
 
 

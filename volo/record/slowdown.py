@@ -102,10 +102,9 @@ def _about_storage(feed: Feed, seen: Seen) -> list[str]:
 def _about_decoding(feed: Feed, seen: Seen) -> list[str]:
     steps = []
     if seen.megapixels >= LARGE_IMAGES and feed.source in ("folder", "shards"):
-        command = "tlt shrink DATA OUT" if feed.source == "folder" else "tlt pack-images FOLDER OUT"
         steps.append(
             f"decoding {seen.megapixels:.1f} megapixels per image takes most of the time: make the files smaller once "
-            f"({command} --max-side {max(512, 2 * max(feed.image_size))})"
+            f"(tlt pack-images DATA OUT --max-side {max(512, 2 * max(feed.image_size))})"
         )
     if feed.workers < feed.cpus:
         steps.append(_more_workers(feed, seen, feed.cpus))

@@ -191,7 +191,7 @@ def test_the_index_leads_to_tlt_shrink(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for name, rows in (("a.png", 3000), ("b.webp", 2501), ("c.JPG", 3000), ("d.png", 2500)):
         Image.new("L", (4000, rows)).save(folder / name, "JPEG" if name.endswith("JPG") else None)
-    (line,) = [line for line in index.index(str(tmp_path), "train", 1) if "tlt shrink" in line]
+    (line,) = [line for line in index.index(str(tmp_path), "train", 1) if "tlt pack-images" in line]
     assert line.startswith("2 images that are no JPEGs have more than 10000000 pixels, up to 12000000: ")
     assert "about 160 MiB" in line
 

@@ -168,7 +168,8 @@ def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) ->
     """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
     if width * height > max_pixels:
         raise BadImage(
-            f"{width} x {height} pixels are more than --max-pixels {max_pixels} (make it smaller: tlt shrink)"
+            f"{width} x {height} pixels are more than --max-pixels {max_pixels} "
+            "(make it smaller: tlt pack-images --max-side)"
         )
     if not width * height:
         raise BadImage("could not be read when the index was made (tlt index)")
@@ -189,7 +190,9 @@ def pillow_errors(max_pixels: int) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         # Pillow speaks of twice the limit, from where on it refuses by itself.
         size = first_line(error).partition(" exceeds ")[0]
-        raise BadImage(f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt shrink): {size}") from error
+        raise BadImage(
+            f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt pack-images --max-side): {size}"
+        ) from error
     except Exception as error:
         if isinstance(error, OSError) and is_machine_fault(error):
             raise
