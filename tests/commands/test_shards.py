@@ -51,7 +51,7 @@ def test_annotator_labels_shards(make_dataset: Callable[..., Path], tmp_path: Pa
     assert filecmp.cmpfiles(tmp_path / "one", tmp_path / "other", names, shallow=False)[0] == names
 
 
-@pytest.mark.parametrize("command", ["check", "probe", "show"])
+@pytest.mark.parametrize("command", ["check", "show"])
 def test_label_commands_read_shards(
     command: str,
     make_dataset: Callable[..., Path],

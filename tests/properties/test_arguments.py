@@ -93,7 +93,7 @@ def test_a_command_line_is_understood_or_refused_in_one_line(program: str, data:
     assert error.count("\n") == bool(error) and "Traceback" not in error, error
 
 
-@given(words=st.lists(st.sampled_from([*ODD, "pack", "check", "probe", "unpack", "-n", "--area", "full"]), max_size=5))
+@given(words=st.lists(st.sampled_from([*ODD, "pack", "check", "unpack", "-n", "--area", "full"]), max_size=5))
 def test_the_label_command_parses_or_leaves_with_2(words: list[str]) -> None:
     error = io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):

@@ -1,1 +1,1 @@
-"""`tlt pack | check | probe | show | index | pack-images`."""
+"""`tlt pack | check | show | index | pack-images`."""

@@ -4,7 +4,6 @@
     tlt unpack ARCHIVE OUT              and back, bit for bit
     tlt pack-images DATA OUT            images, with their label maps, into tar shards
     tlt check DATA LABELS               do labels and images belong together?
-    tlt probe DATA LABELS               which way round are the maps, and what part of the images do they cover?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
     tlt index DATA                      the sizes of all images, read once; names those that can't be read
 
@@ -90,14 +89,6 @@ def _check(command: ArgumentParser) -> None:
     command.add_argument("--num-classes", type=int, metavar="N", help="class ids must be below it")
 
 
-def _probe(command: ArgumentParser) -> None:
-    """Find out from the images which of {as stored, transposed} x {full image, centre square} fits the maps, and how
-    sure that is. Nothing is written."""
-    _images_and_labels(command)
-    command.add_argument("-n", type=_positive, default=512, metavar="N", help="images looked at (512)")
-    command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the bootstrap (0)")
-
-
 def _show(command: ArgumentParser) -> None:
     """Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with
     the target of every token. Needs matplotlib."""
@@ -154,7 +145,6 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
     "unpack": ("ARCHIVE OUT", "an archive into the tree it was packed from", _unpack),
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
     "check": ("DATA LABELS", "whether labels and images belong together", _check),
-    "probe": ("DATA LABELS", "which way round the maps are, and what they cover", _probe),
     "show": ("DATA LABELS -o FILE", "a picture of images with their labels", _show),
     "index": ("DATA", "the sizes of all images, read once", _index),
 }
@@ -200,14 +190,10 @@ def run(args: Namespace) -> int:
         from tlt.tools.show import show
 
         lines = show(args)
-    elif args.command == "index":
+    else:
         from tlt.tools.index import index
 
         lines = index(args.data, args.split, args.workers, args.output, args.decode, args.dataset)
-    else:
-        from tlt.tools.probe import probe
-
-        lines = probe(args.data, args.labels, args.split, args.n, args.seed).lines()
     print("\n".join(lines), flush=True)
     return 0
 

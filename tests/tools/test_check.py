@@ -1,4 +1,4 @@
-"""The `tlt` command: help without torch, check and probe on images whose labels are known."""
+"""The `tlt` command: help without torch, check on images whose labels are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from PIL import Image, ImageDraw
 
 from tlt.tools.cli import main
-from tlt.tools.probe import HYPOTHESES, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 GRID = 8
@@ -60,43 +59,6 @@ def scenes(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
         return data, tree
 
     return make
-
-
-@pytest.mark.parametrize("best", range(4))
-def test_probe_finds_each_of_the_four_ways(scenes: Callable[..., tuple[Path, Path]], best: int) -> None:
-    axes, area = HYPOTHESES[best]
-    data, tree = scenes(centre=area == "centre square", transposed=axes == "transposed")
-    found = probe(str(data), str(tree))
-    assert HYPOTHESES[found.best] == (axes, area) and found.sure > 0.95 and found.fits == 1
-    assert found.lines()[-1] == f"verdict: {axes}, {area}"
-
-
-def test_probe_does_not_claim_what_square_images_cannot_tell(scenes: Callable[..., tuple[Path, Path]]) -> None:
-    data, tree = scenes(centre=False, transposed=True, width=96)
-    found = probe(str(data), str(tree))
-    assert HYPOTHESES[found.best][0] == "transposed" and found.sure_axes > 0.95
-    assert found.sure_area == 0 and found.sure == 0
-    assert "area not certain" in found.lines()[-1] and "100 % of the images are square" in "\n".join(found.lines())
-
-
-def test_probe_says_when_nothing_fits(scenes: Callable[..., tuple[Path, Path]]) -> None:
-    data, tree = scenes(centre=False, transposed=False, mixed=True)  # every image has the next one's map
-    found = probe(str(data), str(tree))
-    assert found.fits < 0.99 and "don't fit these images" in found.lines()[-1]
-
-
-def test_probe_reads_archives_and_what_they_turn(
-    scenes: Callable[..., tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, tree = scenes(centre=True, transposed=True)
-    out = str(tmp_path / "out.tlt")
-    assert main(["pack", str(tree), out, "--images", str(data), "--area", "center", "--transposed"]) == 0
-    assert "40 labels packed" in capsys.readouterr().out
-    assert main(["probe", str(data), out, "-n", "30"]) == 0
-    said = capsys.readouterr().out
-    assert "30 images, recorded: center image" in said and "verdict: as stored, centre square" in said
-    assert main(["unpack", out, str(tmp_path / "back")]) == 0
-    assert "40 label files" in capsys.readouterr().out
 
 
 def test_check_counts(scenes: Callable[..., tuple[Path, Path]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,11 +112,9 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for command in (["pack", "nowhere", "out"], ["unpack", "nowhere", "out"], ["check", "nowhere", "out"]):
         assert main(command) == 2
         assert capsys.readouterr().err.startswith("error: ")
-    with pytest.raises(SystemExit):
-        main(["probe", str(tmp_path), str(tmp_path), "-n", "0"])
 
 
-@pytest.mark.parametrize("command", [[], ["pack"], ["unpack"], ["check"], ["probe"]])
+@pytest.mark.parametrize("command", [[], ["pack"], ["unpack"], ["check"]])
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     code = (
         f"import sys; sys.argv = [__file__ := '/usr/bin/tlt', *{command!r}, '--help']\n"
