@@ -1,4 +1,4 @@
-"""How long a phase may take, when a run stops, and which rank holds up the others."""
+"""How long a phase may take, and when a run stops."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ import torch
 
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from volo.cluster.distributed import World
 from volo.cluster.preempt import StopSignal
 from volo.cluster.stopping import StopGuard
 from volo.cluster.watchdog import START_TIMEOUT_S, Watchdog
-from volo.record.slowdown import SlowdownWatch, straggler
 from volo.train.precision import Precision
 
 CPU = torch.device("cpu")
@@ -49,45 +47,6 @@ def test_fault_21_a_save_within_an_epoch_is_no_hang_for_who_waits_for_it() -> No
         assert dog.allowed(phase) == START_TIMEOUT_S
     dog.at("step")
     assert dog.allowed("step") == 3.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "slow"),
-    [([1.0, 1.0, 1.0], None), ([1.0, 2.0, 1.1], 1), ([0.01, 0.02], None), ([1.0], None), ([1.4, 1.0, 1.0], None)],
-)
-def test_a_straggler_takes_much_longer_than_the_median_of_the_others(seconds: list[float], slow: int | None) -> None:
-    assert straggler(seconds, interval=4.0) == slow
-
-
-def test_slow_data_is_told_once_an_epoch() -> None:
-    events: list[str] = []
-
-    class Told:
-        def event(self, kind: str, **fields: object) -> None:
-            events.append(kind)
-
-        def warning(self, text: str) -> None:
-            events.append(text)
-
-    class Advisor:
-        def look(self) -> None:
-            events.append("looked")
-
-        def advice(self) -> str:
-            return "raise --workers"
-
-    pace = SlowdownWatch(World(0, 0, 1, CPU), Advisor(), Told())
-    for epoch, wait in ((0, 0.5), (0, 3.8), (0, 3.8), (1, 3.8)):
-        pace.interval(epoch, wait, wait, 10.0)
-    told = "data wait 38 % of the step: raise --workers"
-    assert events == ["looked", "looked", "data-wait", told, "looked", "looked", "data-wait", told]
-
-    events.clear()
-    for _ in range(3):  # an epoch of few images: each interval waits for data, but 3 s in all are not worth a word
-        pace.interval(2, 1.0, 1.0, 2.0)
-    assert events == ["looked"] * 3
-    pace.interval(2, 1.0, 1.0, 2.0)
-    assert events[4:] == ["data-wait", "data wait 50 % of the step: raise --workers"]
 
 
 def test_a_stop_is_between_updates_alone() -> None:

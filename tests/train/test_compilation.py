@@ -26,7 +26,6 @@ from tlt.models.layers import ResidualBlock
 from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
 from volo.config.args import parse_train
-from volo.record.slowdown import CompileWatch
 from volo.train import compilation
 from volo.train.compilation import compile_errors_told, compile_model, feature_compiler
 from volo.train.model import wrap_model
@@ -230,23 +229,6 @@ def test_compiled_draws_are_a_function_of_the_seed() -> None:
     first, other = drawn(1), drawn(2)
     assert torch.equal(drawn(1), first) and not torch.equal(first, other)
     assert len(first.unique()) > 2 and len({tuple(row.tolist()) for row in first}) > 8  # dropout's, not only a sample's
-
-
-def test_compiling_in_the_middle_of_training_is_told() -> None:
-    told: list[str] = []
-    watch = CompileWatch(told.append)
-    compiled = torch.compile(nn.Linear(3, 2), backend="eager", dynamic=False)
-    compiled(torch.ones(4, 3))
-    watch.interval(0, 10)
-    watch.interval(10, 20)
-    assert len(told) == 1 and told[0].startswith("torch.compile: 1 graphs in ")
-    compiled(torch.ones(5, 3))  # a validation
-    watch.skip()
-    watch.interval(20, 30)
-    assert len(told) == 1
-    compiled(torch.ones(6, 3))
-    watch.interval(30, 40)
-    assert len(told) == 2 and told[1].startswith("warning: torch compiled 1 graphs anew in updates 30 to 40, ")
 
 
 def test_steps_are_marked_for_cuda_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,6 @@ class TrainLoader:
         self.dataset = dataset
         self.index_stream = index_stream
         self.skips = skips or SkipCounter(len(dataset))
-        self._shown = self._pixels = 0
         self._workers = _workers(dataset, workers, worker_type, pin_memory, persistent_workers, timeout, device)
         self._feed = _Feed(functools.partial(_augmented, device_stage), torch.device(device), prefetch)
 
@@ -174,14 +173,7 @@ class TrainLoader:
             UserError: Too many unreadable images, a bad label map, a hung worker.
         """
         for host, batch in self._feed.run(self._workers.run(lambda: self._keys(epoch, start_update)), self.skips):
-            self._shown += len(host.sizes)
-            self._pixels += int(host.sizes.prod(dim=1).sum())  # on the host
             yield host.key.last, host.key.update_samples, batch
-
-    @property
-    def megapixels(self) -> float:
-        """Of the files of the images so far, in the mean."""
-        return self._pixels / max(self._shown, 1) / 1e6
 
     def take_deaths(self) -> list[str]:
         """Why workers had to be started anew since the last call."""

@@ -73,12 +73,11 @@ from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
 from volo.record.run_directory import check_writable, settings_of
 from volo.record.run_lock import RunLock
-from volo.record.slowdown import Advisor, CompileWatch, SlowdownWatch
 from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import compile_errors_told
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
-from volo.train.data import Folders, hold_out, image_feed, open_folders, open_labels, train_loader, validation_loader
+from volo.train.data import Folders, hold_out, open_folders, open_labels, train_loader, validation_loader
 from volo.train.fit_to_data import fit_to_data, kept_of
 from volo.train.held_out import held_out_counts
 from volo.train.loop import Training, evaluate, train_epoch
@@ -97,7 +96,6 @@ from volo.train.model import (
     wrap_average,
     wrap_model,
 )
-from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.optim import create_optimizer
 from volo.train.precision import Precision, WorkingCopy, compute_dtype
 from volo.train.schedule import LrSchedule, resolve_lr
@@ -327,7 +325,7 @@ def train_in(
 
     if state.epoch >= training.schedule.total_epochs:
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
-    meter = make_meter(args, training, directory, world, logger, guard)
+    meter = Meter(state, training.precision, training.loader, logger, lambda: guard.waited, args.log_interval)
     on_save = partial(guard.watchdog.at, "saving")
     opened = open_run(args, training, meter, directory, lock, resumed, world, logger, on_save)
     with guard.stop.deferred(), opened as saver:
@@ -349,28 +347,6 @@ def train_in(
             leave_together(guard.watchdog)
             raise
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")
-
-
-def make_meter(
-    args: Namespace, training: Training, directory: Path, world: World, logger: Logger, guard: StopGuard
-) -> Meter:
-    """Build the meter, which adds up losses and times and warns of what slows the run down."""
-    loader, precision = training.loader, training.precision
-    feed = image_feed(args, loader.dataset, world.device)
-    recorder = NonFiniteRecorder(
-        args, training.state, loader, precision, training.schedule, world, directory, logger.event
-    )
-    return Meter(
-        training.state,
-        world,
-        precision,
-        logger,
-        lambda: guard.waited,
-        args.log_interval,
-        recorder,
-        SlowdownWatch(world, Advisor(feed, lambda: loader.megapixels), logger),
-        CompileWatch(logger.line) if args.torchcompile else None,
-    )
 
 
 def train_epochs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tlt.data.augment.device_stage import DeviceStage, EvalStage
 from tlt.data.augment.index_stream import IndexStream
@@ -22,7 +20,6 @@ from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources.folder import ImageFolder, compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.shards import ShardedImages
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
@@ -30,8 +27,6 @@ from tlt.labels.label_files import LabelMatches
 from tlt.labels.store import open_labels as open_label_store
 from tlt.upstream.behaviour import check_half_ids, views
 from volo.cluster.distributed import World
-from volo.cluster.ranks import cpus_of_rank, local_size_from_environment
-from volo.record.slowdown import Feed
 from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
@@ -235,22 +230,6 @@ def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backen
     if args.data_backend == "synthetic":
         return SyntheticBackend()
     return create_backend(args.data_backend, args.max_pixels, args.workers, world.device, dct_scaling)
-
-
-def image_feed(args: Namespace, dataset: TrainDataset, device: torch.device) -> Feed:
-    """Describe how this rank gets its images, for advice to a run that waits for them."""
-    kinds = {ImageFolder: "folder", ShardedImages: "shards"}
-    return Feed(
-        workers=args.workers,
-        cpus=cpus_of_rank(os.environ),
-        ranks=local_size_from_environment(os.environ) or 1,
-        backend=args.data_backend,
-        source=kinds.get(type(dataset.source), "other"),
-        on_gpu=device.type == "cuda",
-        image_size=dataset.config.size,
-        batch_size=args.batch_size,
-        in_processes=args.worker_type != "thread" and not dataset.backend.in_threads,
-    )
 
 
 def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:

@@ -9,15 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.data.loader import Batch
+from tlt.data.loader import Batch, TrainLoader
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.checkpoint.train_state import TrainState
-from volo.cluster.distributed import World
 from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.record.slowdown import CompileWatch, SlowdownWatch
-from volo.train.nonfinite import NonFiniteRecorder
 from volo.train.precision import Precision
 
 
@@ -25,27 +23,24 @@ class Meter:
     """Counts epochs, each from `begin` to `end`.
 
     Args:
+        loader: Knows the images of an update, for the event of a step that was skipped.
         waited: Returns the seconds that this rank has waited for data so far.
         log_interval: Updates between two reports; each report synchronises host and device once.
-        recorder: Records steps that were not finite, so that they can be replayed.
     """
 
     def __init__(
         self,
         state: TrainState,
-        world: World,
         precision: Precision,
+        loader: TrainLoader,
         logger: Logger,
         waited: Callable[[], float],
         log_interval: int,
-        recorder: NonFiniteRecorder,
-        slowdown_watch: SlowdownWatch,
-        compile_watch: CompileWatch | None = None,
     ) -> None:
-        self.state, self.world, self.precision, self.logger = state, world, precision, logger
-        self.log_interval, self.recorder = log_interval, recorder
-        self.slowdown_watch, self.compile_watch = slowdown_watch, compile_watch
-        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), world)
+        self.state, self.precision, self.loader, self.logger = state, precision, loader, logger
+        self.log_interval = log_interval
+        self.slowdown_watch, self.compile_watch = SlowdownWatch(logger), CompileWatch(logger)
+        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), logger.world)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = 0
         self.lr = self.epoch_seconds = 0.0
@@ -59,8 +54,7 @@ class Meter:
         Raises:
             UserError: The checkpoint's sums of the epoch can't be read.
         """
-        if self.compile_watch is not None:
-            self.compile_watch.skip()
+        self.compile_watch.skip()
         self.sums.reset()
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
@@ -127,9 +121,8 @@ class Meter:
         self.logger.update(self.state.epoch, self.state.update)
         if self.done % self.log_interval and self.done != self.state.updates_per_epoch:
             return
-        broken = {self.state.update + ago: own for ago, own in self.precision.take_broken().items()}
-        if broken:
-            self.recorder(broken)
+        for ago, in_loss in self.precision.take_broken().items():
+            self._record_skipped(self.state.update + ago, in_loss)
         skipped = self.precision.check()  # host synchronisation, once per interval
         totals = self.sums.totals()
         self.sums.reset()
@@ -155,16 +148,24 @@ class Meter:
         self._report(interval)
         self.reported, self.own = self.done, 0.0
 
+    def _record_skipped(self, update: int, in_loss: bool) -> None:
+        """Record a skipped step and this rank's images in it, on rank 0 and on ranks whose loss was not finite."""
+        if not (in_loss or self.logger.world.is_primary):
+            return
+        epoch, within = divmod(update, len(self.loader))
+        micro_batches = next(self.loader.index_stream.epoch(epoch, within))
+        images = [self.loader.dataset.path(int(index)) for indices in micro_batches for index in indices]
+        parts = ["loss", "gradients"] if in_loss else ["gradients"]
+        self.logger.event("nonfinite", epoch=epoch, update=update, not_finite=parts, images=images)
+
     def _report(self, interval: Interval) -> None:
-        if self.compile_watch is not None:
-            self.compile_watch.interval(interval.update - interval.updates, interval.update)
+        self.compile_watch.interval(interval.update - interval.updates, interval.update)
         self.logger.interval(interval)
         starting = (
             interval.update_in_epoch == interval.updates < interval.updates_per_epoch
         )  # the data workers are starting, too
         if not starting:
-            own = self.own + interval.wait_seconds
-            self.slowdown_watch.interval(interval.epoch, own, interval.wait_seconds, interval.seconds)
+            self.slowdown_watch.interval(interval, self.own + interval.wait_seconds)
 
     def end(self) -> EpochTotals:
         """Return the sums over the whole epoch, and put the progress into the state, to be saved."""

@@ -249,8 +249,8 @@ class Precision:
         if consecutive > self.max_nonfinite:
             raise NonFiniteError(
                 f"the gradients of {consecutive} steps in a row were not finite (--skip-nonfinite): weights were left "
-                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; python -m volo.commands.replay "
-                "RUN/nonfinite/*.json shows where it begins"
+                "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; the images of these steps are "
+                "in events.jsonl"
             )
         return skipped
 
