@@ -1,6 +1,6 @@
 """`benchmark.py activations`: memory of a training step for its backward pass, predicted and measured.
 
-There is one row for each level of recomputation in all blocks. Measured is the peak of a forward and a backward pass
+Without and with recomputing all blocks (`--grad-checkpointing`). Measured is the peak of a forward and a backward pass
 above weights, gradients and images: of memory allocated by torch (CUDA), or of resident memory (CPU).
 """
 
@@ -16,12 +16,10 @@ from benchmarks.comparison import described
 from benchmarks.conditions import conditions, heading
 from benchmarks.memory import give_back_at_once, peak_of
 from tlt.errors import UserError
-from tlt.models.recompute import LEVELS
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import choose_device
 from volo.config.args import train_parser
-from volo.memory.activation_memory import activations_of
-from volo.memory.fake_step import StepShape
+from volo.memory.prediction import StepShape, activations_of
 from volo.train.model import build_model
 from volo.train.precision import Precision, resolve_amp_dtype
 
@@ -33,7 +31,7 @@ def run(args: Namespace) -> int:
     device = choose_device(args.device, 0)
     model = build_model(Namespace(**(train_parser().defaults() | vars(args))))
     if not isinstance(model, TokenLabelModel):
-        raise UserError(f"--model {args.model} can't recompute single blocks, as VOLO and LV-ViT can")
+        raise UserError(f"--model {args.model} is not predicted: only VOLO and LV-ViT are")
     model.to(device).train()
     precision = Precision(device, resolve_amp_dtype(args.amp, args.amp_dtype, device))
     found = activations_of(
@@ -44,11 +42,11 @@ def run(args: Namespace) -> int:
     images = torch.randn(args.batch_size, model.in_chans, *model.img_size, device=device)
     _step(model, images, precision)  # loads kernels and makes the gradients
     rows = {}
-    for level in LEVELS:
-        model.set_recompute({block.name: level for block in found.blocks})
+    for recomputed, memory in zip(("nothing", "everything"), found, strict=True):
+        model.set_grad_checkpointing(recomputed == "everything")
         _, measured = peak_of(lambda: _step(model, images, precision), device)
-        predicted = found.peak(args.batch_size, found.everywhere(level))
-        rows[level] = {"predicted": predicted / _MIB, "measured": measured / _MIB, "ratio": predicted / measured}
+        predicted = memory.at(args.batch_size)
+        rows[recomputed] = {"predicted": predicted / _MIB, "measured": measured / _MIB, "ratio": predicted / measured}
     print(_json(args, device, rows) if args.json else _table(args, model, device, rows), flush=True)
     return 0
 
@@ -76,9 +74,9 @@ def _table(args: Namespace, model: TokenLabelModel, device: torch.device, rows: 
         "| recomputed | predicted | measured | predicted / measured | measured, an image |",
         "|---|---|---|---|---|",
     ]
-    for level, row in rows.items():
+    for recomputed, row in rows.items():
         lines.append(
-            f"| {level} | {row['predicted']:.0f} MiB | {row['measured']:.0f} MiB | {row['ratio']:.3f} | "
+            f"| {recomputed} | {row['predicted']:.0f} MiB | {row['measured']:.0f} MiB | {row['ratio']:.3f} | "
             f"{row['measured'] / args.batch_size:.1f} MiB |"
         )
     return "\n".join(lines)

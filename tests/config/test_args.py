@@ -463,7 +463,6 @@ def test_command_line_wins_over_recipe_and_recipe_over_defaults(tmp_path: Path) 
         # What is switched off is no alternative.
         ({"finetune": "f"}, "--no-pretrained", {"pretrained": False, "finetune": "f"}),
         ({"initial_checkpoint": "f"}, "--no-pretrained", {"initial_checkpoint": "f"}),
-        ({"activation_memory": 4}, "--no-grad-checkpointing", {"activation_memory": 4}),
         ({"pretrained": True}, "--finetune= --initial-checkpoint=", {"pretrained": True}),
         ({"token_label": True, "token_label_teacher": "t"}, "--token-label-data=", {"token_label_teacher": "t"}),
         (

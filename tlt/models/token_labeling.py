@@ -15,13 +15,13 @@ import torch.fx
 import torch.nn.functional as F
 from timm.layers import resample_patch_embed, to_2tuple
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import StochasticDepth, draw_orders
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import linear
-from tlt.models.recompute import EVERYTHING, NOTHING, run_block
 from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
 Grid = tuple[int, int]
@@ -80,7 +80,6 @@ class TokenLabelModel(nn.Module):
         self.global_pool = _checked_pool(global_pool)
         self.dense_head = dense_head
         self.grad_checkpointing = False
-        self._recompute: dict[nn.Module, str] = {}
         self._skipping: list[nn.Module] = []  # blocks that `set_drop_path_mode` has put in mode "subset"
 
     # What a model defines ------------------------------------------------------------------------------------------
@@ -253,9 +252,13 @@ class TokenLabelModel(nn.Module):
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
     def run_block(self, block: nn.Module, x: Tensor, orders: Orders) -> Tensor:
-        """Apply a block; `set_grad_checkpointing` and `set_recompute` say what its backward pass computes anew."""
-        level = EVERYTHING if self.grad_checkpointing else self._recompute.get(block, NOTHING)
-        return run_block(block, level, x, *orders.get(block, ()))
+        """Apply a block; after `set_grad_checkpointing` its backward pass computes it again."""
+        inputs = (x, *orders.get(block, ()))
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+            return recomputed
+        result: Tensor = block(*inputs)
+        return result
 
     def _draw_orders(self, x: Tensor) -> Orders:
         """Draw for the B images of x (B, ...) and all blocks that skip some which ones each branch keeps."""
@@ -267,13 +270,6 @@ class TokenLabelModel(nn.Module):
             )
         drawn = draw_orders(2 * len(self._skipping), x).unbind()
         return dict(zip(self._skipping, zip(drawn[::2], drawn[1::2], strict=True), strict=True))
-
-    @property
-    def recompute(self) -> dict[str, str]:
-        """What each of `named_blocks` computes anew in its backward pass, one of `tlt.models.recompute.LEVELS`."""
-        if self.grad_checkpointing:
-            return {name: EVERYTHING for name, _ in self.named_blocks()}
-        return {name: self._recompute.get(block, NOTHING) for name, block in self.named_blocks()}
 
     def set_drop_path_mode(self, mode: str) -> None:
         """Choose how stochastic depth drops residual branches in training.
@@ -410,16 +406,6 @@ class TokenLabelModel(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""
         self.grad_checkpointing = enable
-
-    def set_recompute(self, levels: Mapping[str, str]) -> None:
-        """Choose block by block, in place of `set_grad_checkpointing`, what is computed anew in the backward pass.
-
-        Args:
-            levels: As `recompute`; nothing where a block is left out.
-        """
-        blocks = dict(self.named_blocks())
-        self.grad_checkpointing = False
-        self._recompute = {blocks[name]: level for name, level in levels.items() if level != NOTHING}
 
 
 def _checked_pool(global_pool: str) -> str:

@@ -30,7 +30,7 @@ from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
 from volo.config.flag_rules import trackers_of
-from volo.memory.memory_budget import memory_report, step_shape
+from volo.memory.prediction import StepShape, memory_report
 from volo.record.logger import Logger
 from volo.record.machine_use import Arithmetic, peak_flops
 from volo.record.run_directory import (
@@ -264,12 +264,12 @@ def arithmetic(
     """
     if args.dry_run or not world.is_primary:
         return None
-    shape = step_shape(criterion, input_size, world.device, None)
+    options = {"dense": True} if isinstance(criterion, TokenLabelCriterion) and criterion.dense else {}
     modes = [(module, module.training) for module in model.modules()]
     # In training mode, which `--drop-path-mode subset` needs to leave out what it drops.
     set_train_mode(model, args.freeze_bn or args.freeze)
     try:
-        forward = flops_per_image(model, input_size, images=args.batch_size, **({"dense": True} if shape.dense else {}))
+        forward = flops_per_image(model, input_size, images=args.batch_size, **options)
     except (NotImplementedError, RuntimeError):  # an operation that needs a tensor's contents
         return None
     finally:
@@ -287,7 +287,9 @@ def tell_memory(args: Namespace, training: Training, world: World, logger: Logge
         return
     config = training.state.metadata["model_config"]
     size = (config["in_chans"], *config["img_size"])
-    shape = step_shape(training.criterion, size, world.device, training.precision.amp_dtype)
+    dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
+    device_type = "cuda" if world.device.type == "cuda" else "cpu"
+    shape = StepShape(size, device_type, training.precision.amp_dtype, dense)
     copy = training.precision.working_copy
     computing = training.state.model if copy is None else copy.module
     for line in memory_report(args, training.state.model, computing, shape, world.device):

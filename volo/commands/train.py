@@ -68,7 +68,7 @@ from volo.commands.run_start import (
 )
 from volo.config.args import FrozenArgs, TrainArgs
 from volo.config.flag_rules import divides_weights
-from volo.memory.memory_budget import fit_activations, out_of_memory_explained, step_shape
+from volo.memory.prediction import out_of_memory_explained
 from volo.record.logger import Logger
 from volo.record.metrics import Evaluation
 from volo.record.run_directory import check_writable, settings_of
@@ -214,8 +214,6 @@ def build(
             logger.line(line)
 
     loader, validation = make_loaders(args, folders, labels, settings, world, logger)
-    if args.activation_memory is not None:  # before the model is copied: copies recompute as it does
-        logger.line(fit_activations(args, model, step_shape(criterion, input_size, world.device, dtype), world))
     work = arithmetic(args, model, criterion, input_size, world)  # before ranks divide the model among them
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None

@@ -94,8 +94,8 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
         notes.append(f"--train-crop-mode {args.train_crop_mode}: --scale 0.8 1 --ratio 0.9 1.11, as in timm")
     if args.in_chans == 2 or (args.token_label_teacher and args.in_chans == 1):
         raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read")
-    if args.freeze and (args.grad_checkpointing or args.activation_memory is not None):
-        raise UserError("--freeze stores no activations: remove --grad-checkpointing and --activation-memory")
+    if args.freeze and args.grad_checkpointing:
+        raise UserError("--freeze stores no activations: remove --grad-checkpointing")
     if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
         raise UserError("--cutmix-minmax takes two numbers, the least and the most")
     check_drop_path(args)

@@ -60,7 +60,6 @@ RESUMED = Need("--resume", lambda a: bool(a.resume))
 DROPPING = Need("--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs)
 SHARDED = Need("--shard N", lambda a: a.shard > 1)
 NOT_TENSOR_PARALLEL = Need("--tensor-parallel 1", lambda a: a.tensor_parallel == 1)
-NOT_CHECKPOINTED = Need("--no-grad-checkpointing", lambda a: not a.grad_checkpointing)
 
 MIXED_PRECISION = (
     switch("--amp", help="mixed precision"),
@@ -102,10 +101,6 @@ BIND = flag(
     choices=("auto", "none", "cpu", "cpu+mem"),
     help="keep each rank on the CPUs, the memory and the network card nearest its GPU",
 )
-
-
-def _gib_or_auto(text: str) -> float | str:
-    return text if text == "auto" else ABOVE_ZERO(text)
 
 
 RUN = Group(
@@ -279,17 +274,16 @@ PRECISION = Group(
         switch(
             "--grad-checkpointing",
             help="recompute activations in the backward pass to save memory",
-            excludes=("activation_memory",),
-        ),
-        flag(
-            "--activation-memory",
-            default=None,
-            type=_gib_or_auto,
-            metavar="GIB",
-            help="recompute as few of them as fit into so many GiB of a device; auto: into what a GPU has left",
-            needs=(NOT_CHECKPOINTED,),
         ),
         *COMPILE,
+        flag(
+            "--activation-memory-budget",
+            default=None,
+            type=SHARE,
+            metavar="SHARE",
+            help="keep at most this share of the activations of a compiled graph, and recompute the others (1)",
+            needs=(INDUCTOR,),
+        ),
         OUTLOOK_KERNEL,
         switch("--torchscript", help="refused: use --torchcompile", refused=NO_TORCHSCRIPT),
     ),

@@ -139,7 +139,7 @@ class VOLO(TokenLabelModel):
         return self._run_stage(index + 1, x, orders)
 
     def _run_stage(self, place: int, x: Tensor, orders: Orders) -> Tensor:
-        if not (self.grad_checkpointing or self._recompute or orders):
+        if not (self.grad_checkpointing or orders):
             return self.network[place](x)  # as a module, so that hooks on a stage are called
         for block in self.network[place].children():
             x = self.run_block(block, x, orders)

@@ -125,6 +125,8 @@ def _compiler(args: Namespace) -> partial[Any]:
         raise UserError(f"--torchcompile {args.torchcompile}: no such backend, there are {known}")
     if args.torchcompile_mode in CUDA_GRAPH_MODES:
         importlib.import_module(_CUDA_GRAPHS)  # `begin_step` counts from the first step on
+    if (budget := getattr(args, "activation_memory_budget", None)) is not None:  # a flag of train.py
+        torch._functorch.config.activation_memory_budget = budget
     return partial(torch.compile, backend=args.torchcompile, mode=args.torchcompile_mode)
 
 
