@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,7 @@ def test_model_config_is_checked() -> None:
         ("in_chans", 10**6),
         ("kwargs", {"depth": 10**6}),
         ("kwargs", {"layers": [4] * 101}),
+        ("kwargs", {"layers": functools.reduce(lambda inner, _: [inner, inner], range(60), [])}),  # 2^60, written out
     ],
 )
 def test_model_config_of_a_wrong_kind(key: str, value: Any) -> None:

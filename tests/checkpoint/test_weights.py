@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import io
 import math
 import os
 import pathlib
@@ -29,6 +28,7 @@ from tlt.io.weights import (
     read_checkpoint,
     state_dict_of,
 )
+from volo.checkpoint.resume import find_resume
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -73,10 +73,9 @@ def test_reads_safetensors_whatever_its_name(tmp_path: Path, name: str) -> None:
 
 
 def test_namespace_becomes_a_dict(tmp_path: Path) -> None:
-    args = argparse.Namespace(lr=1e-3, inner=argparse.Namespace(names=["a"]), pair=(argparse.Namespace(x=1), 2))
+    args = argparse.Namespace(lr=1e-3, names=["a"])
     torch.save({"state_dict": weights(), "args": args}, tmp_path / "x")
-    checkpoint = read_checkpoint(tmp_path / "x")
-    assert checkpoint["args"] == {"lr": 1e-3, "inner": {"names": ["a"]}, "pair": ({"x": 1}, 2)}
+    assert read_checkpoint(tmp_path / "x")["args"] == {"lr": 1e-3, "names": ["a"]}
 
 
 # What is refused ---------------------------------------------------------------------------------------
@@ -189,20 +188,13 @@ def test_fault_16_missing_and_special_files(tmp_path: Path, good: Path) -> None:
     assert "unpacked checkpoint" in refusal(next(unpacked.iterdir()))
 
 
-def test_shared_lists_that_would_be_read_for_ever_are_refused(tmp_path: Path) -> None:
-    value: Any = []
-    for _ in range(60):
-        value = [value, value]
-    torch.save({"state_dict": {"w": torch.zeros(1)}, "args": value}, tmp_path / "bomb.pth")
-    assert (tmp_path / "bomb.pth").stat().st_size < 4000
-    for read in (read_checkpoint, peek_checkpoint):
-        with pytest.raises(UserError, match=r"bomb.pth is refused: written out, what is shared"):
-            read(tmp_path / "bomb.pth")
-    itself: list[Any] = []
-    itself.append(itself)
-    torch.save({"state_dict": {}, "args": itself}, tmp_path / "loop.pth")
-    with pytest.raises(UserError, match="is refused"):
-        read_checkpoint(tmp_path / "loop.pth")
+def test_a_checkpoint_in_parts_names_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "last.pth.tar"
+    parts = {"folder": "parts-4-0a0b0c0d", "files": {"rank-00000.safetensors": [8, 1]}}
+    torch.save({"state_dict": {"w": "<in parts>"}, "parts": parts}, path)
+    for read in (read_checkpoint, peek_checkpoint, lambda path: find_resume("auto", path.parent)):
+        with pytest.raises(UserError, match="in parts-4-0a0b0c0d.*version that wrote it: volo export -o FILE.pth.tar"):
+            read(path)
 
 
 def test_other_files(tmp_path: Path, good: Path) -> None:
@@ -229,15 +221,6 @@ def test_other_files(tmp_path: Path, good: Path) -> None:
     assert "TorchScript" in refusal(path)
     torch.save([1, 2], path)
     assert "holds a list" in refusal(path)
-
-
-def test_records_larger_than_the_file(good: Path) -> None:
-    records = io.BytesIO(good.read_bytes())
-    with zipfile.ZipFile(records, "a") as archive:
-        archive.infolist()[0].file_size = archive.infolist()[0].compress_size = 1 << 20
-        archive.writestr("late", "x")  # makes it write its directory again
-    good.write_bytes(records.getvalue())
-    assert "larger than the file" in refusal(good)
 
 
 # Which weights -----------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +19,8 @@ from torch.multiprocessing import spawn
 import volo  # noqa: F401  (registers the models)
 from tests.cluster.test_ddp import join
 from tests.train.small_run import tensors
-from tlt.errors import NonFiniteError, UserError
-from tlt.io.parts import read_parts
-from tlt.io.weights import peek_checkpoint, read_checkpoint, verify_checkpoint
+from tlt.errors import UserError
 from volo.checkpoint.checkpoint import TrainState
-from volo.checkpoint.checkpoint_file import NotWrittenError
-from volo.checkpoint.parts import remove_unused_parts
-from volo.checkpoint.resume import find_resume
 from volo.cluster.ddp import DdpSettings, distribute
 from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, synchronised, units_of, whole_weights
@@ -92,7 +84,6 @@ def train(case: Case, rank: int, sharded: bool) -> tuple[TrainState, list[Tensor
             losses.append(loss.detach())
         norms.append(precision.step(state.optimizer, parameters))
         average.update(model)
-    state.gather()
     return state, losses, norms
 
 
@@ -103,8 +94,7 @@ def one_rank(rank: int, directory: str) -> None:
         for sharded in (False, True):
             state, losses, norms = train(case, rank, sharded)
             kept = sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in _state_tensors(state))
-            payload = state.state_dict() if rank == 0 or not sharded else {}
-            found[sharded] = {"losses": losses, "norms": norms, "kept": kept, "payload": payload}
+            found[sharded] = {"losses": losses, "norms": norms, "kept": kept, "payload": state.state_dict()}
         torch.save(found, f"{directory}/{name}-{rank}.pt")
     _more(rank, directory)
     dist.destroy_process_group()
@@ -122,13 +112,12 @@ def _more(rank: int, directory: str) -> None:
     case = CASES["two copies, stochastic depth of subsets"]
     state, _, _ = train(case, rank, sharded=True)
     distribute_bn(state.model, RANKS)
-    state.gather()
     state.model.eval()
     with whole_weights(state.model), torch.inference_mode():
         outputs = [state.model(torch.ones(1, 3, 32, 32)) for _ in range(1 + rank)]
-    dist.barrier()
+    payload = state.state_dict()
     if rank == 0:
-        torch.save(state.state_dict(), f"{directory}/saved.pt")
+        torch.save(payload, f"{directory}/saved.pt")
     dist.barrier()
     saved = torch.load(f"{directory}/saved.pt", weights_only=True)
     fresh = build(case)
@@ -139,42 +128,8 @@ def _more(rank: int, directory: str) -> None:
     optimizer = create_optimizer(parse_train(["/data", "--lr", "1e-3"]), fresh)
     again = TrainState(fresh, optimizer, None, average, updates_per_epoch=STEPS)
     again.load(saved, "saved.pt")
-    again.gather()
-    found = {"outputs": outputs, "again": again.state_dict() if rank == 0 else None}
-    found |= _in_parts(again, rank, Path(directory))
+    found = {"outputs": outputs, "again": again.state_dict()}
     torch.save(found, f"{directory}/more-{rank}.pt")
-
-
-def _in_parts(state: TrainState, rank: int, directory: Path) -> dict[str, Any]:
-    """Save in parts of four ranks, go on from them in parts of two; then as a disk that one rank can't write to."""
-    case = CASES["two copies, stochastic depth of subsets"]
-    state.gather(directory)
-    file = directory / "in_parts.pth.tar"
-    if rank == 0:
-        torch.save(state.state_dict(), file)
-    dist.barrier()
-    fresh = build(case)
-    average = ShardedEma(fresh, 0.9)
-    mesh = shard_meshes(2, World(rank, rank, RANKS, CPU)).data
-    for model in (fresh, average.module):
-        shard(model, mesh)
-    optimizer = create_optimizer(parse_train(["/data", "--lr", "1e-3"]), fresh)
-    other = TrainState(fresh, optimizer, None, average, updates_per_epoch=STEPS)
-    other.load(find_resume(str(file), directory, whole=False, verify=rank == 0).checkpoint or {}, file)
-    other.gather()
-    found = {"of two": other.state_dict() if rank == 0 else None}
-    other.gather(directory)
-    if rank == 0:
-        torch.save(other.state_dict(), directory / "two_copies.pth.tar")
-    if rank == 1:
-        (directory / "full").touch()  # a file where the folder is to be
-    dist.barrier()
-    with pytest.raises(NotWrittenError) as failed:
-        state.gather(directory / "full")
-    fresh.head.weight.data.to_local().fill_(math.nan if rank == 3 else 1.0)
-    with pytest.raises(NonFiniteError) as broken:
-        other.gather(directory)
-    return found | {"failed": str(failed.value), "broken": str(broken.value)}
 
 
 @pytest.fixture(scope="module")
@@ -219,75 +174,6 @@ def test_what_was_saved_comes_back_in_parts_of_another_size(directory: Path) -> 
     for entry in ("state_dict", "state_dict_ema", "optimizer"):
         pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
         assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), entry
-
-
-def test_parts_are_read_whole_and_by_another_number_of_ranks(directory: Path) -> None:
-    saved, of_two = load(directory / "saved.pt"), load(directory / "more-0.pt")["of two"]
-    file = directory / "in_parts.pth.tar"
-    whole, shapes, places = read_checkpoint(file), read_checkpoint(file, whole=False), peek_checkpoint(file)
-    copies = directory / "two_copies.pth.tar"
-    assert len(peek_checkpoint(copies)["parts"]["files"]) == 2  # the second copy is not written
-    for entry in ("state_dict", "state_dict_ema", "optimizer"):
-        for again in (whole, of_two, read_checkpoint(copies)):
-            pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
-            assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), entry
-        assert [t.shape for t in tensors(shapes[entry])] == [t.shape for t in tensors(saved[entry])]
-    assert sum(t.numel() for t in tensors(places)) < 0.02 * sum(t.numel() for t in tensors(saved))
-    folder = directory / places["parts"]["folder"]
-    names = sorted(each.name for each in folder.iterdir())
-    assert names == sorted(places["parts"]["files"]) and len(names) == RANKS
-
-
-def test_all_ranks_tell_of_parts_that_cannot_be_written(directory: Path) -> None:
-    for rank in range(RANKS):
-        found = load(directory / f"more-{rank}.pt")
-        assert re.match(r"cannot write .*/full/parts-0-\w{8}: rank 0: Not a directory; it needs", found["failed"])
-        assert found["broken"].endswith("holds NaN or infinite values: not saved")
-
-
-@pytest.mark.parametrize(
-    ("harm", "says"),
-    [
-        (lambda folder: shutil.rmtree(folder), "its tensors lie in .*, which is not there: copy that folder along"),
-        (lambda folder: next(folder.iterdir()).unlink(), "rank-.* cannot be read: No such file"),
-        (lambda folder: flip_byte(next(folder.iterdir())), "is damaged: .*rank-.* does not match its checksum"),
-        (lambda folder: (folder / "more.safetensors").touch(), "is refused: .*more.safetensors is none of its parts"),
-    ],
-)
-def test_parts_that_are_missing_or_damaged(
-    directory: Path, tmp_path: Path, harm: Callable[[Path], object], says: str
-) -> None:
-    name = peek_checkpoint(directory / "in_parts.pth.tar")["parts"]["folder"]
-    file = shutil.copy(directory / "in_parts.pth.tar", tmp_path)
-    shutil.copytree(directory / name, tmp_path / name)
-    verify_checkpoint(file)
-    harm(tmp_path / name)
-    for read in (read_checkpoint, verify_checkpoint):
-        with pytest.raises(UserError, match=says):
-            read(file)
-
-
-def test_parts_that_hold_another_shape(directory: Path) -> None:
-    file = directory / "in_parts.pth.tar"
-    folder, place = directory / peek_checkpoint(file)["parts"]["folder"], ("state_dict", "head.weight")
-    with pytest.raises(UserError, match="is damaged: .*parts-.* does not hold its tensors"):
-        read_parts({place: torch.empty(3, 3)}, folder, file)
-
-
-def flip_byte(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
-
-
-def test_parts_that_no_checkpoint_needs_are_removed(directory: Path, tmp_path: Path) -> None:
-    name = peek_checkpoint(directory / "in_parts.pth.tar")["parts"]["folder"]
-    shutil.copy(directory / "in_parts.pth.tar", tmp_path / "last.pth.tar")
-    others = ["parts-3-0123abcd", "parts-9-0123abcd", "parts-of-mine"]
-    for each in (name, *others):
-        (tmp_path / each).mkdir()
-    remove_unused_parts(tmp_path, 9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["last.pth.tar", name, *others[1:]])
 
 
 def test_ranks_call_the_whole_model_as_often_as_they_like(directory: Path) -> None:

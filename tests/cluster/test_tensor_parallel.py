@@ -20,7 +20,7 @@ from tlt.errors import UserError
 from volo.checkpoint.checkpoint import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, shard, shard_meshes
-from volo.cluster.tensor_parallel import Divided, divide_layers, in_groups
+from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
 from volo.config.args import parse_train
 from volo.train.optim import create_optimizer
 from volo.train.precision import Precision
@@ -71,7 +71,7 @@ def train(name: str, world: World | None) -> tuple[TrainState, list[Tensor]]:
         for each in (model, average.module):
             divide_layers(each, meshes.tensor)
             shard(each, meshes.data)
-    precision = Precision(CPU, None, 0.1, divided=Divided.of(model))
+    precision = Precision(CPU, None, 0.1, norm_of=TensorParallelParams(model).total_norm)
     state = state_of(model, average)
     seen = []
     for step in range(STEPS):
@@ -80,7 +80,6 @@ def train(name: str, world: World | None) -> tuple[TrainState, list[Tensor]]:
         norm = precision.step(state.optimizer, list(model.parameters()))
         average.update(model)
         seen.append(torch.stack([*losses, norm]).detach())
-    state.gather()
     return state, seen
 
 
@@ -89,8 +88,7 @@ def one_rank(rank: int, directory: str) -> None:
     world = in_groups(World(rank, rank, RANKS, CPU), PARTS)
     for name in MODELS:
         state, seen = train(name, world)
-        payload = state.state_dict() if rank == 0 else None
-        torch.save({"seen": seen, "payload": payload}, f"{directory}/{name}-{rank}.pt")
+        torch.save({"seen": seen, "payload": state.state_dict()}, f"{directory}/{name}-{rank}.pt")
     dist.barrier()
     saved = torch.load(f"{directory}/volo_test-0.pt", weights_only=True)["payload"]
     model = build("volo_test")
@@ -101,9 +99,9 @@ def one_rank(rank: int, directory: str) -> None:
         shard(each, meshes.data)
     again = state_of(model, average)
     again.load(saved, "saved.pt")
-    again.gather()
+    payload = again.state_dict()
     if rank == 0:
-        torch.save(again.state_dict(), f"{directory}/again.pt")
+        torch.save(payload, f"{directory}/again.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -107,7 +107,6 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
         "--grad-compression bf16",
         "--model-dtype bfloat16 -b 2 --grad-accum-steps 2",
         "--shard 2 --clip-grad 1 -b 2 --grad-accum-steps 2",
-        "--shard 2 --checkpoint-format dcp --recovery-interval 1",
         "--tensor-parallel 2 --clip-grad 1",
     ],
 )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import volo  # noqa: F401  registers the models
 from tests.commands.conftest import Ended
-from tlt.io.weights import read_checkpoint
 from volo.commands import export
 
 Call = Callable[..., Ended]
@@ -203,20 +202,6 @@ def test_a_missing_package_names_the_extra(
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     ended = call("export", f"--checkpoint {checkpoint} -o {tmp_path}/model.onnx")
     assert ended.code == 2 and "onnxscript" in ended.err and "volo-tlt[onnx]" in ended.err
-
-
-def test_one_file_of_a_checkpoint_holds_all_of_it(
-    call: Call, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path
-) -> None:
-    checkpoint, file = trained("volo_test")[1], tmp_path / "one.pth.tar"
-    ended = call("export", f"-o {file} --checkpoint {checkpoint}")
-    assert ended.code == 0 and "wrote " in ended.out, ended.err
-    one, all_of_it = read_checkpoint(file), read_checkpoint(checkpoint)
-    assert one.keys() == all_of_it.keys() and one["model_config"] == all_of_it["model_config"]
-    torch.testing.assert_close(one["state_dict_ema"], all_of_it["state_dict_ema"], rtol=0, atol=0)
-    for flags, says in (("--use-ema", "leave out --use-ema"), ("-m volo_d1", "leave out --model")):
-        ended = call("export", f"-o {tmp_path}/two.pth.tar --checkpoint {checkpoint} {flags}")
-        assert ended.code == 2 and says in ended.err
 
 
 def test_a_file_that_differs_from_the_model_is_not_written(

@@ -125,7 +125,6 @@ def test_accuracy_and_labels_are_those_of_the_cpu(
 def test_the_copy_for_a_checkpoint_is_of_its_moment_and_waits_for_nothing() -> None:
     weight, snapshot = torch.zeros(2**24, device="cuda"), HostSnapshot()
     payload = {"weight": weight, "shared": [weight, torch.ones(3)]}
-    snapshot.reserve(payload)
     for value in range(2):
         torch.cuda.set_sync_debug_mode("error")
         try:

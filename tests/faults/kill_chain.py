@@ -15,7 +15,6 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import rmtree
@@ -25,9 +24,7 @@ import torch
 
 from tests.conftest import LIMIT, wait_until
 from tests.faults.lives import Life, start_forks, start_program
-from tlt.errors import UserError
-from tlt.io.parts import PARTS_KEY
-from tlt.io.weights import peek_checkpoint, read_checkpoint
+from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint_file import STAGED
 from volo.checkpoint.resume import find_resume
 from volo.commands.report import without_times
@@ -176,12 +173,8 @@ class Chain:
 
 
 def staged(run: Path) -> set[str]:
-    """Unfinished files, and folders of parts to which no checkpoint belongs yet, or any more."""
-    folders = {folder.name for folder in run.glob("parts-*")}
-    if folders:
-        with suppress(UserError):  # there is none yet
-            folders -= {peek_checkpoint(run / "last.pth.tar")[PARTS_KEY]["folder"]}
-    return {file.name for file in run.glob(f"{STAGED}*")} | folders
+    """Unfinished files."""
+    return {file.name for file in run.glob(f"{STAGED}*")}
 
 
 def digest(run: Path) -> str:

@@ -19,7 +19,7 @@ FLAGS = (
     "--model volo_test --img-size 32 --num-classes 10 -b 2 --warmup-epochs 1 --cooldown-epochs 0 --log-interval 1 "
     "--epochs 3 --lr 1e-3 --drop-path 0.2 --model-ema --recovery-interval 2 --checkpoint-hist 2 --token-label"
 )
-DIVIDED = "--dist-bn reduce --shard 2 --checkpoint-format dcp"
+DIVIDED = "--dist-bn reduce --shard 2"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
@@ -29,7 +29,7 @@ DIVIDED = "--dist-bn reduce --shard 2 --checkpoint-format dcp"
         pytest.param(1, 6, "--grad-accum-steps 2", id="1 rank"),
         pytest.param(1, 140, "--grad-accum-steps 2", id="1 rank, many", marks=pytest.mark.faults),
         pytest.param(2, 80, "--dist-bn reduce", id="2 ranks, many", marks=pytest.mark.faults),
-        pytest.param(2, 20, DIVIDED, id="2 ranks that write their parts", marks=pytest.mark.faults),
+        pytest.param(2, 20, DIVIDED, id="2 ranks that divide the weights", marks=pytest.mark.faults),
     ],
 )
 def test_fault_01_killed_runs_end_in_the_bits_of_one_that_was_not(

@@ -137,7 +137,7 @@ def _bytes(payload: Any, **how: Any) -> bytes:
     return buffer.getvalue()
 
 
-PAYLOAD = _state().state_dict(50.0)
+PAYLOAD = _state().state_dict()
 CHECKPOINT = _bytes(PAYLOAD)
 
 

@@ -65,12 +65,9 @@ def save(
     """Save here and now, after an epoch or (not `ranked`) within one; return the best checkpoint so far."""
     if ranked and metric is not None:
         state.scores[state.epoch - 1] = {files.ranked_by: metric}
-    decided = files.decide(state, ranked)
-    try:
-        files.write(decided)
-    except BaseException:
-        decided.undo(state)
-        raise
+    planned = files.plan(state, state.state_dict(), ranked)
+    files.write(planned)
+    planned.commit(state)
     return best_of(state.best)
 
 

@@ -13,7 +13,7 @@ from timm.optim import list_optimizers, param_groups_layer_decay
 from torch import nn
 
 from tlt.errors import UserError
-from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
+from volo.checkpoint.optimizer_state import checked_optimizer_state, load_optimizer_state
 from volo.config.args import parse_train
 from volo.train.optim import create_optimizer, set_lr
 
@@ -218,8 +218,8 @@ def test_every_optimizer_goes_on_where_it_was(opt: str) -> None:
     file = io.BytesIO()
     torch.save(first_optimizer.state_dict(), file)
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    check_optimizer_state(second_optimizer, saved, "file.pth", type(first_optimizer).__name__)
-    assert load_optimizer_state(second_optimizer, saved) == []
+    state = checked_optimizer_state(second, second_optimizer, saved, "file.pth", type(first_optimizer).__name__)
+    assert load_optimizer_state(second_optimizer, state) == []
     second.load_state_dict(first.state_dict())
     train(second, second_optimizer, range(4, 9))
     for name, weight in whole.state_dict().items():

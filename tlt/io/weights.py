@@ -1,14 +1,12 @@
 """Weights from files that may not be trustworthy: the only reader of checkpoints.
 
-What `torch.save` writes is a zip archive (once: a bare pickle), and no part of it is trusted: nothing is unpickled but
-tensors and plain data, an `argparse.Namespace` becomes a dict, and damage that `torch.load` accepts is found by the CRC
-of each record.
+`torch.load(weights_only=True)` unpickles tensors and plain data alone. Damage that it accepts is found by the CRC of
+each record of the zip archive that `torch.save` writes. Of safetensors, which has no CRCs, the length is checked.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import stat
 import zipfile
@@ -23,13 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.io.parts import verify_parts, with_shapes, with_tensors
 
 WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
-_CHUNK = 1 << 20  # bytes
-_MOST_ENTRIES = 50_000_000  # a list of 60 levels, each holding the next twice, is 1.6 kB and would be read for ever
 _FOLDER = 0x10  # among the attributes of a record
 _NOT_A_CHECKPOINT = (
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself: run `git lfs pull`"),
@@ -42,13 +37,16 @@ _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
 
-def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
+class InPartsError(UserError):
+    """The tensors of a checkpoint lie beside it, as an earlier version could write them."""
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Return everything a checkpoint holds, tensors on the CPU.
 
     Args:
         path: safetensors, or what `torch.save` writes (a zip archive; before torch 1.6 a pickle). The content tells
             which, not the name's ending.
-        whole: False: tensors that lie in parts beside the file (`tlt.io.parts`) are on the device `meta`.
 
     Raises:
         UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
@@ -60,30 +58,24 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
             return dict(safetensors.torch.load_file(path))
         if kind == "zip":
             verify_zip(file, path)
-        checkpoint = _load(file, path)
-        if whole:
-            verify_parts(checkpoint, path)
-        return (with_tensors if whole else with_shapes)(checkpoint, path)
+        return _load(file, path)
 
 
 def verify_checkpoint(path: str | Path) -> None:
-    """Read a checkpoint through and raise as `read_checkpoint` does, at the memory of one record's part."""
+    """Read a checkpoint through and raise as `read_checkpoint` does, without its tensors in memory."""
     with _opened(Path(path)) as file, _one_line_errors(path):
         if _kind(file, path) == "zip":
             verify_zip(file, path)
-            return verify_parts(_load(path, path, mmap=True), path)
-    read_checkpoint(path)
+    peek_checkpoint(path)
 
 
 def peek_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Like `read_checkpoint`, for a look at the numbers: tensors are mapped, not read, and their bytes not verified.
-    What lies in parts stays there."""
+    """Like `read_checkpoint`, for a look at the numbers: nothing is verified, tensors are mapped and not read."""
     with _opened(Path(path)) as file, _one_line_errors(path):
-        kind = _kind(file, path)
-        if kind != "zip":
-            return read_checkpoint(path)
-        verify_zip(file, path, only="data.pkl")
-        return _load(path, path, mmap=True)
+        if _kind(file, path) == "zip":
+            _archive(file, path)
+            return _load(path, path, mmap=True)
+    return read_checkpoint(path)
 
 
 @contextmanager
@@ -157,38 +149,29 @@ def _kind(file: BinaryIO, path: str | Path) -> str:
     raise UserError(f"{path} is no checkpoint: neither safetensors nor written by torch.save")
 
 
-def verify_zip(file: BinaryIO, path: str | Path, only: str = "") -> None:
-    """Check that records are stored uncompressed, as torch does, and the CRC32 of those whose name ends with `only`."""
-    length = file.seek(0, 2)
+def verify_zip(file: BinaryIO, path: str | Path) -> None:
+    """Check that the records are as `torch.save` writes them, and the CRC-32 of each."""
+    if damaged := _archive(file, path).testzip():
+        raise UserError(f"{path} is damaged: record {damaged} does not match its checksum")
+    file.seek(0)
+
+
+def _archive(file: BinaryIO, path: str | Path) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
         raise UserError(f"{path} is truncated: {error}") from error
-    records = archive.infolist()
-    if any(record.filename.endswith("constants.pkl") for record in records):
+    names = [record.filename for record in archive.infolist()]
+    if any(name.endswith("constants.pkl") for name in names):
         raise UserError(f"{path} is a TorchScript program, not weights")
-    for record in records:
+    if not any(name.endswith("data.pkl") for name in names):
+        raise UserError(f"{path} is a zip archive without a checkpoint in it (no data.pkl)")
+    for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED:
             raise UserError(f"{path} is refused: record {record.filename} is compressed, which torch.save never does")
         if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
             raise UserError(f"{path} is damaged: record {record.filename} calls itself a folder")
-    if sum(record.file_size for record in records) > length:
-        raise UserError(f"{path} is refused: its records are larger than the file")
-    if not any(record.filename.endswith("data.pkl") for record in records):
-        raise UserError(f"{path} is a zip archive without a checkpoint in it (no data.pkl)")
-    for record in records:
-        if record.filename.endswith(only):
-            _verify_record(archive, record, path)
-    file.seek(0)
-
-
-def _verify_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: str | Path) -> None:
-    try:
-        with archive.open(record) as stream:
-            while stream.read(_CHUNK):
-                pass
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise UserError(f"{path} is damaged: record {record.filename} does not match its checksum ({error})") from error
+    return archive
 
 
 def _load(source: BinaryIO | str | Path, path: str | Path, mmap: bool | None = None) -> dict[str, Any]:
@@ -196,33 +179,14 @@ def _load(source: BinaryIO | str | Path, path: str | Path, mmap: bool | None = N
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
-    if _entries(content, {}) > _MOST_ENTRIES:
-        raise UserError(f"{path} is refused: written out, what is shared in it is more than {_MOST_ENTRIES} entries")
-    return _plain(content)
-
-
-def _entries(value: Any, known: dict[int, float]) -> float:
-    """How many values there are in `value`, shared ones counted each time that they occur."""
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    if not isinstance(value, (dict, list, tuple, set)):
-        return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf  # where it holds itself
-        inside = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_entries(each, known) for each in inside)
-    return known[id(value)]
-
-
-def _plain(value: Any) -> Any:
-    """Turn every Namespace inside `value` into a dict: arguments of a foreign run are data to show, not to apply."""
-    if isinstance(value, argparse.Namespace):
-        return _plain(vars(value))
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(v) for v in value)
-    return value
+    if isinstance(parts := content.get("parts"), dict) and "folder" in parts:
+        raise InPartsError(
+            f"{path} is refused: its tensors lie beside it in {parts['folder']}, which this version does not read: "
+            f"make one file of both with the version that wrote it: volo export -o FILE.pth.tar --checkpoint {path}"
+        )
+    if isinstance(content.get("args"), argparse.Namespace):  # timm's
+        content["args"] = vars(content["args"])
+    return content
 
 
 def weights_entry(checkpoint: dict[str, Any], use_ema: bool | None = None, path: str | Path = "the checkpoint") -> str:

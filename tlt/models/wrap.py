@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt.errors import UserError
-from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, clean_state_dict, state_dict_of, unwrap, weights_entry
+from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, state_dict_of, unwrap, weights_entry
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.layers import init_linear
 from tlt.models.mix_point import EmbeddingCells, MixPoint, add_mix_point, layer_output
@@ -245,10 +245,9 @@ def _name(model: Any) -> str:
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights under the names of the plain model, those of the dense head); the second is empty but for a
-    WithDenseHead. Tensors are shared with the model."""
-    state = clean_state_dict(model)
+def split_state_dict(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights under the names of the plain model, those of the dense head) of a model's clean state dict; the second
+    is empty but for a WithDenseHead."""
     if not isinstance(unwrap(model), WithDenseHead):
         return state, {}
     dense = {name: value for name, value in state.items() if is_dense_head(name)}

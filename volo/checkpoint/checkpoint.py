@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
 from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
-from volo.checkpoint.parts import remove_unused_parts
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
 
 __all__ = [
@@ -42,6 +42,28 @@ NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # the onl
 _ABANDONED = "superseded-"
 
 
+class Ranking(NamedTuple):
+    """The kept checkpoints, best first, and the names of files that are not kept any more."""
+
+    best: list[RankedCheckpoint]
+    outdated: list[str]
+
+
+def rank(entries: Iterable[RankedCheckpoint], by: str, keep: int) -> Ranking:
+    """Rank checkpoints by the score of this name: the lowest `loss...` is the best, of every other score the highest.
+
+    Of equal ones the earlier comes first; those without a metric come last, the newest first.
+    """
+
+    def order(entry: RankedCheckpoint) -> tuple[bool, float, int]:
+        if entry.metric is None:
+            return True, 0.0, -entry.epoch
+        return False, entry.metric if by.startswith("loss") else -entry.metric, entry.epoch
+
+    ranked = sorted(entries, key=order)
+    return Ranking(ranked[:keep], [entry.file for entry in ranked[keep:]])
+
+
 @dataclass
 class Save:
     """A planned save: the content of the file, and what happens to the other files.
@@ -49,20 +71,21 @@ class Save:
     Attributes:
         payload: Shares its tensors with the model, unless it was copied.
         epoch: Counted from 0; after an epoch, which gets a ranked `checkpoint-N.pth.tar`. None: only `last` is written.
-        update: Optimizer steps done.
-        before: `best` and `outdated` of the state before the decision.
+        ranking: What is kept once the file is written; `commit` then puts it into the state.
     """
 
     payload: dict[str, Any]
     epoch: int | None
-    update: int
-    best: list[RankedCheckpoint]
-    outdated: list[str]
-    before: tuple[list[RankedCheckpoint], list[str]]
+    ranking: Ranking
 
-    def undo(self, state: TrainState) -> None:
-        """Restore the state from before the plan, because the file was not written."""
-        state.best, state.outdated = self.before
+    @property
+    def update(self) -> int:
+        """Optimizer steps done."""
+        return int(self.payload["update"])
+
+    def commit(self, state: TrainState) -> None:
+        """Put the ranking into the state, when the file is written."""
+        state.best, state.outdated = self.ranking
 
 
 class CheckpointDir:
@@ -71,8 +94,7 @@ class CheckpointDir:
     Args:
         directory: Created if missing. Remains of an interrupted write are removed.
         keep: How many `checkpoint-N.pth.tar` are kept (`--checkpoint-hist`).
-        ranked_by: Name of the score (`TrainState.scores`) that ranks epochs. The lowest `loss...` is the best, of
-            every other score the highest.
+        ranked_by: Name of the score (`TrainState.scores`) that ranks epochs.
 
     Raises:
         UserError: `keep` is below 1, or the directory can't be made.
@@ -90,28 +112,27 @@ class CheckpointDir:
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {directory}: {error.strerror}") from error
 
-    def decide(self, state: TrainState, ranked: bool = True) -> Save:
-        """Plan a save, and update the list of ranked checkpoints in `state` for it.
+    def plan(self, state: TrainState, payload: dict[str, Any], ranked: bool = True) -> Save:
+        """Plan a save of `payload`, the result of `state.state_dict`, which gets the ranking. The state stays as it is.
 
         Args:
             ranked: Save after an epoch, which `state.epoch` counts already, ranked by its score; a missing, NaN or
                 infinite score ranks below every number and is never the best. False: save only `last.pth.tar`.
 
         Raises:
-            NonFiniteError: The weights hold NaN or infinity; `state` is as before.
+            NonFiniteError: The weights hold NaN or infinity.
         """
-        metric = self._score(state, state.epoch - 1) if ranked else None
-        before, kept = (state.best, state.outdated), self._present(state.best)
-        entries = self._ranked(kept, metric, state.epoch - 1) if ranked else kept
-        state.best, state.outdated = entries[: self.keep], [entry.file for entry in entries[self.keep :]]
-        payload = state.state_dict(metric)
+        epoch, kept = state.epoch - 1, self._present(state.best)
+        ranking = Ranking(kept[: self.keep], [entry.file for entry in kept[self.keep :]])
+        if ranked:
+            payload["metric"] = self._score(state, epoch)
+            new = RankedCheckpoint(payload["metric"], epoch, _file(epoch))
+            ranking = rank([*(entry for entry in kept if entry.epoch != epoch), new], self.ranked_by, self.keep)
+        payload |= {"best": [list(entry) for entry in ranking.best], "outdated": ranking.outdated}
         weights = payload["state_dict"] | payload.get("dense_head", {})
         if broken := first_non_finite({name: value for name, value in weights.items() if isinstance(value, Tensor)}):
-            state.best, state.outdated = before
             raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
-        return Save(
-            payload, state.epoch - 1 if ranked else None, state.update, state.best[:], state.outdated[:], before
-        )
+        return Save(payload, epoch if ranked else None, ranking)
 
     def write(self, save: Save) -> None:
         """Write the file and update the directory. May be repeated, and be called in any thread, one at a time.
@@ -121,11 +142,10 @@ class CheckpointDir:
         """
         save_checkpoint(self.directory / LAST, save.payload)
         with explained(self.directory / LAST, lambda: tensor_bytes(save.payload)):
-            if save.epoch is not None and (own := _file(save.epoch)) not in save.outdated:
+            if save.epoch is not None and (own := _file(save.epoch)) not in save.ranking.outdated:
                 duplicate(self.directory / LAST, self.directory / own)
-            self._refresh_best(save.best)
-            self._remove(save.outdated)
-            remove_unused_parts(self.directory, save.update)
+            self._refresh_best(save.ranking.best)
+            self._remove(save.ranking.outdated)
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
         """Make the directory agree with a state that was loaded from `path`; return lines for the user.
@@ -155,7 +175,8 @@ class CheckpointDir:
     def _rank_anew(self, state: TrainState) -> list[str]:
         """Rank the kept epochs again, because `--eval-metric` or EMA may have changed."""
         before = state.best
-        state.best = sorted([e._replace(metric=self._score(state, e.epoch)) for e in before], key=self._order)
+        entries = [entry._replace(metric=self._score(state, entry.epoch)) for entry in before]
+        state.best = rank(entries, self.ranked_by, len(entries)).best
         return [] if state.best == before else [f"the kept checkpoints are now ranked by {self.ranked_by}"]
 
     def _score(self, state: TrainState, epoch: int) -> float | None:
@@ -166,16 +187,6 @@ class CheckpointDir:
         """Return the ranked checkpoints that still have files, if `model_best` was removed during the run, else all."""
         lost = not (self.directory / BEST).exists()
         return [e for e in ranked if (self.directory / e.file).is_file()] if lost else ranked
-
-    def _ranked(self, kept: list[RankedCheckpoint], metric: float | None, epoch: int) -> list[RankedCheckpoint]:
-        others = [entry for entry in kept if entry.epoch != epoch]
-        return sorted([*others, RankedCheckpoint(metric, epoch, _file(epoch))], key=self._order)
-
-    def _order(self, entry: RankedCheckpoint) -> tuple[bool, float, int]:
-        """Sort key: the best first, of equal ones the earlier first; those without a metric last, newest first."""
-        if entry.metric is None:
-            return True, 0.0, -entry.epoch
-        return False, entry.metric if self.ranked_by.startswith("loss") else -entry.metric, entry.epoch
 
     def _refresh_best(self, ranked: list[RankedCheckpoint]) -> None:
         best = best_of(self._present(ranked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
     known = {key: value for key, value in config.items() if key in _CHECKS and value is not None}
     for key, value in known.items():
         if not _CHECKS[key](value):
-            raise UserError(f"{path}: model_config has {key} {str(value)[:60]!r}, which cannot be")
+            raise UserError(f"{path}: model_config has {key} {reprlib.repr(value)[:60]}, which cannot be")
     return known
 
 
@@ -50,14 +51,16 @@ def _positive(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
-def _small(value: Any) -> bool:
-    """Whether all numbers in an argument of a model are small enough to build the model."""
+def _small(value: Any, depth: int = 4) -> bool:
+    """Whether all numbers in an argument of a model are small enough to build the model, and nothing is nested deep."""
+    if isinstance(value, (dict, list, tuple)) and (len(value) > 100 or not depth):
+        return False
     if isinstance(value, dict):
         layers = [value.get(key) or 0 for key in ("layers", "depth", "depths")]
-        totals = [sum(each) if isinstance(each, (list, tuple)) else each for each in layers if _small(each)]
-        return len(value) <= 100 and all(map(_small, value.values())) and all(total <= 500 for total in totals)
+        totals = [sum(each) if isinstance(each, (list, tuple)) else each for each in layers if _small(each, depth - 1)]
+        return all(_small(each, depth - 1) for each in value.values()) and all(total <= 500 for total in totals)
     if isinstance(value, (list, tuple)):
-        return len(value) <= 100 and all(map(_small, value))
+        return all(_small(each, depth - 1) for each in value)
     return not isinstance(value, (int, float)) or abs(value) <= 8192
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.io.weights import first_non_finite
-from volo.cluster.shard import divided_like, own_part
+from volo.cluster.whole_state import own_optimizer_state
 
 # Keys that schedules and layer decay write into parameter groups.
 _GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
@@ -23,15 +23,23 @@ _PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 _COUNTER = "step"  # a counter in a parameter group is state, although Lookahead has it among the settings
 
 
-def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None) -> None:
-    """Raise UserError, with the remedy, if `saved` is not the state of such an optimizer over such parameters.
+def checked_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None
+) -> dict[str, Any]:
+    """Return this rank's parts of the state of such an optimizer over the parameters of `model`.
 
     Args:
         saved: The entry `optimizer` of a file, which may hold anything.
         saved_class: The name of the optimizer's class, where the file records it.
+
+    Raises:
+        UserError: `saved` is no such state; the message has the remedy.
     """
     try:
-        problem = _problem(optimizer, saved, saved_class)
+        problem = _group_problem(optimizer, saved, saved_class)
+        if not problem:
+            own = own_optimizer_state(model, optimizer, saved)
+            problem = _state_problem(optimizer, saved, own)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         problem = f"it is no optimizer state ({type(error).__name__}: {error})"
     if problem:
@@ -39,10 +47,11 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, path: str | Path, sa
             f"{path}: its optimizer state does not fit, {problem}: "
             "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
         )
+    return own
 
 
 def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
-    """Load a state that has passed `check_optimizer_state`; return a line for every setting that differs in the file.
+    """Load what `checked_optimizer_state` returned; return a line for every setting that differs in the file.
 
     Tensors go to the devices of the parameters; `fused` and `foreach` keep the values of this optimizer.
     """
@@ -55,25 +64,9 @@ def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[st
         groups.append({**merged, "params": theirs["params"]})
         changed = [k for k in compared if _differ(theirs.get(k), own[k])]
         messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
-    optimizer.load_state_dict({"state": _own_parts(optimizer, saved), "param_groups": groups})
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     _match_layout(optimizer)
     return list(dict.fromkeys(messages))
-
-
-def _own_parts(optimizer: Optimizer, saved: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return the saved state by index; of parameters that are divided among ranks, this rank's part."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [index for group in saved["param_groups"] for index in group["params"]]
-    like = dict(zip(indices, parameters, strict=True))
-    return {
-        index: {
-            key: divided_like(value, like[index])
-            if isinstance(value, Tensor) and value.shape == like[index].shape
-            else value
-            for key, value in state.items()
-        }
-        for index, state in saved["state"].items()
-    }
 
 
 def _match_layout(optimizer: Optimizer) -> None:
@@ -85,7 +78,7 @@ def _match_layout(optimizer: Optimizer) -> None:
                 state[key] = torch.empty_like(parameter).copy_(state[key])
 
 
-def _problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:
+def _group_problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:
     own_class = type(optimizer).__name__
     if isinstance(saved_class, str) and saved_class != own_class:
         return f"it is of {saved_class}, --opt gives {own_class}"
@@ -95,20 +88,18 @@ def _problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:
         return f"{own_class} and the file's optimizer do not share {', '.join(odd)}"
     sizes = [len(group["params"]) for group in groups]
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != own_sizes:
-        return f"its groups have {sizes} parameters, this model's {own_sizes}"
-    return _state_problem(optimizer, saved["state"], [i for group in groups for i in group["params"]])
+    return f"its groups have {sizes} parameters, this model's {own_sizes}" if sizes != own_sizes else None
 
 
-def _state_problem(optimizer: Optimizer, states: Any, indices: list[Any]) -> str | None:
+def _state_problem(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, Any]) -> str | None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, (parameter, index) in enumerate(zip(parameters, indices, strict=True)):
-        tensors = {k: v for k, v in states.get(index, {}).items() if isinstance(v, Tensor)}
+    for number, index in enumerate(index for group in whole["param_groups"] for index in group["params"]):
+        tensors = {k: v for k, v in whole["state"].get(index, {}).items() if isinstance(v, Tensor)}
         for key in _PER_VALUE & tensors.keys():
-            if tensors[key].numel() != 1 and tensors[key].shape != parameter.shape:
-                shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameter.shape)}"
+            if tensors[key].numel() != 1 and own["state"][index][key].shape != parameters[number].shape:
+                shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameters[number].shape)}"
                 return f"{key} of parameter {number} is {shapes}"
-        if broken := first_non_finite({k: own_part(v) for k, v in tensors.items()}):
+        if broken := first_non_finite(tensors):
             return f"{broken} of parameter {number} holds NaN or infinite values"
     return None
 

@@ -20,8 +20,7 @@ from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.parts import verify_parts
-from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
+from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.labels.store import LabelStore
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import restarts
@@ -37,36 +36,32 @@ class Resume:
     messages: list[str]
 
 
-def find_resume(spec: str, directory: Path, whole: bool = True, verify: bool = True) -> Resume:
+def find_resume(spec: str, directory: Path) -> Resume:
     """Return the checkpoint that `--resume` names, read and verified.
 
     Args:
         spec: A path, or "auto": the newest checkpoint in `directory` (by update number) that can be read, whose records
             match their checksums and whose weights are finite. Skipped checkpoints are listed in the messages.
         directory: The directory of the run.
-        whole: False leaves on the device `meta` what lies in parts (`tlt.io.parts`), for ranks that read their own.
-        verify: False: another rank has verified the parts.
 
     Raises:
-        UserError: `spec` is a path, and that checkpoint is damaged.
+        UserError: `spec` is a path, and that checkpoint is damaged; or a checkpoint is of a form that is not read any
+            more, so that a fresh start would overwrite it.
     """
     if spec != "auto":
-        return Resume(Path(spec), _verified(Path(spec), whole, verify), [])
+        return Resume(Path(spec), _verified(Path(spec)), [])
     messages: list[str] = []
     for path in _newest_first(Path(directory), messages):
         try:
-            return Resume(path, _verified(path, whole, verify), messages)
+            return Resume(path, _verified(path), messages)
         except UserError as error:
             messages.append(f"skipped: {error}")
     return Resume(None, None, [*messages, f"no checkpoint to resume in {directory}: a fresh start"])
 
 
-def _verified(path: Path, whole: bool, verify: bool) -> dict[str, Any]:
-    checkpoint = read_checkpoint(path, whole)
-    if verify and not whole:
-        verify_parts(checkpoint, path)
-    weights = state_dict_of(checkpoint, use_ema=False, path=path)
-    check_finite({name: value for name, value in weights.items() if not value.is_meta}, path)
+def _verified(path: Path) -> dict[str, Any]:
+    checkpoint = read_checkpoint(path)
+    check_finite(state_dict_of(checkpoint, use_ema=False, path=path), path)
     return checkpoint
 
 
@@ -80,6 +75,8 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
             checkpoint = peek_checkpoint(path)
             position = int(checkpoint.get("epoch", -1)), int(checkpoint.get("update", 0)), path.name == LAST
             found.append((position, path))
+        except InPartsError:
+            raise
         except UserError as error:
             messages.append(f"skipped: {error}")
         except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -94,14 +91,14 @@ def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list
     return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
 
 
-class Continued(NamedTuple):
+class RestartedRun(NamedTuple):
     """A run that this launch has begun before a restart: its directory, and the value for `--resume`."""
 
     directory: Path
     resume: str
 
 
-def continued_run(args: Namespace) -> Continued | None:
+def continued_run(args: Namespace) -> RestartedRun | None:
     """Return the run that this launch has begun; None for a first start, or if there was no directory yet."""
     launch = launch_record()
     if not restarts() or launch is None:
@@ -114,7 +111,7 @@ def continued_run(args: Namespace) -> Continued | None:
     if not begun:
         return None
     directory = max(begun, key=lambda file: file.stat().st_mtime).parent
-    return Continued(directory, "auto" if any(directory.glob("*.pth.tar")) else args.resume)
+    return RestartedRun(directory, "auto" if any(directory.glob("*.pth.tar")) else args.resume)
 
 
 def _launch_of(file: Path) -> str | None:

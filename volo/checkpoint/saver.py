@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
 
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from volo.checkpoint.checkpoint import LAST, CheckpointDir, Save, best_of
 from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
-from volo.checkpoint.parts import parts_bytes
 from volo.checkpoint.train_state import RankedCheckpoint, TrainState
+from volo.cluster.distributed import from_primary
+from volo.cluster.shard import is_sharded
 
 _FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
 _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
@@ -36,36 +36,9 @@ class HostSnapshot:
         self._kept: dict[Key, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
-    @property
-    def empty(self) -> bool:
-        """Whether no memory is allocated yet."""
-        return not self._kept
-
-    def reserve(self, payload: dict[str, Any]) -> None:
-        """Allocate memory for such a payload, of which only the shapes are read; in any thread, before `take`."""
-        assert self.empty
-        self._fill(payload, lambda buffer, value: buffer.zero_())
-
     def take(self, payload: dict[str, Any]) -> dict[str, Any]:
         """Return `payload` with all tensors copied into the memory of the previous copy. Shared tensors stay shared."""
-        on_gpu: list[Tensor] = []
-
-        def copy(buffer: Tensor, value: Tensor) -> None:
-            buffer.copy_(value.detach(), non_blocking=True)
-            if value.is_cuda:
-                on_gpu.append(value)
-
-        copied = self._fill(payload, copy)
-        self._copied = torch.cuda.current_stream(on_gpu[0].device).record_event() if on_gpu else None
-        return copied
-
-    def wait(self) -> None:
-        """Return when the copies are complete."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _fill(self, payload: dict[str, Any], fill: Callable[[Tensor, Tensor], object]) -> dict[str, Any]:
-        before, self._kept = self._kept, {}
+        before, self._kept, self._copied = self._kept, {}, None
         shared: dict[Key, Tensor] = {}
 
         def copy(value: Any, key: Key) -> Any:
@@ -81,12 +54,22 @@ class HostSnapshot:
             buffer = before.get(key)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
-            fill(buffer, value)
+            buffer.copy_(value.detach(), non_blocking=True)
+            if value.is_cuda:
+                devices.append(value.device)
             shared[identity] = self._kept[key] = buffer
             return buffer
 
+        devices: list[torch.device] = []
         copied: dict[str, Any] = copy(payload, ())
+        if devices:
+            self._copied = torch.cuda.current_stream(devices[0]).record_event()
         return copied
+
+    def wait(self) -> None:
+        """Return when the copies are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 class Reporter(Protocol):
@@ -122,7 +105,7 @@ class SavePolicy:
 class _Job:
     save: Save
     reason: str
-    blocked: float  # seconds for which training waited
+    blocked: float = 0.0  # seconds for which training waited
     attempts: int = 0
     seconds: float = 0.0  # of the newest attempt
     error: BaseException | None = None
@@ -137,12 +120,8 @@ class Saver:
     Args:
         checkpoints: None on ranks other than 0.
         logger: Receives lines and events about every save.
-        progress: Returns the sums of the current epoch; all ranks call it before a save within an epoch.
-        from_primary: Returns rank 0's value on every rank.
-        before_save: Called on rank 0 before each attempt to write; if it raises, nothing is written.
-        parts_in: The directory in which every rank writes its parts of a divided model; None: rank 0 writes all.
-        on_save: Called on every rank before a save within an epoch, which may take long.
-        clock: Returns seconds, monotonically.
+        before_write: Called on rank 0 before each attempt to write; if it raises, nothing is written.
+        on_save: Called on every rank before a save, which may take long.
     """
 
     def __init__(
@@ -151,26 +130,18 @@ class Saver:
         checkpoints: CheckpointDir | None,
         logger: Reporter,
         policy: SavePolicy,
-        progress: Callable[[], dict[str, Any]] = dict,
-        from_primary: Callable[[bool], bool] = bool,
-        before_save: Callable[[], None] = lambda: None,
-        parts_in: Path | None = None,
+        before_write: Callable[[], None] = lambda: None,
         on_save: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
-        self._progress, self._from_primary = progress, from_primary
-        self._before_save, self._parts_in, self._on_save, self._clock = before_save, parts_in, on_save, clock
-        self._unsaved: NotWrittenError | None = None  # why the newest save has no parts; the same on all ranks
-        self._without_parts = 0  # saves in a row that failed so
+        self._before_write, self._on_save = before_write, on_save
         self._snapshot = HostSnapshot()
         self._job: _Job | None = None  # in progress, or failed and waiting for another attempt
         self._thread: Thread | None = None
-        self._reserving: Thread | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
         self._saved_at: tuple[int, int] | None = None  # (epochs, updates) in `last`
-        self._last_save = clock()
+        self._last_save = time.monotonic()
 
     def after_update(self) -> None:
         """Save if it is time to; call it between two updates of an epoch.
@@ -180,31 +151,24 @@ class Saver:
             NonFiniteError: The weights hold NaN or infinity.
         """
         self.poll()
-        if reason := self._due():
-            self._save_between(reason)
-        elif (
-            self._reserving is None
-            and self.checkpoints is not None
-            and not self.policy.synchronous
-            and not self.state.is_sharded
-            and self._snapshot.empty
-        ):
-            # After the first update, when the optimizer has its state.
-            self._reserving = Thread(target=self._snapshot.reserve, args=(self.state.state_dict(),))
-            self._reserving.start()
+        if not (reason := self._due()):
+            return
+        self._on_save()
+        if from_primary(self._thread is not None):
+            self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
+            self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
+        else:
+            self._save(reason)
 
     def after_epoch(self) -> RankedCheckpoint | None:
         """Save after an epoch that the state has counted and scored. Raises as `after_update`.
 
-        Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.decide`).
+        Returns the best checkpoint so far; None on other ranks, and if no epoch has a score (`CheckpointDir.plan`).
         """
-        collected = self._collected(lambda: self.state.gather(self._parts_in))
-        if self.checkpoints is None:
-            return None
-        if collected:
-            self._settle()
-            self._start(lambda checkpoints: checkpoints.decide(self.state), "epoch")
-        return best_of(self.state.best)
+        self._on_save()
+        self._settle()
+        save = self._save("epoch", ranked=True)
+        return None if save is None else best_of(save.ranking.best)
 
     def save_now(self, reason: str) -> None:
         """Save at any position, and return when it is on disk; a position that is on disk is not saved again.
@@ -218,14 +182,13 @@ class Saver:
             NotWrittenError: It can't be written.
             NonFiniteError: The weights hold NaN or infinity.
         """
+        self._on_save()
         self._settle()
         # Only rank 0 knows what is on disk, and a save needs all ranks.
-        if self._from_primary(self._saved_at != (self.state.epoch, self.state.update)):
-            self._save_between(reason, in_place=True)
-        if self._job is not None and isinstance(self._job.error, NotWrittenError):
+        if from_primary(self._saved_at != (self.state.epoch, self.state.update)):
+            self._save(reason, in_place=True)
+        if self._job is not None and self._job.error is not None:
             raise self._job.error
-        if self._unsaved is not None:
-            raise self._unsaved
 
     def __enter__(self) -> Saver:
         return self
@@ -249,12 +212,9 @@ class Saver:
             if self._job is None:
                 return
             time.sleep(seconds)
-            self._attempt()
-            self._settle()
+            self._attempt(wait=True)
         if self._job is not None and self._job.error is not None:
             raise self._job.error
-        if self._unsaved is not None:
-            raise self._unsaved
 
     @property
     def idle(self) -> bool:
@@ -265,7 +225,7 @@ class Saver:
         """Handle a save that has ended, and retry a failed one when it is due. Raises as `after_update`."""
         if self._thread is not None and not self._thread.is_alive():
             self._settle()
-        elif self._thread is None and self._job is not None and self._clock() >= self._retry_at:
+        elif self._thread is None and self._job is not None and time.monotonic() >= self._retry_at:
             self._attempt()
 
     def _due(self) -> str | None:
@@ -273,77 +233,50 @@ class Saver:
         policy, update = self.policy, self.state.update
         if policy.every_updates and update % policy.every_updates == 0:
             return "--recovery-interval"
-        if (
-            not policy.every_minutes
-            or (update - self.state.epoch * self.state.updates_per_epoch) % policy.check_interval
-        ):
+        in_epoch = update - self.state.epoch * self.state.updates_per_epoch
+        if not policy.every_minutes or in_epoch % policy.check_interval:
             return None
-        late = self._clock() - self._last_save >= 60 * policy.every_minutes
-        return "--checkpoint-minutes" if self._from_primary(late) else None
+        late = time.monotonic() - self._last_save >= 60 * policy.every_minutes
+        return "--checkpoint-minutes" if from_primary(late) else None
 
-    def _save_between(self, reason: str, in_place: bool = False) -> None:
-        self._on_save()
-        progress = self._progress()
-        if not self._collected(lambda: self.state.collect_ranks(progress, self._parts_in)) or self.checkpoints is None:
-            return
-        if self._thread is not None:
-            self.logger.line(f"update {self.state.update} is not saved: the save before it is still being written")
-            self.logger.event("checkpoint-skipped", file=LAST, reason=reason)
-            self.state.gathered = None  # as large as a checkpoint
-            return
-        self._start(lambda checkpoints: checkpoints.decide(self.state, ranked=False), reason, in_place)
+    def _save(self, reason: str, ranked: bool = False, in_place: bool = False) -> Save | None:
+        """Save the state, from a copy unless `in_place`; the save replaces one that has failed.
 
-    def _collected(self, collect: Callable[[], None]) -> bool:
-        """Collect the parts of all ranks; return False if they were to be written and some rank can't.
-
-        Raises:
-            NotWrittenError: Too many saves in a row have failed so, on all ranks.
+        Every rank calls this. Returns the save on rank 0.
         """
-        try:
-            collect()
-        except NotWrittenError as error:
-            self._unsaved = error
-            self._without_parts += 1
-            self.logger.line(f"warning: {error}; training goes on, the next attempt is at the next save")
-            self.logger.event("checkpoint-failed", file=LAST, reason=str(error), update=self.state.update, attempt=1)
-            self._end_if_too_many(self._without_parts, error)
-            return False
-        self._unsaved, self._without_parts = None, 0
-        return True
-
-    def _start(self, decide: Callable[[CheckpointDir], Save], reason: str, in_place: bool = False) -> None:
-        """Plan a save and write it, from a copy unless `in_place`; it replaces a save that has failed."""
-        assert self.checkpoints is not None
-        began = self._clock()
+        began = time.monotonic()
+        payload = self.state.state_dict()
+        if self.checkpoints is None:
+            return None
         self._give_up()
-        save = decide(self.checkpoints)
+        save = self.checkpoints.plan(self.state, payload, ranked)
         in_place = in_place or self.policy.synchronous
-        if not in_place and not self.state.is_sharded:
+        if not in_place:
             self._copy(save)
         self._last_save = began
-        self._job = _Job(save, reason, self._clock() - began)
+        self._job = _Job(save, reason, blocked=time.monotonic() - began)
         self._attempt(wait=in_place)
+        return save
 
     def _copy(self, save: Save) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-        save.payload = self._snapshot.take(save.payload)
+        if not is_sharded(self.state.model):  # else the payload is a copy
+            save.payload = self._snapshot.take(save.payload)
 
     def _attempt(self, wait: bool = False) -> None:
         assert self._job is not None
-        self._before_save()
+        self._before_write()
         self._job.attempts += 1
         self._thread = Thread(target=self._write, args=(self._job,), name="checkpoint")
         self._thread.start()
         if wait:
             self._thread.join()
             self._job.blocked += self._job.seconds
-            if isinstance(self._job.error, NotWrittenError) and not self.state.is_sharded:  # for the attempts to come
+            if self._job.error is not None:  # the attempts to come write what the weights are now
                 self._copy(self._job.save)
             self._settle()
 
     def _write(self, job: _Job) -> None:
-        began = self._clock()
+        began = time.monotonic()
         try:
             self.logger.sync()  # a checkpoint must not outlive the records of what led to it
             self._snapshot.wait()
@@ -352,7 +285,7 @@ class Saver:
             job.error = None
         except BaseException as error:  # raised again in the training thread
             job.error = error
-        job.seconds = self._clock() - began
+        job.seconds = time.monotonic() - began
 
     def _settle(self) -> None:
         """Wait for the save in progress, report it, and raise its error unless it will be retried."""
@@ -362,6 +295,7 @@ class Saver:
         job, self._thread = self._job, None
         if job.error is None:
             self._job, self._failures = None, 0
+            job.save.commit(self.state)
             self._saved_at = job.save.payload["epoch"] + 1, job.save.update
             self._report(job)
         elif isinstance(job.error, NotWrittenError):
@@ -371,7 +305,7 @@ class Saver:
             raise job.error
 
     def _report(self, job: _Job) -> None:
-        size = tensor_bytes(job.save.payload) + parts_bytes(job.save.payload)
+        size = tensor_bytes(job.save.payload)
         if job.save.epoch is None or job.attempts > 1:
             self.logger.line(
                 f"saved {LAST} of update {job.save.update} ({job.reason}): {size / 2**20:.1f} MiB "
@@ -390,7 +324,7 @@ class Saver:
 
     def _retry_later(self, job: _Job, error: NotWrittenError) -> None:
         delay = min(_FIRST_RETRY * 2 ** (job.attempts - 1), _LONGEST_RETRY)
-        self._retry_at = self._clock() + delay
+        self._retry_at = time.monotonic() + delay
         self._failures += job.attempts == 1
         self.logger.line(
             f"warning: {error}; training goes on, the next attempt is in {delay:.0f} s or at the next save"
@@ -398,19 +332,15 @@ class Saver:
         self.logger.event(
             "checkpoint-failed", file=LAST, reason=str(error), update=job.save.update, attempt=job.attempts
         )
-        self._end_if_too_many(self._failures, error)
-
-    def _end_if_too_many(self, failures: int, error: NotWrittenError) -> None:
-        if failures > self.policy.max_failed:
-            raise NotWrittenError(f"{failures} saves in a row have failed (--max-failed-saves), the last one: {error}")
+        if self._failures > self.policy.max_failed:
+            raise NotWrittenError(
+                f"{self._failures} saves in a row have failed (--max-failed-saves), the last one: {error}"
+            )
 
     def _give_up(self) -> None:
         """Give up a failed save for a newer one."""
         job, self._job = self._job, None
-        if job is None:
-            return
-        job.save.undo(self.state)
-        if job.save.epoch is not None:
+        if job is not None and job.save.epoch is not None:
             self.logger.line(
                 f"warning: epoch {job.save.epoch + 1} could not be saved and is not among the kept checkpoints"
             )

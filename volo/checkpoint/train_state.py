@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,19 +13,15 @@ import torch
 import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
-from tlt.io.parts import PARTS_KEY, leaves
 from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
 from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
-from volo.checkpoint.optimizer_state import check_optimizer_state, load_optimizer_state
-from volo.checkpoint.parts import own_parts_read, write_parts
-from volo.cluster.shard import divided_like, gather_whole, is_sharded, own_part
-from volo.cluster.tensor_parallel import Cut, by_name_and_number, cuts_of, own_parts
+from volo.checkpoint.optimizer_state import checked_optimizer_state, load_optimizer_state
+from volo.cluster.whole_state import own_model_state, whole_model_state, whole_optimizer_state
 from volo.record.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
@@ -66,89 +62,52 @@ class TrainState:
     best: list[RankedCheckpoint] = field(default_factory=list)  # best first
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all results of validation
     outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
-    progress: dict[str, Any] = field(default_factory=dict)  # sums of the current epoch, of plain types
+    progress: dict[str, Any] = field(default_factory=dict)  # a checkpoint's sums of its epoch, until the meter has them
+    sums: Callable[[], dict[str, Any]] = dict  # returns those of the present epoch, of plain types; all ranks call it
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
-    statistics: dict[str, Tensor] = field(default_factory=dict)  # BatchNorm's of every rank, where they differ
-    gathered: dict[str, Any] | None = None  # of a model divided among ranks, the whole tensors for the next payload
     updates_per_epoch: int = field(kw_only=True)
 
-    def state_dict(self, metric: float | None = None) -> dict[str, Any]:
-        """Return the payload of a checkpoint. Tensors are shared with the model, everything else is of plain types.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the payload of a checkpoint. Every rank calls this; only rank 0's is complete.
 
-        If the model is divided among ranks, the payload has what `gather` has collected, and only once.
+        Everything but tensors is of plain types. The tensors are shared with the model, unless it is divided among
+        ranks (`volo.cluster.whole_state`).
         """
-        if self.is_sharded:
-            tensors, self.gathered = self.gathered, None
-            assert tensors is not None, "a part of the weights would be saved in place of all"
-        else:
-            tensors = self._tensors()
         payload = {
             **plain(self.metadata),
             "version": _FORMAT,
             "epoch": self.epoch - 1,
             "update": self.update,
             "updates_per_epoch": self.updates_per_epoch,
-            "metric": metric,
+            "metric": None,
             "best": [list(entry) for entry in self.best],
             "scores": {epoch: dict(scores) for epoch, scores in self.scores.items()},
             "outdated": list(self.outdated),
-            "progress": plain(self.progress),
-            **tensors,
+            "progress": plain(self.sums()),
+            "optimizer": whole_optimizer_state(self.model, self.optimizer),
             "optimizer_class": type(self.optimizer).__name__,
         }
-        if self.statistics:
-            payload[STATISTICS_KEY] = dict(self.statistics)
+        for entry, model in self._models().items():
+            payload[entry], dense = split_state_dict(model, whole_model_state(model))
+            if dense:
+                payload[DENSE_ENTRIES[entry]] = dense
+        if self._between_epochs and (statistics := gather_statistics(self._models(), self._device)):
+            payload[STATISTICS_KEY] = statistics
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
         return payload
 
-    def _tensors(self) -> dict[str, Any]:
-        tensors: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        for entry, model in self._models().items():
-            tensors[entry], dense = split_state_dict(model)
-            if dense:
-                tensors[DENSE_ENTRIES[entry]] = dense
-        return tensors
+    @property
+    def _between_epochs(self) -> bool:
+        """Whether an epoch is under way: its ranks have not yet shared their statistics."""
+        return self.update != self.epoch * self.updates_per_epoch
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether weights and optimizer state are divided among ranks (`--shard`)."""
-        return is_sharded(self.model)
-
-    def gather(self, parts_in: Path | None = None) -> None:
-        """Before any save, collect the parts of all ranks; every rank calls this.
-
-        Args:
-            parts_in: The directory in which each rank writes its own parts; None: in the memory of rank 0.
-
-        Raises:
-            NotWrittenError: Some rank can't write its parts; all ranks raise it.
-            NonFiniteError: Parts that are written hold NaN or infinity; all ranks raise it.
-        """
-        if self.is_sharded and parts_in is not None:
-            self.gathered = write_parts(self._tensors(), parts_in, self.update)
-        elif self.is_sharded:
-            self.gathered = gather_whole(self._tensors(), dist.get_rank() == 0, self._cuts())
-
-    def _cuts(self) -> dict[Any, Cut]:
-        """How `--tensor-parallel` divides what a payload holds, by names of weights and numbers of the optimizer."""
-        cuts = cuts_of(self.model)
-        return by_name_and_number(cuts, self.model, self.optimizer) if cuts else {}
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
-
-    def collect_ranks(self, progress: dict[str, Any], parts_in: Path | None = None) -> None:
-        """Before a save within an epoch, store its sums so far and collect what ranks have of their own; every rank
-        calls this. `parts_in` and errors as in `gather`."""
-        self.progress = progress
-        self.statistics = gather_statistics(self._models(), next(self.model.parameters()).device)
-        self.gather(parts_in)
-
-    def end_epoch(self) -> None:
-        """Count the epoch; call it after the ranks have shared their statistics."""
-        self.epoch += 1
-        self.statistics = {}
 
     def load(self, checkpoint: dict[str, Any], path: str | Path, load_optimizer: bool = True) -> list[str]:
         """Restore the state from a `checkpoint` of ours, timm or the published code; return lines for the user.
@@ -156,14 +115,13 @@ class TrainState:
         Nothing is changed unless everything fits. The arguments in the file are ignored.
 
         Args:
-            checkpoint: The result of `tlt.io.weights.read_checkpoint`, for a divided model also with `whole=False`.
+            checkpoint: The result of `tlt.io.weights.read_checkpoint`.
             path: The file, for messages.
             load_optimizer: False (`--no-resume-opt`) starts with a new optimizer and loss scaler.
 
         Raises:
             UserError: The architecture, head, image size or optimizer is another one, or weights are NaN.
         """
-        checkpoint = own_parts_read(checkpoint, path, self._divided_like(checkpoint))
         weights = self._checked_weights(checkpoint, path, use_ema=False)
         has_ema = any(isinstance(checkpoint.get(key), dict) for key in EMA_KEYS)
         averages = self._checked_weights(checkpoint, path, use_ema=True) if has_ema and self.ema is not None else None
@@ -171,12 +129,12 @@ class TrainState:
         if resumable and load_optimizer:
             if not isinstance(checkpoint.get("optimizer"), dict) or not checkpoint["optimizer"]:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
-            optimizer_state = own_parts(checkpoint["optimizer"], self._cuts())
-            check_optimizer_state(self.optimizer, optimizer_state, path, checkpoint.get("optimizer_class"))
+            saved = checkpoint["optimizer"], path, checkpoint.get("optimizer_class")
+            optimizer_state = checked_optimizer_state(self.model, self.optimizer, *saved)
         position = _position(checkpoint, self.updates_per_epoch, path)
         progress, statistics = _of_ranks(checkpoint, path)
 
-        load_clean(self.model, self._own_parts(weights))
+        load_clean(self.model, weights)
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
             messages += load_optimizer_state(self.optimizer, optimizer_state)
@@ -186,8 +144,8 @@ class TrainState:
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
         self.epoch, self.update, self.best, self.outdated, self.scores = position
-        self.progress, self.statistics = progress, {}
-        if self.update == self.epoch * self.updates_per_epoch:
+        self.progress = progress
+        if not self._between_epochs:
             return messages
         try:
             return messages + set_statistics(self._models(), statistics)
@@ -195,39 +153,20 @@ class TrainState:
             raise UserError(f"{path} is refused: {error}") from error
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
-        weights = own_parts(joined_state_dict(self.model, checkpoint, use_ema, path), self._cuts())
+        """Return this rank's parts of the weights in a checkpoint."""
+        whole = joined_state_dict(self.model, checkpoint, use_ema, path)
+        weights = own_model_state(self.model, whole)
         fit = fit_state_dict(self.model, weights)
         if needed(fit.missing) or fit.dropped or fit.resized:
             raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))
-        check_finite({name: own_part(value) for name, value in weights.items()}, path)
+        check_finite(whole, path)
         # Counters that are missing in old files keep their value.
         return {**clean_state_dict(self.model), **weights}
-
-    def _divided_like(self, checkpoint: dict[str, Any]) -> dict[tuple[Any, ...], DTensor]:
-        """Return the tensors of this rank that are divided as those of a checkpoint in parts, by their places in it:
-        weights by their names, of the optimizer's state what has the shape of the parameter."""
-        if PARTS_KEY not in checkpoint:
-            return {}
-        like = {place: value for place, value in leaves(self._tensors()) if place[0] != "optimizer"}
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        try:
-            indices = [index for group in checkpoint["optimizer"]["param_groups"] for index in group["params"]]
-        except (KeyError, TypeError):  # told by `check_optimizer_state`
-            indices = []
-        numbers = dict(zip(indices, parameters, strict=False))
-        for place, _ in leaves(checkpoint):
-            if place[:2] == ("optimizer", "state") and place[2] in numbers:
-                like[place] = numbers[place[2]]
-        return {place: value for place, value in like.items() if isinstance(value, DTensor)}
-
-    def _own_parts(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = clean_state_dict(self.model)
-        return {name: divided_like(value, own[name]) for name, value in weights.items()}
 
     def _load_ema(self, weights: dict[str, Tensor], from_file: bool) -> list[str]:
         if self.ema is None:
             return ["its EMA weights are left out, --model-ema is off"] if from_file else []
-        load_clean(self.ema.module, self._own_parts(weights))
+        load_clean(self.ema.module, weights)
         return [] if from_file else ["it holds no EMA weights: the average starts from its plain weights"]
 
     def _load_scaler(self, saved: Any) -> list[str]:

@@ -2,13 +2,13 @@
 
 torch's FSDP2 does the work: a rank gathers the weights of one block for as long as the block computes, and keeps its
 own part of everything else. N neighbouring ranks hold one copy of the model between them; with more ranks than N there
-are several copies, whose gradients are averaged (hybrid sharding). Here is what surrounds it: which modules are
-gathered as one, and how whole tensors go into checkpoints and come back.
+are several copies, whose gradients are averaged (hybrid sharding). Here is what surrounds it, such as which modules are
+gathered as one. Checkpoints hold whole tensors (`volo.cluster.whole_state`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,12 +17,11 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World
-from volo.cluster.tensor_parallel import Cut
 
 
 class Meshes(NamedTuple):
@@ -121,46 +120,24 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a divided tensor; other tensors as they are. The memory is shared."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the 2-norm of the gradients, of all ranks' parts together, a scalar; not finite if any value isn't."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class ShardedEma(ModelEmaV3):
     """timm's moving average over this rank's parts; torch's foreach functions don't mix them with plain buffers."""
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
-        own, new = ([own_part(value) for value in m.state_dict().values()] for m in (self.module, model))
+        own, new = ([local_part(value) for value in m.state_dict().values()] for m in (self.module, model))
         floating = [pair for pair in zip(own, new, strict=True) if pair[0].is_floating_point()]
         torch._foreach_lerp_([a for a, _ in floating], [b for _, b in floating], weight=1.0 - decay)
         for average, value in zip(own, new, strict=True):
             if not average.is_floating_point():
                 average.copy_(value)
-
-
-def gather_whole(value: Any, keep: bool, cuts: Mapping[Any, Cut], cut: Cut | None = None) -> Any:
-    """Return nested dicts and lists with whole tensors on the CPU in place of divided ones; every rank calls this.
-
-    Args:
-        keep: False on ranks that only contribute: None stands for each tensor then.
-        cuts: By the keys of dicts, how the tensors below are divided by `--tensor-parallel`.
-        cut: Of all tensors in `value`.
-    """
-    if isinstance(value, dict):
-        return {key: gather_whole(item, keep, cuts, cuts.get(key, cut)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(gather_whole(item, keep, cuts) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    if cut is not None and value.ndim > cut.dim:  # counters of steps are whole
-        whole = cut.whole(whole)
-    # One tensor after the other, so that a device never holds more than one whole tensor.
-    return whole.detach().to("cpu", copy=True) if keep else None
-
-
-def divided_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, which every rank has, if `like` is divided; nothing is sent."""
-    if not isinstance(like, DTensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -7,9 +7,9 @@ arXiv 1909.08053, section 3). Everything else is whole on every rank. Checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm.layers
 import torch
@@ -19,11 +19,11 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.optim import Optimizer
 
 from tlt.errors import UserError
 from tlt.models.layers import Mlp, SelfAttention
 from volo.cluster.distributed import World
+from volo.cluster.shard import total_norm
 from volo.models.blocks import ClassAttention, OutlookAttention
 
 # The first layers of each module, with the number of tensors that one layer computes (q, k and v lie one after the
@@ -52,7 +52,7 @@ def in_groups(world: World, parts: int) -> World:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How a tensor is divided among ranks: `dim` holds `pieces` tensors one after the other, each in equal parts."""
 
     dim: int
@@ -60,12 +60,16 @@ class Cut:
     mesh: DeviceMesh
 
     def own(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor. Counters, and tensors that can't be divided so, stay whole."""
+        if whole.ndim <= self.dim or whole.shape[self.dim] % (self.pieces * self.mesh.size()):
+            return whole
         parts = whole.unflatten(self.dim, (self.pieces, self.mesh.size(), -1))
         return parts.select(self.dim + 1, self.mesh.get_local_rank()).flatten(self.dim, self.dim + 1)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return the whole tensor; every rank calls this with its part."""
+        """Return the whole tensor; every rank calls this with its part. Counters are whole already."""
+        if own.ndim <= self.dim:
+            return own
         parts = [torch.empty_like(own) for _ in range(self.mesh.size())]
         dist.all_gather(parts, own.contiguous(), group=self.mesh.get_group())
         pieces = [part.unflatten(self.dim, (self.pieces, -1)) for part in parts]
@@ -76,16 +80,16 @@ class DividedLinear(nn.Linear):
     """A linear layer of which this rank holds a part of the weights.
 
     Attributes:
-        cuts: How each parameter is divided; others are whole.
+        specs: How each parameter is divided; others are whole.
     """
 
-    def __init__(self, layer: nn.Linear, cuts: dict[str, Cut]) -> None:
+    def __init__(self, layer: nn.Linear, specs: dict[str, ShardSpec]) -> None:
         nn.Module.__init__(self)
-        self.cuts = cuts
+        self.specs = specs
         for name in ("weight", "bias"):  # in the order of every linear layer, by which optimizers number them
             whole = getattr(layer, name)
-            if whole is not None and name in cuts:
-                whole = nn.Parameter(cuts[name].own(whole.detach()).clone(), whole.requires_grad)
+            if whole is not None and name in specs:
+                whole = nn.Parameter(specs[name].own(whole.detach()).clone(), whole.requires_grad)
             self.register_parameter(name, whole)
         self.out_features, self.in_features = self.weight.shape
 
@@ -94,11 +98,11 @@ class FirstLinear(DividedLinear):
     """Whole inputs (..., C) -> this rank's part of the outputs. Ranks add up the gradients of the inputs."""
 
     def __init__(self, layer: nn.Linear, pieces: int, mesh: DeviceMesh) -> None:
-        cut = Cut(0, pieces, mesh)
-        super().__init__(layer, {"weight": cut, "bias": cut})
+        spec = ShardSpec(0, pieces, mesh)
+        super().__init__(layer, {"weight": spec, "bias": spec})
 
     def forward(self, x: Tensor) -> Tensor:
-        mesh = self.cuts["weight"].mesh
+        mesh = self.specs["weight"].mesh
         shared = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
         return F.linear(shared.to_local(grad_placements=[Partial()]), self.weight, self.bias)
 
@@ -107,10 +111,10 @@ class LastLinear(DividedLinear):
     """This rank's part of the inputs -> whole outputs (..., C), which the ranks add up."""
 
     def __init__(self, layer: nn.Linear, mesh: DeviceMesh) -> None:
-        super().__init__(layer, {"weight": Cut(1, 1, mesh)})
+        super().__init__(layer, {"weight": ShardSpec(1, 1, mesh)})
 
     def forward(self, x: Tensor) -> Tensor:
-        mesh = self.cuts["weight"].mesh
+        mesh = self.specs["weight"].mesh
         product = DTensor.from_local(F.linear(x, self.weight), mesh, [Partial()], run_check=False).full_tensor()
         return product if self.bias is None else product + self.bias
 
@@ -177,43 +181,33 @@ def _divide(module: Any, mesh: DeviceMesh) -> None:
         module.attn_dim //= mesh.size()
 
 
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """Return how the divided parameters of a model are cut, by name."""
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DividedLinear)]
-    return {f"{name}.{each}": layer.cuts[each] for name, layer in layers for each in layer.cuts}
+class TensorParallelParams:
+    """The parameters of a model of which each rank of a group holds a part, and how each is divided.
 
-
-def by_name_and_number(cuts: Mapping[str, Cut], model: nn.Module, optimizer: Optimizer) -> dict[Any, Cut]:
-    """Return `cuts` also by the numbers under which the optimizer's state dict has the parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    return {**cuts, **{number: cuts[name] for number, name in enumerate(ordered) if name in cuts}}
-
-
-def own_parts(value: Any, cuts: Mapping[Any, Cut], cut: Cut | None = None) -> Any:
-    """Return nested dicts with this rank's part of every tensor below a key of `cuts`; the rest as it is.
-
-    Args:
-        cut: Of all tensors in `value`. Counters, and tensors that can't be cut so, stay whole.
+    Without `--tensor-parallel` there are none, and every method does what it does for whole tensors.
     """
-    if isinstance(value, dict):
-        return {key: own_parts(item, cuts, cuts.get(key, cut)) for key, item in value.items()}
-    if cut is None or not isinstance(value, Tensor) or value.ndim <= cut.dim:
-        return value
-    return cut.own(value) if value.shape[cut.dim] % (cut.pieces * cut.mesh.size()) == 0 else value
 
+    def __init__(self, model: nn.Module) -> None:
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, DividedLinear)]
+        self.specs = {f"{name}.{each}": spec for name, layer in layers for each, spec in layer.specs.items()}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
 
-class Divided(NamedTuple):
-    """The parameters of which each rank of a group holds a part."""
+    def spec_of(self, parameter: nn.Parameter) -> ShardSpec | None:
+        """Return how a parameter is divided; None for a whole one."""
+        return self.specs.get(self._names[parameter])
 
-    parameters: frozenset[nn.Parameter]
-    group: dist.ProcessGroup
+    def count(self) -> int:
+        """Return the number of values of the whole model."""
+        parts = {parameter: self.spec_of(parameter) for parameter in self._names}
+        return sum(p.numel() * (1 if spec is None else spec.mesh.size()) for p, spec in parts.items())
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Divided | None:
-        """Return those of a model; None where all are whole."""
-        cuts = cuts_of(model)
-        if not cuts:
-            return None
-        mesh = next(iter(cuts.values())).mesh
-        return cls(frozenset(p for name, p in model.named_parameters() if name in cuts), mesh.get_group())
+    def total_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the 2-norm of the gradients, as `volo.cluster.shard.total_norm`, over the parts of all ranks."""
+        if not self.specs:
+            return total_norm(parameters)
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in parameters:
+            parts[self.spec_of(parameter) is not None].append(parameter)
+        squared = total_norm(parts[True]) ** 2
+        dist.all_reduce(squared, group=next(iter(self.specs.values())).mesh.get_group())
+        return (total_norm(parts[False]) ** 2 + squared).sqrt()

@@ -2,7 +2,6 @@
 
     volo export -o volo.onnx --checkpoint output/train/RUN/model_best.pth.tar
     volo export -o volo_d1_384.pt2 --model volo_d1 --pretrained --img-size 384 --dense
-    volo export -o whole.pth.tar --checkpoint RUN/last.pth.tar     one file of a checkpoint in parts
 
 The file takes any number of images of one size: one input, `images` (B, channels, H, W), float32 and normalised. Its
 outputs are float32 and named after `output_names`. BatchNorm is folded into the stem. A JSON text `model_config` in the
@@ -30,9 +29,8 @@ from torch.export import Dim, ExportedProgram
 from tlt.errors import UserError, require
 from tlt.io.files import refuse_existing
 from tlt.io.text import printable
-from tlt.io.weights import read_checkpoint
 from tlt.models.folding import fold_batchnorm
-from volo.checkpoint.checkpoint_file import explained, install, save_checkpoint, tensor_bytes
+from volo.checkpoint.checkpoint_file import explained, install, tensor_bytes
 from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
 from volo.commands.model_card import write_folder
@@ -181,11 +179,6 @@ def run(args: Namespace) -> int:
         return 0
     path = Path(args.output)
     check_path(path)
-    if args.format == "checkpoint":
-        save_checkpoint(path, read_checkpoint(args.checkpoint))
-        size = path.stat().st_size / 2**20
-        print(f"wrote {printable(str(path))}: all of {printable(args.checkpoint)}, {size:.1f} MiB")
-        return 0
     kind = FORMATS[args.format]
     for package in kind.packages:
         require(package, extra="onnx")

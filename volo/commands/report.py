@@ -147,14 +147,12 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _look(path: Path, verify: bool, size: int) -> tuple[str, str, str, str]:
-    """Return (epoch, update, MiB, state) of a checkpoint, whose file has `size` bytes without its parts."""
+    """Return (epoch, update, MiB, state) of a checkpoint, whose file has `size` bytes."""
     from tlt.io.weights import peek_checkpoint, verify_checkpoint
-    from volo.checkpoint.parts import parts_bytes
 
     mebibytes = f"{size / 2**20:.1f}"
     try:
         content = peek_checkpoint(path)
-        mebibytes = f"{(size + parts_bytes(content)) / 2**20:.1f}"
         if verify:
             verify_checkpoint(path)
     except UserError as error:

@@ -19,7 +19,7 @@ from tlt.models.flops import flops_per_image
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.resume import (
     DATA_KEY,
-    Continued,
+    RestartedRun,
     Resume,
     changed_labels,
     check_same_data,
@@ -29,6 +29,7 @@ from volo.checkpoint.resume import (
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
+from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.flag_rules import trackers_of
 from volo.memory.prediction import StepShape, memory_report
 from volo.record.logger import Logger
@@ -45,7 +46,6 @@ from volo.record.run_lock import RunLock
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.held_out import LIST, as_list
 from volo.train.loop import Training, set_train_mode
-from volo.train.meter import Meter
 from volo.train.precision import compute_dtype
 
 
@@ -71,18 +71,18 @@ def note_lock(logger: Logger, text: str) -> None:
 
 
 @contextmanager
-def chosen_run(args: Namespace, image_size: tuple[int, int], world: World, logger: Logger) -> Iterator[Continued]:
+def chosen_run(args: Namespace, image_size: tuple[int, int], world: World, logger: Logger) -> Iterator[RestartedRun]:
     """Yield the directory of this run and the value for `--resume`, which rank 0 chooses; a directory that was made for
     the run is removed if it ends before anything was written there."""
     chosen = ["", ""]
     with primary_first():
         if world.is_primary:
             run = continued_run(args)
-            run = run or Continued(choose_directory(args, image_size, logger.line, not args.dry_run), args.resume)
+            run = run or RestartedRun(choose_directory(args, image_size, logger.line, not args.dry_run), args.resume)
             chosen = [str(run.directory), run.resume]
     name, resume = from_primary(chosen)
     try:
-        yield Continued(Path(name), resume)
+        yield RestartedRun(Path(name), resume)
     finally:
         if world.is_primary and not args.experiment:
             with suppress(OSError):
@@ -100,15 +100,14 @@ def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, 
         UserError: That checkpoint can't be read.
     """
     resume = Resume(None, None, [])
-    whole = args.shard == 1 or args.tensor_parallel > 1 or args.dry_run  # each rank takes whole tensors
     with primary_first():
         if spec and world.is_primary:
             if directory.is_dir() and not args.dry_run:
                 lock.acquire()
-            resume = find_resume(spec, directory, whole)
+            resume = find_resume(spec, directory)
     found = from_primary(str(resume.path or ""))
     if found and not world.is_primary:
-        resume = find_resume(found, directory, whole, verify=False)
+        resume = find_resume(found, directory)
     return resume
 
 
@@ -165,7 +164,6 @@ def check_same_position(state: TrainState, path: Path | None) -> None:
 def open_run(
     args: Namespace,
     training: Training,
-    meter: Meter,
     directory: Path,
     lock: RunLock,
     resumed: Path | None,
@@ -202,18 +200,13 @@ def open_run(
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    parts_in = directory if args.checkpoint_format == "dcp" else None
-    return Saver(
-        training.state, checkpoints, logger, policy, meter.progress, from_primary, lock.check, parts_in, on_save
-    )
+    return Saver(training.state, checkpoints, logger, policy, lock.check, on_save)
 
 
 def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:
     """Print what the run is about to do, each number with its unit."""
     stream, model = training.loader.index_stream, training.state.model
-    divided = training.precision.divided
-    parts = {} if divided is None else dict.fromkeys(divided.parameters, world.tensor_parallel)
-    parameters = sum(p.numel() * parts.get(p, 1) for p in model.parameters())
+    parameters = TensorParallelParams(model).count()
     config = training.state.metadata["model_config"]
     height, width = config["img_size"]
     left_out = stream.length - stream.images_per_epoch

@@ -53,7 +53,7 @@ from volo.cluster.per_host import OncePerHost, Packed
 from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.shard import ShardedEma
 from volo.cluster.stopping import StopGuard
-from volo.cluster.tensor_parallel import Divided, in_groups
+from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.run_start import (
     arithmetic,
@@ -224,8 +224,8 @@ def build(
     ema = create_ema(model, args)
     called = wrap_model(model if working_copy is None else working_copy.module, args, world, meshes)
     average = None if ema is None or args.model_ema_force_cpu else wrap_average(ema.module, args, world, meshes)
-    clipping = (args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model), Divided.of(model))
-    precision = Precision(world.device, dtype, *clipping)
+    clipping = (args.clip_grad, args.clip_mode, args.max_nonfinite, working_copy, heads_of(model))
+    precision = Precision(world.device, dtype, *clipping, TensorParallelParams(model).total_norm)
     optimizer = create_optimizer(args, model, world.device)
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
     schedule = LrSchedule(args, lr, len(loader))
@@ -325,7 +325,7 @@ def train_in(
         logger.line(f"this run was finished before: all of its {state.epoch} epochs are done; nothing is trained")
     meter = Meter(state, training.precision, training.loader, logger, lambda: guard.waited, args.log_interval)
     on_save = partial(guard.watchdog.at, "saving")
-    opened = open_run(args, training, meter, directory, lock, resumed, world, logger, on_save)
+    opened = open_run(args, training, directory, lock, resumed, world, logger, on_save)
     with guard.stop.deferred(), opened as saver:
         begun = state.update
         if world.is_primary:
@@ -382,9 +382,8 @@ def train_epochs(
             costs = teacher_costs(training.teacher, totals.seconds, logger.line)
         evaluations = validate_epoch(args, training, epoch, world, logger, guard)
         state.scores[epoch] = scores_of(evaluations)
-        state.end_epoch()
+        state.epoch += 1
         logger.at(state.epoch, state.update)
-        guard.watchdog.at("saving")
         by = ranked_by(vars(args))
         logger.epoch(epoch, totals, evaluations, best_score(state, by), costs)
         if best := saver.after_epoch():

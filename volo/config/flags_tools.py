@@ -25,7 +25,7 @@ from volo.config.flags_eval import DEBUG, MODEL, PREPROCESSING
 from volo.config.flags_train import BIND
 
 # The endings that files of a format have.
-ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2", "checkpoint": ".pth.tar"}
+ENDINGS = {"onnx": ".onnx", "torch-export": ".pt2"}
 OPSET = 18  # the lowest that torch's exporter writes, so the one that most runtimes know
 
 TO_HF = Need("--to-hf", lambda a: bool(a.to_hf))
@@ -39,7 +39,7 @@ _EXPORT_GROUPS = (
                 "--format",
                 default=None,
                 choices=tuple(ENDINGS),
-                help="ONNX, torch.export's .pt2, or one file of a checkpoint in parts (what the file's ending says)",
+                help="ONNX or torch.export's .pt2 (what the file's ending says)",
             ),
             flag("--opset", default=OPSET, type=Number(int, low=OPSET), metavar="N", help="of ONNX"),
             flag("--to-hf", default="", metavar="DIR", help="a folder for the Hugging Face Hub in place of a file"),
@@ -81,10 +81,6 @@ def parse_export(argv: Sequence[str] | None = None) -> Namespace:
     if args.to_hf and (args.output or args.format or args.dense or args.model_dtype != "float32"):
         raise UserError("--to-hf writes the weights as they are: leave out -o, --format, --dense and --model-dtype")
     args.format = None if args.to_hf else _format(args.output, args.format)
-    given = parser.explicit(argv).keys() - {"checkpoint", "format", "output", "debug"}
-    if args.format == "checkpoint" and (given or not args.checkpoint):
-        more = "--" + min(given).replace("_", "-") if given else ""
-        raise UserError(f"-o {args.output} holds all of --checkpoint: {f'leave out {more}' if more else 'name one'}")
     if args.opset != OPSET and args.format != "onnx":
         raise UserError(f"--opset {args.opset} has no effect without --format onnx")
     if args.model_dtype == "bfloat16" and args.format == "onnx":

@@ -58,8 +58,6 @@ BCE = Need("--bce-loss", lambda a: a.bce_loss)
 AVERAGED = Need("--model-ema", lambda a: a.model_ema)
 RESUMED = Need("--resume", lambda a: bool(a.resume))
 DROPPING = Need("--drop-path above 0", lambda a: a.drop_path or "drop_path_rate" in a.model_kwargs)
-SHARDED = Need("--shard N", lambda a: a.shard > 1)
-NOT_TENSOR_PARALLEL = Need("--tensor-parallel 1", lambda a: a.tensor_parallel == 1)
 
 MIXED_PRECISION = (
     switch("--amp", help="mixed precision"),
@@ -298,13 +296,6 @@ CHECKPOINTS = Group(
         flag("--checkpoint-hist", default=10, type=POSITIVE, help="best checkpoints to keep; fewer below 30 epochs"),
         flag("--recovery-interval", default=0, type=COUNT, help="updates between saves in an epoch; 0: none"),
         flag("--checkpoint-minutes", default=0.0, type=AMOUNT, metavar="M", help="minutes between saves; 0: none"),
-        flag(
-            "--checkpoint-format",
-            default="file",
-            choices=("file", "dcp"),
-            help="dcp: ranks of --shard write their parts side by side, in a folder beside the checkpoint",
-            needs=(SHARDED, NOT_TENSOR_PARALLEL),
-        ),
         switch("--checkpoint-sync", help="wait for every save; without, training goes on from a copy in host memory"),
         flag("--max-failed-saves", default=10, type=COUNT, help="stop after more failed saves in a row"),
         flag(

@@ -47,6 +47,7 @@ class Meter:
         self.own = 0.0  # seconds that this rank works without waiting for other ranks
         self._waited, self._waited_before = waited, waited()
         self._lap_start = time.perf_counter()
+        state.sums = self.progress
 
     def begin(self) -> None:
         """Start an epoch, or continue it where a resumed run has stopped in it.
@@ -168,8 +169,7 @@ class Meter:
             self.slowdown_watch.interval(interval, self.own + interval.wait_seconds)
 
     def end(self) -> EpochTotals:
-        """Return the sums over the whole epoch, and put the progress into the state, to be saved."""
-        self.state.progress = self.progress()
+        """Return the sums over the whole epoch."""
         images, unreadable = int(self.epoch["images"]), int(self.epoch["unreadable"])
         return EpochTotals(images, unreadable, self.epoch_seconds, **_mean_losses(self.epoch), lr=self.lr)
 

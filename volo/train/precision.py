@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tlt.errors import NonFiniteError, UserError
-from volo.cluster.shard import divided_like, own_part
-from volo.cluster.tensor_parallel import Divided
+from volo.cluster.shard import total_norm
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -43,28 +41,6 @@ def compute_dtype(args: Namespace, device: torch.device) -> torch.dtype | None:
     if getattr(args, "model_dtype", "float32") == "bfloat16":  # missing in the records of older runs
         return torch.bfloat16
     return resolve_amp_dtype(args.amp, args.amp_dtype, device)
-
-
-def total_norm(parameters: Iterable[Tensor], divided: Divided | None = None) -> Tensor:
-    """Return the 2-norm of all gradients, of all ranks' parts together, a scalar tensor; not finite if any element
-    isn't.
-
-    Args:
-        divided: The parameters of which the ranks of `--tensor-parallel` hold parts.
-    """
-    parts = divided.parameters if divided is not None else frozenset()
-    grads = [(p in parts, p.grad) for p in parameters if p.grad is not None]
-    norm = _norm([grad for part, grad in grads if not part])
-    if divided is None:
-        return norm
-    squared = _norm([grad for part, grad in grads if part]) ** 2
-    dist.all_reduce(squared, group=divided.group)
-    return (norm**2 + squared).sqrt()
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    norm = nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 # Norms keep float32 parameters and running statistics, those of the master itself.
@@ -136,7 +112,7 @@ class Precision:
         max_nonfinite: `check()` raises after more than this many skipped steps in a row.
         working_copy: The bfloat16 copy that computes; None: the model itself computes.
         heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
-        divided: The parameters that `--tensor-parallel` divides.
+        norm_of: Returns the 2-norm of the gradients of parameters.
     """
 
     def __init__(
@@ -148,12 +124,12 @@ class Precision:
         max_nonfinite: int = 10,
         working_copy: WorkingCopy | None = None,
         heads: Iterable[nn.Module] = (),
-        divided: Divided | None = None,
+        norm_of: Callable[[Iterable[nn.Parameter]], Tensor] = total_norm,
     ) -> None:
         self.device, self.amp_dtype, self.working_copy = device, amp_dtype, working_copy
         self.clip_grad, self.clip_mode = clip_grad, clip_mode
         self._heads = list(heads)  # modules: `--shard` gives them other parameters later
-        self.divided = divided
+        self._norm_of = norm_of
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
         # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
@@ -195,7 +171,7 @@ class Precision:
         """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-        norm = total_norm(parameters, self.divided)
+        norm = self._norm_of(parameters)
         broken = ~torch.isfinite(norm)
         self._consecutive = torch.where(broken, self._consecutive + 1, 0)
         self._skipped += broken
@@ -270,7 +246,8 @@ def clip_units(parameters: list[nn.Parameter], factor: float) -> None:
         unit.grad = gradient.full_tensor() if whole else own
         adaptive_clip_grad([unit], factor, norm_type=2.0)
         if whole:
-            own.copy_(own_part(divided_like(unit.grad, gradient)))
+            mesh, placements = gradient.device_mesh, gradient.placements
+            own.copy_(distribute_tensor(unit.grad, mesh, placements, src_data_rank=None).to_local())
 
 
 # Their fused steps leave weights and moments as they are where `found_inf` is set, in the first step as well. After

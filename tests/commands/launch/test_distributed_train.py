@@ -17,13 +17,13 @@ from tests.conftest import LIMIT
 from tests.train.steps import loss_of_step
 from tlt.data.loader import TrainLoader
 from volo.cluster.distributed import World
+from volo.cluster.shard import total_norm
 from volo.config.args import parse_train
 from volo.train import data as data_factory
 from volo.train.criterion import StepKey, make_criterion
 from volo.train.data import open_folders, open_labels
 from volo.train.model import build_model, eval_settings
 from volo.train.optim import create_optimizer, set_lr
-from volo.train.precision import total_norm
 from volo.train.schedule import LrSchedule, resolve_lr
 
 CPU = torch.device("cpu")
