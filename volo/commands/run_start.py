@@ -64,12 +64,6 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
         )
 
 
-def note_lock(logger: Logger, text: str) -> None:
-    """Print and record what happened to another job's lock."""
-    logger.line(text)
-    logger.event("lock", reason=text)
-
-
 @contextmanager
 def chosen_run(args: Namespace, image_size: tuple[int, int], world: World, logger: Logger) -> Iterator[RestartedRun]:
     """Yield the directory of this run and the value for `--resume`, which rank 0 chooses; a directory that was made for

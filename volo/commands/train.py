@@ -61,7 +61,6 @@ from volo.commands.run_start import (
     describe,
     find_checkpoint,
     go_on_from,
-    note_lock,
     note_start,
     open_run,
     tell_memory,
@@ -142,7 +141,7 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     model = build_model(args)
     settings = eval_settings(args, model)
     chosen = chosen_run(args, settings["input_size"][1:], world, logger)
-    with chosen as (directory, spec), RunLock(directory, partial(note_lock, logger)) as lock:
+    with chosen as (directory, spec), RunLock(directory, logger.line) as lock:
         resume = find_checkpoint(args, spec, directory, lock, world)
         args, batch = decided_by(resume, FrozenArgs(args, resume=spec), world, logger)
         if args.num_classes not in (None, model.num_classes):  # the checkpoint's

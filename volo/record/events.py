@@ -30,7 +30,6 @@ Kind = Literal[
     "worker-died",
     "straggler",
     "data-wait",
-    "lock",
     "end",
 ]
 

@@ -41,7 +41,6 @@ from volo.cluster.ranks import launch_id
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
 from volo.record.json_lines import LineFile, strict_json
-from volo.record.run_lock import process_started
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
@@ -185,7 +184,15 @@ def launch_record() -> str | None:
     of a torchrun that was given none; None without a launcher."""
     if launch_id() is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return launch_id()
-    return f"process {os.getppid()} on {socket.gethostname()}, started at {process_started(os.getppid())}"
+    return f"process {os.getppid()} on {socket.gethostname()}, started at {_process_started(os.getppid())}"
+
+
+def _process_started(pid: int) -> str | None:
+    """Return when a process on this machine started, in kernel ticks; None where the system does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, LookupError):
+        return None
 
 
 class RunDirectory:
@@ -217,6 +224,7 @@ class RunDirectory:
                 "working_directory": os.getcwd(),
                 "launch": launch_record(),
                 "host": socket.gethostname(),
+                "pid": os.getpid(),
                 "python": platform.python_version(),
                 "versions": versions(),
                 "world_size": world_size,
