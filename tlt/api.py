@@ -23,8 +23,11 @@ from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.choice import create_backend
-from tlt.data.dataset import LabelReader, TrainDataset
-from tlt.data.loader import Batch, SkipCounter, TrainLoader
+from tlt.data.backends.decode import Backend
+from tlt.data.batch import Batch
+from tlt.data.dataset import LabelReader, LabelView, TrainDataset
+from tlt.data.loader import SkipCounter, TrainLoader
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.open_images import open_images as open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
@@ -177,19 +180,25 @@ class Loader(TrainLoader):
     Args:
         images: What `open_images` found.
         labels: What `open_labels` found; None: every token has the class of its image.
-        augment: Augmentation and size of the images; they are normalised by its `mean`.
+        augment: Augmentation and size of the images.
         batch_size: Images of one rank in a batch.
         seed: Of order and augmentation.
-        std: Deviation in [0, 1] by which the images are normalised.
+        mean, std: By which the images are normalised, in [0, 1]; one of each makes grey images. None: `augment.mean`.
         device: Where the batches are finished and stay.
         workers: Decoding processes; 0 decodes in this one.
         world_size, rank: How many processes train, and which of them this is.
-        backend: Decoder: "torchvision", "pil", "dali-cpu" or "dali-gpu".
+        backend: Decoder: "torchvision", "pil", "dali-cpu", "dali-gpu", or an object.
+        max_pixels: Larger images count as unreadable.
+        full_decode: Decode huge JPEGs at their full size, not at 1/2 to 1/8.
+        max_bad_images: How many images may be unreadable, see `SkipCounter`.
         drop_last: Leave out the last, smaller batch of an epoch.
+        micro_batches: Batches of one update.
+        repeats: How often an epoch shows each of its images.
+        label_view: See `TrainDataset`.
+        loading: `pin_memory`, `prefetch`, `persistent_workers` and `timeout` of `TrainLoader`.
 
     Raises:
-        UserError: Fewer images than a global batch, an unknown backend, or too many images that are known to be
-            unreadable.
+        UserError: Fewer images than a global batch, or an unknown backend.
     """
 
     def __init__(
@@ -200,24 +209,33 @@ class Loader(TrainLoader):
         batch_size: int,
         seed: int = 42,
         *,
+        mean: Sequence[float] | None = None,
         std: Sequence[float] = IMAGENET_DEFAULT_STD,
         device: torch.device | str = "cpu",
         workers: int = 8,
         world_size: int = 1,
         rank: int = 0,
-        backend: str = "torchvision",
+        backend: str | Backend = "torchvision",
+        max_pixels: int = DEFAULT_MAX_PIXELS,
+        full_decode: bool = False,
+        max_bad_images: int | None = None,
         drop_last: bool = False,
+        micro_batches: int = 1,
+        repeats: int = 1,
+        label_view: LabelView | None = None,
+        **loading: Any,
     ) -> None:
-        decoder = create_backend(backend, threads=workers, device=device, dct_scaling=True)
-        skips = SkipCounter(len(images), known=images.unreadable(decoder.max_pixels))
-        skips.check()
+        if isinstance(backend, str):
+            backend = create_backend(backend, max_pixels, workers, device, dct_scaling=not full_decode)
+        global_batch = batch_size * micro_batches * world_size
         super().__init__(
-            TrainDataset(images, augment, seed, labels, decoder),
-            IndexStream(len(images), batch_size * world_size, seed, world_size, rank, drop_last=drop_last),
-            DeviceStage(augment, augment.mean, std).to(device),
-            device,
-            workers,
-            skips=skips,
+            TrainDataset(images, augment, seed, labels, backend, label_view),
+            IndexStream(len(images), global_batch, seed, world_size, rank, micro_batches, drop_last, repeats),
+            DeviceStage(augment, augment.mean if mean is None else mean, std).to(device),
+            device=device,
+            workers=workers,
+            skips=SkipCounter(len(images), max_bad_images),
+            **loading,
         )
         self._next = 0
 

@@ -27,6 +27,12 @@ class MachineFault(UserError):
     exit_code = 5
 
 
+class WorkerDied(UserError):
+    """A data worker is gone: killed, or without memory, shared memory or open files. The next start may have more."""
+
+    exit_code = 5
+
+
 class NonFiniteError(UserError):
     """Too many optimizer steps in a row had non-finite gradients. The last saved checkpoint is untouched."""
 

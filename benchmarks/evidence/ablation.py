@@ -202,7 +202,7 @@ def train(data: Path, arm: str, seed: int, epochs: int) -> dict[str, Any]:
     config = AugmentConfig((SIDE, SIDE), hflip=0.0, auto_augment=None, color_jitter=None, reprob=0.0, mean=_MEAN)
     dataset = TrainDataset(images, config, seed, labels, None, how.view)
     stream, stage = IndexStream(len(images), BATCH, seed), DeviceStage(config, _MEAN, _STD)
-    loader = TrainLoader(dataset, stream, stage, torch.device("cpu"), 0)
+    loader = TrainLoader(dataset, stream, stage)
     criterion = tlt.TokenLabelLoss.of(model, (SIDE, SIDE), **how.loss)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
     updates, held_out = len(loader), read_validation(data)

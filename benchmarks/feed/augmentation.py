@@ -39,7 +39,8 @@ from benchmarks.timing import Timing, Work, interleaved, machine
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.dataset import BatchKey, HostBatch, TrainDataset
+from tlt.data.batch import Batch, BatchKey
+from tlt.data.dataset import TrainDataset
 from tlt.data.loader import TrainLoader
 from tlt.data.sources.folder import ImageFolder
 from tlt.data.workers import PREFETCH_FACTOR
@@ -102,9 +103,9 @@ class _Pass:
         return sum(len(images_of(self.load(key))) for key in self.case.batches(number))
 
 
-def images_of(batch: HostBatch | tuple[Tensor, Any] | Tensor) -> Tensor:
+def images_of(batch: Batch | tuple[Tensor, Any] | Tensor) -> Tensor:
     """Return the images (B, 3, H, W) of a candidate's batch."""
-    if isinstance(batch, HostBatch):
+    if isinstance(batch, Batch):
         return batch.images
     return batch if isinstance(batch, Tensor) else batch[0]
 
@@ -113,7 +114,7 @@ def _train_dataset(case: AugmentationCase) -> TrainDataset:
     return TrainDataset(case.folder, case.config, 0, case.labels)
 
 
-def _ours(case: AugmentationCase) -> Callable[[BatchKey], HostBatch]:
+def _ours(case: AugmentationCase) -> Callable[[BatchKey], Batch]:
     return _train_dataset(case).load
 
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks.feed.labels import one_cell_maps, write_archive
 from benchmarks.memory import resident
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.synthetic import SyntheticBackend, synthetic_folder
-from tlt.data.dataset import BatchKey, TrainDataset
+from tlt.data.batch import BatchKey
+from tlt.data.dataset import TrainDataset
 from tlt.data.loader import DEFAULT_TIMEOUT
 from tlt.data.sources.source import ImageSource
 from tlt.data.workers import Workers
@@ -95,7 +95,7 @@ def measure(root: str, entries: int, names: str, workers: int) -> LoadingMemory:
     source = synthetic_images(entries, names)
     labels = open_labels(root, source.paths, num_classes=_CLASSES)
     dataset = TrainDataset(source, AugmentConfig((32, 32)), 0, labels, SyntheticBackend())
-    loading = Workers(dataset, workers, False, True, DEFAULT_TIMEOUT, torch.device("cpu"))
+    loading = Workers(dataset, workers, False, True, DEFAULT_TIMEOUT)
     for _ in loading.run(functools.partial(_everywhere, entries)):
         pass
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]

@@ -21,7 +21,6 @@ from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.augment.warp import Warp
 from tlt.data.backends.choice import create_backend
-from tlt.data.backends.decode import BACKENDS
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import TrainDataset
 from tlt.data.loader import TrainLoader
@@ -100,9 +99,7 @@ def measure(
     missing = {}
     for name in backends:
         try:
-            for kind in worker_types(name, case.workers):
-                shown = f"{name}, threads" if kind == "thread" else name
-                epochs |= {LoaderPart(shown, part): our_loader(case, name, part, kind) for part in parts}
+            epochs |= {LoaderPart(name, part): our_loader(case, name, part) for part in parts}
         except UserError as error:
             missing[name] = str(error)
     if case.device.type == "cuda" and SyntheticBackend.name in backends and BATCHES in parts:
@@ -118,16 +115,12 @@ def measure(
     return Timed(recipe, case.workers, found["wall"], found["cpu"], missing)
 
 
-def worker_types(name: str, workers: int) -> tuple[str, ...]:
-    """Return the kinds of workers to measure a backend with; DALI always has threads."""
-    return ("process", "thread") if workers and name in BACKENDS else ("process",)
-
-
-def our_loader(case: LoaderCase, name: str, part: str, worker_type: str = "process", warp: Warp | None = None) -> Epoch:
+def our_loader(case: LoaderCase, name: str, part: str, warp: Warp | None = None) -> Epoch:
     """Return an epoch of our training loader. Raises UserError if the backend is not available here."""
     dataset, stage = _dataset(case, name), _finish(case, part, warp)
     stream = IndexStream(len(dataset), case.batch_size, 0)
-    loader = TrainLoader(dataset, stream, stage, case.device, case.workers, pin_memory=True, worker_type=worker_type)
+    feed = {"device": case.device, "workers": case.workers, "pin_memory": True, "persistent_workers": True}
+    loader = TrainLoader(dataset, stream, stage, **feed)
     return lambda number: (batch.images for _, _, batch in loader.epoch(number))
 
 

@@ -16,8 +16,9 @@ from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.augment.rand_augment import RandAugmentPolicy
 from tlt.data.backends.decode import Backend
+from tlt.data.batch import Batch
 from tlt.data.dataset import TrainDataset
-from tlt.data.loader import Batch, TrainLoader
+from tlt.data.loader import TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.label_map import LabelMap
 from tlt.labels.store import LabelStore
@@ -95,7 +96,7 @@ def load_batch(
         stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
         stream = IndexStream(len(folder), len(folder), seed=SEED)
         dataset = TrainDataset(folder, config, SEED, labels, backend, views(rows))
-        loader = TrainLoader(dataset, stream, stage, device, workers)
+        loader = TrainLoader(dataset, stream, stage, device=device, workers=workers)
         ((_, _, batch),) = loader.epoch(1)
         batches.append(batch)
     return torch.stack([batch.images for batch in batches]), batches[0]

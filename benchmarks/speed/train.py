@@ -31,7 +31,8 @@ from benchmarks.candidates import (
 from benchmarks.comparison import NoPeerError, Results, run_candidates, show, tell
 from benchmarks.memory import peak_of
 from benchmarks.timing import Phases
-from tlt.data.loader import Batch, TrainLoader
+from tlt.data.batch import Batch
+from tlt.data.loader import TrainLoader
 from tlt.loss import LossTerms
 from tlt.models.flops import flops_per_image
 from tlt.models.layers import SelfAttention

@@ -114,7 +114,7 @@ def test_what_is_printed_follows_from_what_was_timed(capsys: pytest.CaptureFixtu
     ]
     for part in found["parts"]:
         timed = {(row["loader"], row["part"]): row for row in part["loaders"]}
-        ours = {"pil", "synthetic", "pil, threads"} if part["workers"] else {"pil", "synthetic"}
+        ours = {"pil", "synthetic"}
         assert {loader for loader, _ in timed} == {TIMM, loaders.TIMM_WORKERS, *ours}
         assert len(timed) == 3 + 2 * len(ours) and not part["not_measured"]
         for (_, kind), row in timed.items():

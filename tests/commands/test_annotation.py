@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tests.train.steps import loss_of_step
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
@@ -231,7 +231,15 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
     whole = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3)
     images = torch.rand(3, 3, 32, 32)
     batch = Batch(
-        images * 2 - 1, torch.tensor([0, 1, 2]), torch.arange(3), torch.zeros(3, 2, 3), whole, None, [], [], 3
+        images * 2 - 1,
+        torch.tensor([0, 1, 2]),
+        torch.arange(3),
+        torch.zeros(3, 2, 3),
+        whole,
+        None,
+        [],
+        [],
+        torch.ones(3, 2),
     )
     criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), teacher=teacher)
     model = timm.create_model("volo_test", num_classes=4, img_size=32)

@@ -18,7 +18,7 @@ import torch
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.data.sources.folder import scan_folder
-from tlt.data.workers import WorkerDied
+from tlt.errors import WorkerDied
 from tlt.labels.archive_format import MappedFile
 from tlt.labels.store import open_labels
 from tlt.tools.cli import main as tlt_command
@@ -194,7 +194,7 @@ def test_label_pages_that_are_gone_kill_a_worker_with_an_explanation(
     ended = train(data, archive, "--epochs 3 -j 1")
     assert ended.code == WorkerDied.exit_code and "Traceback" not in ended.err
     last = ended.err.splitlines()[-1]  # torch's own words, "bus error", come first
-    assert "error: a data worker exited" in last and "the label archive may have been cut" in last
+    assert "error: a data worker was killed by SIGBUS" in last and "the label archive was cut" in last
     _keeps_the_first_epoch(call, data, tmp_path / "run")
 
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from tests.commands.conftest import QUICK, Ended, metrics
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.upstream.rows import ROWS
 from volo.train.criterion import Mixed, StepKey, TokenLabelCriterion
 

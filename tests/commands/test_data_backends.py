@@ -1,4 +1,4 @@
-"""Backends and worker types as a user chooses them: the same weights and label maps, bit for bit."""
+"""Backends as a user chooses them: the same weights and label maps, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.commands.conftest import QUICK, Ended
 DALI = "--data-backend dali-cpu"
 
 
-def test_a_run_ends_in_the_same_bits_in_processes_in_threads_and_with_dali(
+def test_a_run_ends_in_the_same_bits_with_any_workers_and_with_dali(
     call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("nvidia.dali", reason="the extra dali")
     data = make_dataset()
     weights, told = [], set()
-    for number, how in enumerate(("-j 1", "-j 2 --worker-type thread", f"-j 2 {DALI}", f"-j 0 {DALI}")):
+    for number, how in enumerate(("-j 1", f"-j 2 {DALI}", f"-j 0 {DALI}")):
         flags = f"{data} {QUICK} --epochs 1 --lr 1e-3 --output {tmp_path} --experiment {number} {how}"
         assert (ended := call("train", flags)).code == 0, ended.err
         last = tmp_path / str(number) / "last.pth.tar"
@@ -36,8 +36,8 @@ def test_label_maps_are_the_same(call: Callable[..., Ended], make_dataset: Calla
     data, trees = make_dataset(), []
     run = f"{data} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
     assert call("train", run).code == 0
-    for name, how in (("a", "-j 0"), ("b", f"-j 2 {DALI}"), ("c", "-j 2 --worker-type thread")):
+    for name, how in (("a", "-j 0"), ("b", f"-j 2 {DALI}")):
         made = call("label", f"{data} {tmp_path / name} --checkpoint {tmp_path}/run/last.pth.tar {how}")
         assert made.code == 0, made.err
         trees.append({path.name: path.read_bytes() for path in sorted((tmp_path / name).rglob("*.pt"))})
-    assert len(trees[0]) == 16 and trees[0] == trees[1] == trees[2]
+    assert len(trees[0]) == 16 and trees[0] == trees[1]

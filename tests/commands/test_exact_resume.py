@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
         monkeypatch.setattr(Saver, name, getattr(Saver, name))
     monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
     interrupted_train.stop_at({1, 3, 6})
-    lives = [f"{folder} -j 2", f"{shards} -j 2", f"{folder} -j 1 --worker-type thread", f"{shards} -j 0"]
+    lives = [f"{folder} -j 2", f"{shards} -j 2", f"{folder} -j 1", f"{shards} -j 0"]
     ends = [call("train", f"{flags} cut {life}") for life in lives]
     assert [end.code for end in ends] == [130, 130, 130, 0], ends
     assert_same(tmp_path / "whole", tmp_path / "cut")

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
     [
         ("", ""),
         ("", "--opt lamb --grad-checkpointing"),
-        ("", "--opt sgd --worker-type thread -j 2"),
+        ("", "--opt sgd -j 2"),
         ("--amp --amp-dtype bfloat16", ""),
         ("--model-dtype bfloat16", "--grad-accum-steps 2 -b 4 --model-ema"),
         ("--apex-amp", ""),

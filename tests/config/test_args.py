@@ -270,9 +270,7 @@ def test_data_dir_as_a_flag() -> None:
         ("--dataset hfds", "hfds/NAME"),
         ("--dataset torch/cifar10 --data-backend synthetic", "no effect with --data-backend synthetic"),
         ("--input-size 1 28 28", "RGB"),
-        ("--worker-type thread -j 0", "--worker-type thread has no effect without --workers above 0"),
         # contradictions
-        ("--data-backend dali-cpu --worker-type process", "--worker-type process: a DALI pipeline can't be shared"),
         ("--finetune a --resume b", "--finetune has no effect with --resume b"),
         ("--finetune a --initial-checkpoint b", "--initial-checkpoint and --finetune name different weights"),
         ("--pretrained --finetune a", "--pretrained and --finetune name different weights"),
@@ -599,8 +597,6 @@ def test_validate_without_checkpoint_takes_the_published_weights() -> None:
         ("/d --checkpoint c --results-format json", "without --results-file"),
         ("/d --checkpoint c --dataset hfids/x", "hfds/x reads the same"),
         ("/d --checkpoint c --input-size 4 8 8", "RGB"),
-        ("/d --checkpoint c --worker-type thread -j 0", "has no effect without --workers above 0"),
-        ("/d --checkpoint c --data-backend dali-gpu --worker-type process", "can't be shared by processes"),
         ("/d --checkpoint c --img-sise 8", "did you mean --img-size"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.data.backends.test_decode import picture
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import BACKENDS, Backend, Crop, Encoded, Size
-from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, TrainDataset
+from tlt.data.batch import Batch, BatchKey
+from tlt.data.dataset import EvalDataset, TrainDataset
+from tlt.data.sources import image_file
 from tlt.data.sources.folder import ImageFolder, scan_folder
 
 NAMES = [*BACKENDS, "dali-cpu"]
@@ -126,13 +129,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ImageFolder:
     return scan_folder(root)
 
 
-def loaded(dataset: EvalDataset | TrainDataset, count: int) -> HostBatch:
+def loaded(dataset: EvalDataset | TrainDataset, count: int) -> Batch:
     batch = dataset[BatchKey(0, tuple(range(count)))]
-    assert isinstance(batch, HostBatch), batch
+    assert isinstance(batch, Batch), batch
     return batch
 
 
-def by_name(batch: HostBatch, folder: ImageFolder) -> dict[str, torch.Tensor]:
+def by_name(batch: Batch, folder: ImageFolder) -> dict[str, torch.Tensor]:
     names = [os.path.basename(folder.paths[index]) for index in batch.indices.tolist()]
     return dict(zip(names, batch.images, strict=True))
 
@@ -200,3 +203,15 @@ def test_no_image_is_resized_as_a_whole_to_be_cut(
     with Image.open(folder.path(4)) as image:
         middle = image.convert("RGB").getpixel((0, 10000))
     assert (batch.images[4][:, 112, 112].int() - torch.tensor(middle)).abs().max() <= 40
+
+
+def test_other_code_may_warn_and_open_images_while_another_thread_decodes() -> None:
+    limit = Image.MAX_IMAGE_PIXELS
+    assert limit is not None
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        with image_file._PROCESS.settings(10), image_file._PROCESS.settings(limit + 1):
+            for module in ("PIL.Image", "program"):
+                warnings.warn_explicit(f"of {module}", DeprecationWarning, "file.py", 1, module)
+            assert limit + 1 == Image.MAX_IMAGE_PIXELS
+        assert [str(one.message) for one in reported] == ["of program"] and limit == Image.MAX_IMAGE_PIXELS

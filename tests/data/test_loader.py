@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import multiprocessing.queues
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -22,16 +23,15 @@ from PIL import Image
 from torch import Tensor
 
 from tests.conftest import LIMIT
-from tlt.data import workers
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.backends.decode import Encoded
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
-from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
-from tlt.data.loader import Batch, EvalLoader, SkipCounter, TrainLoader
+from tlt.data.batch import Batch, BatchKey, Skipped
+from tlt.data.dataset import EvalDataset, TrainDataset
+from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
-from tlt.data.workers import WorkerDied, kill_workers, worker_fault
-from tlt.errors import UserError
+from tlt.errors import UserError, WorkerDied
 
 CONFIG = AugmentConfig(size=(16, 16))
 SYNTHETIC = synthetic_folder(26, 4)
@@ -68,44 +68,30 @@ def same(first: Batch, second: Batch) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.tensors(), second.tensors(), strict=True))
 
 
-def test_worker_count_changes_nothing() -> None:
-    alone, several = loader(0), loader(2)
-    for epoch in (0, 1):
-        pairs = list(zip(alone.epoch(epoch), several.epoch(epoch), strict=True))
-        assert len(pairs) == 7
-        for (last, samples, batch), (their_last, their_samples, theirs) in pairs:
-            assert (last, samples) == (their_last, their_samples) and same(batch, theirs)
+class Threaded(SyntheticBackend):
+    """A backend that can't be shared with other processes, as DALI's."""
+
+    has_threads = True
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be sent")
 
 
-@pytest.fixture
-def as_python_3_14() -> Iterator[None]:
-    """Where processes are not forked unasked."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("forkserver", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "new workers": {},
+    "kept workers": {"persistent_workers": True},
+    "one thread": {"backend": Threaded((40, 50))},
+}
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_worker_that_hangs_in_its_fork_is_replaced(
-    as_python_3_14: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
-) -> None:
-    """As a fork does that waits for a lock whose owner stayed behind: no code of the worker runs."""
-    real, once = workers._obey_main_process, tmp_path / "once"
-
-    def hang_once(worker: int) -> None:
-        if worker == 1 and not once.exists():
-            once.touch()
-            time.sleep(1000)
-        real(worker)
-
-    monkeypatch.setattr(workers, "_obey_main_process", hang_once)
-    monkeypatch.setattr(workers, "_FORK_PATIENCE", 1.0)
-    several, alone = loader(2, persistent_workers=persistent), loader(0)
-    for epoch in (0, 1):
-        pairs = zip(alone.epoch(epoch), several.epoch(epoch), strict=True)
-        assert all(same(batch, theirs) for (_, _, batch), (_, _, theirs) in pairs)
-    assert once.exists() and not several.take_deaths()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(kind: str, workers: int) -> None:
+    alone, several = loader(0), loader(workers, **KINDS[kind])
+    for epoch, start in ((0, 0), (1, 2), (2, 0)):
+        pairs = list(zip(alone.epoch(epoch, start), several.epoch(epoch, start), strict=True))
+        assert len(pairs) == 7 - 2 * start
+        assert all(ours[:2] == theirs[:2] and same(ours[2], theirs[2]) for ours, theirs in pairs)
 
 
 def test_updates_are_cut_as_the_index_stream_says() -> None:
@@ -119,14 +105,17 @@ def test_updates_are_cut_as_the_index_stream_says() -> None:
     assert [batch.size for _, _, batch in training.epoch(2)] == [len(indices) for _, _, indices in seen]
 
 
-def test_an_epoch_can_begin_in_its_middle_and_be_left_early() -> None:
-    training = loader(2)
-    whole = [batch for _, _, batch in training.epoch(1)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_can_be_left_early_and_no_worker_outlives_its_loader(kind: str) -> None:
+    before = set(multiprocessing.active_children())
+    training = loader(2, **KINDS[kind])
     for number, _ in enumerate(training.epoch(0)):
         if number == 2:
             break
-    late = [batch for _, _, batch in training.epoch(1, start_update=2)]
-    assert len(late) == len(whole) - 4 and all(map(same, late, whole[4:]))
+    late = zip(training.epoch(1), loader(0).epoch(1), strict=True)
+    assert all(same(batch, theirs) for (_, _, batch), (_, _, theirs) in late)
+    del training, late
+    assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -183,8 +172,8 @@ def test_fault_24_truncated_images_are_counted_and_training_goes_on(broken: Imag
 
 
 def test_fault_24_more_broken_images_than_allowed_stop_the_run(broken: ImageFolder) -> None:
-    told = refusal(train_on(broken, SkipCounter(len(broken), limit=2), workers=1))
-    assert re.fullmatch(r"3 of 12 images can't be read, more than --max-bad-images 2; .*\.jpg .*", told)
+    reported = refusal(train_on(broken, SkipCounter(len(broken), limit=2), workers=1))
+    assert re.fullmatch(r"3 of 12 images can't be read, more than --max-bad-images 2; .*\.jpg .*", reported)
     list(train_on(broken, SkipCounter(len(broken), limit=3)))
 
 
@@ -213,11 +202,11 @@ def test_skip_limit_and_lines() -> None:
 
 
 class Hostile(SyntheticBackend):
-    """Hangs, kills its process or reports, at one image."""
+    """Hangs, kills its process or fails, at one image."""
 
-    def __init__(self, deed: str) -> None:
+    def __init__(self, deed: str, has_threads: bool = False) -> None:
         super().__init__((40, 50))
-        self.deed = deed
+        self.deed, self.has_threads = deed, has_threads
 
     def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
         if path.endswith("00000013"):
@@ -225,38 +214,67 @@ class Hostile(SyntheticBackend):
                 time.sleep(2 * LIMIT)
             if self.deed == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.deed == "no memory":
+            if self.deed == "memory":
                 raise MemoryError
-            if self.deed == "cannot send":
-                multiprocessing.queues._ForkingPickler = None  # type: ignore[attr-defined]
-                return super().open(path, data, size)
+            if self.deed == "shared memory":
+                raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
             raise UserError("label 13.pt is damaged: make it again")
         return super().open(path, data, size)
 
 
-def test_fault_22_killed_worker_is_told_with_a_memory_hint() -> None:
-    told = refusal(loader(2, Hostile("die")).epoch(0))
-    assert re.fullmatch(
-        r"a data worker (was killed by signal: Killed|exited unexpectedly): .*memory; lower --workers.*", told
-    )
-
-
-@pytest.mark.parametrize("deed", ["no memory", "cannot send"])
-def test_fault_22_a_worker_without_memory_costs_no_timeout_and_is_started_again(deed: str) -> None:
-    told = refusal(loader(2, Hostile(deed), timeout=2 * LIMIT).epoch(0))
-    assert re.search("memory(;| left:) lower --workers", told), told
+@pytest.mark.parametrize("persistent", [False, True])
+def test_fault_22_a_killed_worker_is_told_with_a_memory_hint_and_needs_no_timeout(persistent: bool) -> None:
+    reported = refusal(loader(2, Hostile("die"), timeout=0, persistent_workers=persistent).epoch(0))
+    assert re.fullmatch(r"a data worker was killed by SIGKILL: .*memory; lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
 
 
-def test_fault_22_a_killed_worker_is_told_in_a_process_that_has_ended_a_run_before() -> None:
-    assert "data worker" in refusal(loader(2, Hostile("die")).epoch(0))
-    kill_workers()
-    assert "data worker" in refusal(loader(2, Hostile("die"), timeout=60).epoch(0))
+@pytest.mark.parametrize("deed", ["memory", "shared memory"])
+def test_fault_22_a_worker_without_memory_costs_no_timeout(deed: str) -> None:
+    reported = refusal(loader(2, Hostile(deed), timeout=0).epoch(0))
+    assert re.search("no memory left .*: lower --workers", reported), reported
 
 
-def test_fault_23_hung_storage_names_the_file() -> None:
-    told = refusal(loader(2, Hostile("hang"), timeout=2.0).epoch(0))
-    assert re.fullmatch(r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; check.*", told)
+def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the_next_batch_is_waited_for() -> None:
+    """Not in the middle of a step, whose state would be neither that before it nor that after it; and SIGCHLD stays the
+    program's. The workers' messages are larger than a pipe, so that half of one is left in it."""
+    ended: list[int] = []
+    before = signal.signal(signal.SIGCHLD, lambda number, frame: ended.append(number))
+    try:
+        images = synthetic_folder(8000, 4)
+        stream = IndexStream(len(images), 1000, seed=5)
+        labels = SyntheticLabels(images, (3, 4, 4))
+        dataset = TrainDataset(images, AugmentConfig((8, 8)), 5, labels, SyntheticBackend((9, 9)))
+        batches = TrainLoader(dataset, stream, as_floats, workers=2, timeout=0).epoch(0)
+        next(batches)
+        time.sleep(2)  # the workers wait until there is room in the pipe
+        for worker in multiprocessing.active_children():
+            worker.kill()
+            worker.join()
+        step_is_complete = sum(range(10**6))  # here torch's handler would have raised
+        began = time.monotonic()
+        reported = refusal(batches)
+        assert reported.startswith("a data worker was killed by SIGKILL") and time.monotonic() - began < 5
+        assert step_is_complete and ended
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_fault_23_hung_storage_names_the_file(has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.data.workers._JOIN_S", 0.1)
+    reported = refusal(loader(2, Hostile("hang", has_threads), timeout=2.0).epoch(0))
+    assert re.fullmatch(r"no batch after 2 s \(--loader-timeout\): reading .*/00000013 has taken \d+ s; .*", reported)
+
+
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_a_program_ends_while_a_worker_hangs(has_threads: bool) -> None:
+    program = (
+        "from tests.data.test_loader import loader, Hostile\nfrom tlt.data import workers\nworkers._JOIN_S = 0.5\n"
+        f"batches = loader(2, Hostile('hang', {has_threads})).epoch(0)\nnext(batches)\nprint('one')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one\n", "")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -264,11 +282,12 @@ def test_user_errors_in_workers_stay_one_line(workers: int) -> None:
     assert refusal(loader(workers, Hostile("report")).epoch(0)) == "label 13.pt is damaged: make it again"
 
 
-def test_other_worker_errors_are_not_touched() -> None:
-    assert worker_fault(RuntimeError("CUDA error: out of memory")) is None
-    assert "ulimit -n" in str(worker_fault(RuntimeError("Too many open files. Communication with the workers ...")))
-    shm = "unable to write to file </torch_1_2>: No space left on device (28)"
-    assert "--shm-size" in str(worker_fault(RuntimeError(shm)))
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_other_errors_come_up_where_the_batch_is_waited_for(has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = loader(1, Threaded() if has_threads else None)
+    monkeypatch.setattr(training.dataset, "load", lambda key: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(training.epoch(0))
 
 
 def test_fault_41_batch_larger_than_the_data_set() -> None:
@@ -292,16 +311,16 @@ def test_fault_58_no_workers_takes_every_option() -> None:
 )
 def test_what_is_copied_ahead_is_pinned(device: str, prefetch: bool, pin_memory: bool, pinned: bool) -> None:
     training = loader(0, device=device, prefetch=prefetch, pin_memory=pin_memory)
-    assert training._workers.loader.pin_memory is pinned
+    assert training._workers.pin_memory is pinned
 
 
-def test_reading_board_is_clear_when_a_batch_is_done() -> None:
+def test_no_image_is_in_hand_when_a_batch_is_done() -> None:
     images = dataset()
     images[BatchKey(0, (1, 2))]
-    assert images.board.longest() is None
-    images.board.mark(4)
-    longest = images.board.longest()
-    assert longest is not None and longest[0] == 4
+    assert images.worker_status.longest() is None
+    images.worker_status.mark(4)
+    longest = images.worker_status.longest()
+    assert longest is not None and longest[0] == 4 and 0 <= longest[1] < LIMIT
 
 
 def test_all_passes_copy_ahead_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +331,7 @@ def test_all_passes_copy_ahead_on_one_stream(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     for training in (loader(), loader()):
-        training._feed.ahead = True
+        training.prefetch = True
         assert [len(list(training.epoch(epoch))) for epoch in range(2)] == [7, 7]
     assert len(used) == 28 and len(set(used)) == 1
 
@@ -328,10 +347,10 @@ def test_passes_leave_no_memory_behind() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("worker_type", ["process", "thread"])
-def test_prefetching_on_cuda_changes_nothing(worker_type: str) -> None:
-    plain = loader(2, device="cuda", prefetch=False, worker_type=worker_type)
-    ahead = loader(2, device="cuda", prefetch=True, pin_memory=True, worker_type=worker_type)
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefetching_on_cuda_changes_nothing(kind: str) -> None:
+    plain = loader(2, device="cuda", prefetch=False, **KINDS[kind])
+    ahead = loader(2, device="cuda", prefetch=True, pin_memory=True, **KINDS[kind])
     host = loader(0)
     for (_, _, a), (_, _, b), (_, _, c) in zip(plain.epoch(0), ahead.epoch(0), host.epoch(0), strict=True):
         assert a.images.is_cuda and b.images.is_cuda and same(a, b)

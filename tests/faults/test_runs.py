@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import multiprocessing
 import resource
 import shutil
 import signal
@@ -12,15 +14,18 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.commands.conftest import Ended, metrics, start
 from tests.faults.kill_chain import digest
+from tlt.io.weights import read_checkpoint
 from tlt.tools import cli as tlt_cli
 from tlt.tools.pack_images import pack_images
 from volo import cli
+from volo.train.precision import Precision
 
 FLAGS = (
     "--model volo_test --img-size 32 --num-classes 10 -b 8 -j 0 --warmup-epochs 0 --cooldown-epochs 0 --lr 1e-3 "
@@ -145,6 +150,42 @@ def test_fault_42_43_44_tars_and_shards(
     assert (ended.code, ended.err.count("\n")) == (2, 1) and str(where) in ended.err
     assert not [*tmp_path.rglob("escaped"), *tmp_path.glob("ran"), *tmp_path.glob("run")]
     fault |= {"injected": source, "survived": "refused", "lost": "0", "message": ended.err.strip()}
+
+
+@linux
+@pytest.mark.parametrize(("micro_batches", "lost"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.faults)])
+def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
+    call: Call,
+    digits: Path,
+    tmp_path: Path,
+    fault: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    micro_batches: int,
+    lost: int,
+) -> None:
+    """The step is completed. Where its next micro-batch never comes, the newest checkpoint counts."""
+    size = f"-b {8 // micro_batches} --grad-accum-steps {micro_batches}"
+    flags = f"{FLAGS} {size} --epochs 2 --recovery-interval 2 -j 1 --loader-timeout 0 --output {tmp_path} --experiment"
+    assert call(f"{flags} whole", digits).code == 0
+    backward, calls = Precision.backward, itertools.count(1)
+
+    def kill_then_go_on(precision: Precision, *args: Any, **named: Any) -> None:
+        if next(calls) == 4 * micro_batches - (micro_batches - 1):  # the first pass of the fourth update
+            for worker in multiprocessing.active_children():
+                worker.kill()
+                worker.join()
+        backward(precision, *args, **named)
+
+    monkeypatch.setattr(Precision, "backward", kill_then_go_on)
+    killed = call(f"{flags} run", digits)
+    assert (killed.code, killed.err.count("\n")) == (5, 1) and "killed by SIGKILL" in killed.err, killed.err
+    monkeypatch.undo()
+    update = read_checkpoint(tmp_path / "run" / "last.pth.tar")["update"]
+    assert update == (4 if micro_batches == 1 else 2)
+    assert call(f"{flags} run --resume auto", digits).code == 0
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")
+    fault |= {"injected": f"kill -9, {micro_batches} micro-batches", "survived": "equal SHA-256", "lost": str(lost)}
+    fault["message"] = killed.err.strip()
 
 
 def test_fault_52_a_last_update_of_one_image(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt.data.dataset import Skipped
+from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError, UserError
 from volo.cluster.distributed import World
 from volo.record import json_lines

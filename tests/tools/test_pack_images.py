@@ -25,7 +25,8 @@ from tests.commands.conftest import nothing_left_running as nothing_left_running
 from tests.conftest import wait_until
 from tests.labels.packed import NAMES, make_archive, make_tree, save_image, write_images
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.dataset import BatchKey, EvalDataset, TrainDataset
+from tlt.data.batch import BatchKey
+from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.loss import LossTerms
 from volo.train.criterion import Criterion, StepKey
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.labels.dense_targets import dense_targets
 from tests.train.steps import loss_of_step
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, blend_truth, soft_cross_entropy
 from tlt.mixtoken import Box, mixed_share
@@ -36,7 +36,7 @@ def labelled_batch(num_classes: int) -> Batch:
         visible=everything,
         skipped=[],
         bad_labels=[],
-        size=3,
+        sizes=torch.full((3, 2), 8),
     )
 
 

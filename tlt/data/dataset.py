@@ -11,103 +11,44 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
-from tlt import geometry
 from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, Steps, draw_steps, make_plan
-from tlt.data.backends.decode import Backend, Decoded, Encoded, PilBackend, Request, Size, TorchvisionBackend
+from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
+from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.sources.image_file import BadImage, check_size
 from tlt.data.sources.source import ImageSource
-from tlt.errors import UserError
+from tlt.errors import UserError, WorkerDied
 from tlt.io.text import printable
 from tlt.label_map import LabelBatch, LabelMap
 
-MAX_ATTEMPTS = 20  # images tried for one place in a batch before the data set is called unreadable
+MAX_ATTEMPTS = 20  # images tried in place of one before the data set is called unreadable
+LESS_MEMORY = "lower --workers or --batch-size, and in a container give /dev/shm more room (docker --shm-size)"
 CROP_MODES = ("center", "squash", "border")
 _REPLACEMENT_STREAM = 64  # of counter.uniform, apart from those of tlt.data.augment.plan.Stream
 _FILTERS = {BILINEAR: "bilinear", BICUBIC: "bicubic"}
-
-
-class Skipped(NamedTuple):
-    """An image that was left out, with the reason."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class BatchKey:
-    """What a worker is asked for: the images `indices` in their `epoch`; from the number of images on, repetitions.
-
-    `last` tells whether it is the last micro-batch of its update, `update_samples` how many images this rank has in
-    that update; both only travel along.
-    """
-
-    epoch: int
-    indices: tuple[int, ...]
-    last: bool = True
-    update_samples: int = 0
-
-
-@dataclass
-class HostBatch:
-    """What a worker returns. B can be smaller than asked for in evaluation."""
-
-    key: BatchKey
-    images: Tensor  # (B, 3, H, W) uint8; on the training device already where the backend decodes there
-    classes: Tensor  # (B,) int64
-    indices: Tensor  # (B,) int64, of the images that were loaded
-    sizes: Tensor  # (B, 2) int64 width, height of the images' files
-    affine: Tensor  # (B, 2, 3) float32, unit square of the output -> unit square of the source, as labels take it
-    visible: Tensor  # (B, 4) float32 x0, y0, x1, y1: share of the source that the crop shows, as labels take it
-    plan: Plan | None  # None in evaluation
-    labels: LabelBatch | None
-    skipped: list[Skipped]  # images
-    bad_labels: list[Skipped]  # images whose label map was replaced (--bad-label skip or uniform)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What goes from a worker to the main process: small tensors as arrays, in the message itself. A tensor takes
-        shared memory of its own, a file descriptor and a connection."""
-        return self.__dict__ | {name: getattr(self, name).numpy() for name in _SMALL_TENSORS}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {name: torch.from_numpy(state[name]) for name in _SMALL_TENSORS}
-
-    def pin_memory(self) -> HostBatch:
-        """The same batch in page-locked memory; torch's DataLoader calls this."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        tensors = {name: part if part.is_cuda else part.pin_memory() for name, part in tensors.items()}
-        return replace(self, labels=self.labels.pin_memory() if self.labels else None, **tensors)
-
-
-_SMALL_TENSORS = ("classes", "indices", "sizes", "affine", "visible")
-_TENSORS = ("images", "classes", "indices", "affine", "visible")
-
-
-_NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory")  # what torch says
+# What torch says where memory, shared memory or file descriptors have run out.
+_NO_MEMORY = re.compile("allocate memory|allocate shared memory|No space left on device|Too many open files")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A user's error met in a worker: it travels as data, because DataLoader would wrap it into a traceback.
+    """A user's error that a worker met. It is returned, because DataLoader would wrap what is raised into a traceback.
 
     Attributes:
-        no_memory: Whether the worker has none left, which may pass.
-        kind: Of the error.
+        kind: Class of the error.
     """
 
     message: str
-    no_memory: bool = False
     kind: type[UserError] = UserError
 
 
@@ -126,7 +67,28 @@ class LabelReader(Protocol):
         """(image, reason) of the maps that `read` replaced since the last call."""
 
 
-class BatchDataset(Dataset[HostBatch | Fault]):
+class WorkerStatus:
+    """Which image each worker has in hand, and since when: numbers that workers and main process share.
+
+    Args:
+        workers: Processes; the only row of 0 workers is the main process's.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._rows = torch.full((max(workers, 1), 2), -1.0, dtype=torch.float64).share_memory_()  # index, time
+
+    def mark(self, index: int) -> None:
+        """Note that this worker begins with image `index`; -1: that it has none."""
+        worker = get_worker_info()
+        self._rows.numpy()[worker.id if worker else 0] = index, time.monotonic()  # one clock for all processes
+
+    def longest(self) -> tuple[int, float] | None:
+        """Index and seconds of the image that a worker has had in hand for longest; None: no worker has any."""
+        begun = [(since, int(index)) for index, since in self._rows.tolist() if index >= 0]
+        return (min(begun)[1], time.monotonic() - min(begun)[0]) if begun else None
+
+
+class BatchDataset(Dataset[Batch | Fault]):
     """What training and evaluation share."""
 
     def __init__(self, source: ImageSource, backend: Backend) -> None:
@@ -134,7 +96,7 @@ class BatchDataset(Dataset[HostBatch | Fault]):
         self.root = source.root
         self.classes = source.classes
         self.backend = backend
-        self.board = WorkerStatus(0)
+        self.worker_status = WorkerStatus(0)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -143,25 +105,27 @@ class BatchDataset(Dataset[HostBatch | Fault]):
         """Where image `index` is, for messages."""
         return self.source.path(index % len(self))
 
-    def __getitem__(self, key: BatchKey) -> HostBatch | Fault:
+    def __getitem__(self, key: BatchKey) -> Batch | Fault:
         try:
-            return self.load(key)
+            batch = self.load(key)
+            return batch.share_memory() if get_worker_info() else batch
         except UserError as error:
-            return Fault(str(error), kind=type(error))
+            return Fault(str(error), type(error))
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
-                return Fault("a data worker has no memory left", no_memory=True)
+                reason = str(error).split("\n")[0] or "MemoryError"
+                return Fault(f"a data worker has no memory left ({reason}): {LESS_MEMORY}", WorkerDied)
             raise
         finally:
-            self.board.mark(-1)
+            self.worker_status.mark(-1)
 
-    def load(self, key: BatchKey) -> HostBatch:
+    def load(self, key: BatchKey) -> Batch:
         """The batch of a key. Raises UserError."""
         raise NotImplementedError
 
     def _open(self, index: int) -> Encoded:
         index %= len(self)
-        self.board.mark(index)
+        self.worker_status.mark(index)
         size, most = self.source.known_size(index), self.backend.max_pixels
         if size is not None:
             check_size(*size, most)  # before its bytes are read
@@ -198,28 +162,23 @@ class TrainDataset(BatchDataset):
         self.labels = labels
         self.label_view = label_view
 
-    def load(self, key: BatchKey) -> HostBatch:
-        slots = _Slots(self, key)
-        images = torch.empty(0)
-        rounds: list[Plan] = []
-        place = [0] * len(key.indices)  # of each row's plan in the concatenated rounds
-        rows = list(range(len(key.indices)))
-        while rows:
-            encoded = [slots.open(row) for row in rows]
-            plan = self._plan(key, [slots.indices[row] for row in rows], encoded)
-            planned = sum(map(len, rounds))
-            for i, row in enumerate(rows):
-                place[row] = planned + i
-            rounds.append(plan)
-            decoded = self._decode(encoded, plan)
-            if len(rounds) == 1:
+    def load(self, key: BatchKey) -> Batch:
+        slots, rows = _Slots(self, key), range(len(key.indices))
+        images, todo = torch.empty(0), list(rows)
+        encoded: dict[int, Encoded] = {}
+        while todo:
+            encoded |= {row: slots.open(row) for row in todo}
+            self.worker_status.mark(-1)
+            plan = self._plan(key, slots.indices, [encoded[row] for row in rows])
+            requests = self._requests([encoded[row] for row in rows], plan)
+            decoded = self.backend.decode_batch([requests[row] for row in todo], self.config.size)
+            if len(todo) == len(rows):
                 images = decoded.images
             else:
-                images[rows] = decoded.images
-            for i, error in decoded.bad.items():
-                slots.replace(rows[i], error)
-            rows = [rows[i] for i in decoded.bad]
-        plan = rounds[0] if len(rounds) == 1 else Plan.concatenate(rounds).select(place)
+                images[todo] = decoded.images
+            for place, error in decoded.bad.items():
+                slots.replace(todo[place], error)
+            todo = [todo[place] for place in decoded.bad]
         return self._batch(key, slots, images, plan)
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
@@ -231,22 +190,20 @@ class TrainDataset(BatchDataset):
         widths, heights = [image.width for image in encoded], [image.height for image in encoded]
         return make_plan(self.config, self.seed, key.epoch, indices, widths, heights)
 
-    def _decode(self, encoded: list[Encoded], plan: Plan) -> Decoded:
-        self.board.mark(-1)
-        requests = [
+    def _requests(self, encoded: list[Encoded], plan: Plan) -> list[Request]:
+        return [
             Request(image, (crop[0], crop[1], crop[2], crop[3]), self.config.size, _FILTERS[interpolation])
             for image, crop, interpolation in zip(encoded, plan.crop.tolist(), plan.interpolation.tolist(), strict=True)
         ]
-        return self.backend.decode_batch(requests, self.config.size)
 
-    def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> HostBatch:
+    def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> Batch:
         shown = [index % len(self) for index in slots.indices]
         labels, bad_labels = self._labels(shown, plan.source.tolist())
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
         if labels is not None and self.label_view is not None:
             steps = draw_steps(self.config, self.seed, key.epoch, np.array(slots.indices), plan.source)
             labels, affine, visible = self.label_view(self.config, steps, plan, labels)
-        return HostBatch(
+        return Batch(
             key=key,
             images=images,
             classes=torch.from_numpy(self.classes[shown]),
@@ -268,7 +225,7 @@ class TrainDataset(BatchDataset):
 
 
 class _Slots:
-    """The places of a batch: which image each has now, and those that had to be replaced."""
+    """Which image each row of a batch has now, and which images had to be replaced."""
 
     def __init__(self, dataset: TrainDataset, key: BatchKey) -> None:
         self.dataset = dataset
@@ -278,7 +235,7 @@ class _Slots:
         self.skipped: list[Skipped] = []
 
     def open(self, row: int) -> Encoded:
-        """The file of a place, or of the first replacement that can be opened."""
+        """The file of a row's image, or of its first replacement that can be opened."""
         while True:
             try:
                 return self.dataset._open(self.indices[row])
@@ -336,7 +293,7 @@ class EvalDataset(BatchDataset):
         self.interpolation = interpolation
         self.fill = tuple(fill) if crop_mode == "border" else (0, 0, 0)
 
-    def load(self, key: BatchKey) -> HostBatch:
+    def load(self, key: BatchKey) -> Batch:
         opened: list[tuple[int, Encoded]] = []
         failed: dict[int, BadImage] = {}
         for index in key.indices:
@@ -344,53 +301,28 @@ class EvalDataset(BatchDataset):
                 opened.append((index, self._open(index)))
             except BadImage as error:
                 failed[index] = error
-        self.board.mark(-1)
+        self.worker_status.mark(-1)
         decoded = self.backend.decode_batch([self._request(image) for _, image in opened], self.size, self.fill)
         failed |= {opened[row][0]: error for row, error in decoded.bad.items()}
         rows = [row for row in range(len(opened)) if row not in decoded.bad]
         indices, shown = [opened[row][0] for row in rows], [opened[row][1] for row in rows]
-        affine, visible = self._geometry(shown)
-        return HostBatch(
+        return Batch(
             key=key,
             images=decoded.images[rows] if decoded.bad else decoded.images,
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
             sizes=torch.tensor([(image.width, image.height) for image in shown]).view(-1, 2),
-            affine=affine,
-            visible=visible,
-            plan=None,
+            affine=torch.empty(0, 2, 3),
+            visible=torch.empty(0, 4),
             labels=None,
             skipped=[self._skip(index, failed[index]) for index in key.indices if index in failed],
             bad_labels=[],
         )
 
-    def show(self, encoded: Encoded) -> Tensor:
-        """(3, H, W) uint8 of one image. Raises BadImage."""
-        decoded = self.backend.decode_batch([self._request(encoded)], self.size, self.fill)
-        for error in decoded.bad.values():
-            raise error
-        return decoded.images[0]
-
     def _request(self, encoded: Encoded) -> Request:
         resized = resized_size(self.size, self.crop_pct, self.crop_mode, encoded.width, encoded.height)
         top, left = (centre_offset(side, crop) for side, crop in zip(resized, self.size, strict=True))
         return Request(encoded, None, resized, self.interpolation, top, left)
-
-    def _geometry(self, images: list[Encoded]) -> tuple[Tensor, Tensor]:
-        """(B, 2, 3) and (B, 4): where in the image the shown crop lies, both in shares."""
-        if not images:
-            return torch.empty(0, 2, 3), torch.empty(0, 4)
-        windows = np.zeros((len(images), 4))
-        source = np.array([(image.width, image.height) for image in images], np.float64)
-        for row, image in enumerate(images):
-            resized = resized_size(self.size, self.crop_pct, self.crop_mode, image.width, image.height)
-            top, left = (centre_offset(side, crop) for side, crop in zip(resized, self.size, strict=True))
-            windows[row] = np.array([left, top, self.size[1], self.size[0]]) / (resized[::-1] * 2)
-        x, y, width, height = (windows * np.tile(source, 2)).T
-        affine = geometry.crop(x, y, width, height, self.size[1], self.size[0])
-        affine = geometry.normalise(affine, (source[:, 1], source[:, 0]), self.size)
-        corners = np.concatenate([windows[:, :2], windows[:, :2] + windows[:, 2:]], axis=1).clip(0, 1)
-        return torch.from_numpy(affine).float(), torch.from_numpy(corners).float()
 
 
 def resized_size(size: Size, crop_pct: float, crop_mode: str, width: int, height: int) -> Size:
@@ -412,43 +344,3 @@ def centre_offset(side: int, crop: int) -> int:
     if side < crop:
         return -((crop - side) // 2)
     return round((side - crop) / 2)
-
-
-_OWN = threading.local()  # .slot: of a worker, be it a process or a thread
-
-
-class WorkerStatus:
-    """Shared between workers and main process: who has begun, which image each worker has in hand, and since when."""
-
-    def __init__(self, workers: int) -> None:
-        self._index = torch.full((max(workers, 1),), -1, dtype=torch.int64).share_memory_()
-        self._since = torch.zeros(max(workers, 1), dtype=torch.float64).share_memory_()
-        self._begun = torch.zeros(workers, dtype=torch.bool).share_memory_()
-
-    def mark(self, index: int) -> None:
-        """Note that this worker begins with image `index` (-1: with none)."""
-        slot = getattr(_OWN, "slot", 0)
-        # monotonic() is one clock for all processes of a machine.
-        self._since.numpy()[slot] = time.monotonic()  # in a tenth of the time that torch takes for one number
-        self._index.numpy()[slot] = index
-
-    def begin(self, worker: int) -> None:
-        """Note, in a worker, that it has begun."""
-        _OWN.slot = worker
-        self._begun[worker] = True
-
-    def nobody_begun(self) -> None:
-        """Note that new workers are about to be started."""
-        self._begun.zero_()
-
-    def not_begun(self) -> list[int]:
-        """The workers that have not begun yet."""
-        return (~self._begun).nonzero().flatten().tolist()
-
-    def longest(self) -> tuple[int, float] | None:
-        """Index and seconds of the image that has been in hand for longest, None if no worker has one."""
-        busy = [(s, i) for i, s in zip(self._index.tolist(), self._since.tolist(), strict=True) if i >= 0]
-        if not busy:
-            return None
-        since, index = min(busy)
-        return index, time.monotonic() - since

@@ -1,249 +1,232 @@
-"""Worker processes: they make host batches, are started anew when one dies, and leave no process behind."""
+"""Who makes batches ahead of time: worker processes of torch's DataLoader, or one thread for backends with threads of
+their own. Both tell which file is being read where no batch comes."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import multiprocessing
-import multiprocessing.queues
 import os
-import re
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler
 
-from tlt.data.dataset import BatchDataset, BatchKey, Fault, HostBatch, WorkerStatus
-from tlt.errors import UserError
+from tlt.data.batch import Batch, BatchKey
+from tlt.data.dataset import LESS_MEMORY, BatchDataset, Fault, WorkerStatus
+from tlt.errors import UserError, WorkerDied
 from tlt.io.processes import START_METHOD, end_with_main_process
 from tlt.io.text import printable
 
 PREFETCH_FACTOR = 2  # batches ready or in the making per worker
-_DEATH_NOTICE = 2.0  # seconds
-_FORKS, _FORK_PATIENCE = 3, 10.0  # times that workers are started, and seconds that they have to begin
-_LESS = "lower --workers or --batch-size, and in a container give /dev/shm more room (docker --shm-size)"
-_DEAD_WORKER = re.compile(r"DataLoader worker \(pid\D*[\d, ]+\) (is killed by signal: [^.]*|exited unexpectedly)")
+_LOOK_S = 5.0  # how often is looked whether workers live, while a batch is waited for
+_DYING_S = 2.0  # in which a process whose connections are closed has ended
+_JOIN_S = 10.0  # for a thread to finish its batch
+
+Keys = Callable[[], Iterator[BatchKey]]
 
 
 class _Keys(Sampler[BatchKey]):
-    """The sampler of one DataLoader; what it yields is set before each pass."""
+    """The sampler of a DataLoader; `source` is set before each pass."""
 
-    def __init__(self) -> None:
-        self.source: Callable[[], Iterator[BatchKey]] = _no_keys
+    source: Keys
 
     def __iter__(self) -> Iterator[BatchKey]:
         return self.source()
 
 
-class WorkerDied(UserError):
-    """A data worker is gone: killed by a signal, or because memory, shared memory or open files have run out."""
-
-    exit_code = 5  # as of a rank that is lost: the next start may have more of it
-
-
-class _DeathWatch:
-    """torch's SIGCHLD handler raises for a dead worker wherever the main process is, in the middle of an optimizer step
-    say. This lets it do so only while a batch is waited for, where the step can still be had again."""
-
-    def __init__(self) -> None:
-        self._told: Any = None  # torch's handler
-        self._waiting = False
-
-    def take_over(self) -> None:
-        """Stand in for torch's handler, which torch sets once in a process."""
-        handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler != self._received and threading.current_thread() is threading.main_thread():
-            self._told = handler
-            signal.signal(signal.SIGCHLD, self._received)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self.take_over()
-        self._waiting = True
-        try:
-            if self._told is not None:
-                self._told(signal.SIGCHLD, None)  # one that has died since
-            yield
-        finally:
-            self._waiting = False
-
-    def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._waiting:
-            self._told(number, frame)
-
-
-_DEATHS = _DeathWatch()
-
-
 class Workers:
-    """The worker processes of one dataset. When one dies, all are started anew, once in a pass.
+    """The worker processes of one data set. A pass that ends early, or fails, ends them.
 
     Nothing here, nor in the loaders, may refer back to its owner: torch's iterator must be freed by its last reference.
     In a cycle the collector ends the queues' threads first, and each worker is then waited for in vain for 5 s.
 
-    Attributes:
-        deaths: Why workers were started anew.
+    Args:
+        dataset: What to load.
+        workers: Processes; 0: this one loads.
+        pin_memory: Batches in page-locked memory.
+        persistent: Keep the workers from pass to pass.
+        timeout: Seconds to wait for a batch; 0: for ever.
     """
 
-    def __init__(
-        self,
-        dataset: BatchDataset,
-        workers: int,
-        pin_memory: bool,
-        persistent: bool,
-        timeout: float,
-        device: torch.device,
-    ) -> None:
-        dataset.board = WorkerStatus(workers)
-        self.dataset = dataset
-        self.workers = workers
-        self.deaths: list[str] = []
-        self.keys = _Keys()
-        self._make_loader = functools.partial(
-            DataLoader,
-            dataset,
+    def __init__(self, dataset: BatchDataset, workers: int, pin_memory: bool, persistent: bool, timeout: float) -> None:
+        dataset.worker_status = WorkerStatus(workers)
+        self.dataset, self.workers, self.timeout = dataset, workers, timeout
+        self.pin_memory, self.persistent = pin_memory, persistent and workers > 0
+        self._keys = _Keys()
+        self._loader = self._new_loader()
+
+    def run(self, keys: Keys) -> Iterator[Batch]:
+        """Yield the batches of the keys, in their order. Raises UserError."""
+        self._keys.source = keys
+        try:
+            batches, complete = self._begin(), False
+        except (RuntimeError, OSError) as error:
+            reason = str(error).split("\n")[0]
+            raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
+        processes = getattr(batches, "_workers", [])
+        weakref.finalize(batches, _kill, processes, os.getpid())
+        try:
+            while (batch := self._next(batches, processes)) is not None:
+                yield _checked(batch)
+            complete = True
+        finally:
+            del self._keys.source  # it may refer to the owner
+            if self.persistent and not complete:
+                self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader[Batch | Fault]:
+        return DataLoader(
+            self.dataset,
             batch_size=None,
-            sampler=self.keys,
-            num_workers=workers,
+            sampler=self._keys,
+            num_workers=self.workers,
             collate_fn=_unchanged,
-            pin_memory=pin_memory and device.type == "cuda",
-            timeout=timeout if workers else 0,
+            pin_memory=self.pin_memory,
+            # torch waits for the whole of its timeout before it looks whether its workers live: see `_next`.
+            timeout=min(self.timeout or _LOOK_S, _LOOK_S) if self.workers else 0,
             worker_init_fn=_obey_main_process,
-            prefetch_factor=PREFETCH_FACTOR if workers else None,
-            persistent_workers=persistent and workers > 0,
-            multiprocessing_context=START_METHOD if workers else None,
+            prefetch_factor=PREFETCH_FACTOR if self.workers else None,
+            persistent_workers=self.persistent,
+            multiprocessing_context=START_METHOD if self.workers else None,
             # DataLoader draws a seed at each pass, which would move the global generator.
             generator=torch.Generator(),
         )
-        self.loader: DataLoader[HostBatch | Fault] = self._make_loader()
 
-    def run(self, keys: Callable[[], Iterator[BatchKey]]) -> Iterator[HostBatch]:
-        delivered, died = 0, False
-        while True:
-            try:
-                for batch in self._pass(keys, delivered):
-                    delivered += 1
-                    yield batch
-                return
-            except WorkerDied as death:
-                if died:
-                    raise
-                died = True
-                self.deaths.append(str(death))
-            # The old workers end with the last reference to their loader.
-            self.loader = self._make_loader()
-
-    def _pass(self, keys: Callable[[], Iterator[BatchKey]], start: int) -> Iterator[HostBatch]:
-        self.keys.source = lambda: itertools.islice(keys(), start, None)
-        try:
-            batches = self._begin()
-            while True:
-                with _DEATHS.waiting():
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                if isinstance(batch, Fault):
-                    raise WorkerDied(f"{batch.message}: {_LESS}") if batch.no_memory else batch.kind(batch.message)
-                yield batch
-        except (RuntimeError, OSError, EOFError) as error:
-            if explained := self._explained(error):
-                try:
-                    raise explained from error
-                finally:
-                    del explained  # its traceback holds this frame
-            raise
-        finally:
-            self.keys.source = _no_keys
-
-    def _begin(self) -> Iterator[HostBatch | Fault]:
-        """The batches of a pass, all of whose workers have begun.
-
-        A process that is forked while a thread of a library takes or drops Python's lock can hang before it runs any
-        code: CPython up to 3.11 waits there for a lock whose owner the child does not have. gloo's threads do so
-        behind every collective. Such a worker is replaced.
+    def _begin(self) -> Iterator[Batch | Fault]:
+        """Start the workers. torch then handles SIGCHLD: it raises for a dead worker wherever the main process is, in
+        the middle of an optimizer step say. The handler that was there before is put back; `_next` looks for itself.
         """
-        board = self.dataset.board
-        for _ in range(_FORKS):
-            if not self.loader.persistent_workers:
-                board.nobody_begun()
-            batches: Any = iter(self.loader)
-            _DEATHS.take_over()
-            limit = time.monotonic() + _FORK_PATIENCE
-            while board.not_begun() and time.monotonic() < limit:
-                time.sleep(0.001)
-            if not board.not_begun():
-                return batches
-            for worker in board.not_begun():
-                batches._workers[worker].kill()
-            del batches
-            self.loader = self._make_loader()
-        return iter(self.loader)
-
-    def _explained(self, error: Exception) -> UserError | None:
-        if not self.workers:
-            return None
-        if isinstance(error, RuntimeError):
-            if "DataLoader timed out" in str(error):
-                return hung(self.dataset, self.loader.timeout)
-            return worker_fault(error)
-        # A tensor could not be fetched from its worker. If that is because the worker died, torch's signal handler is
-        # about to raise, here or in the middle of something else.
+        if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+            return iter(self._loader)
+        handler = signal.getsignal(signal.SIGCHLD)
         try:
-            with _DEATHS.waiting():
-                time.sleep(_DEATH_NOTICE)
-        except RuntimeError as death:
-            return worker_fault(death)
-        return None
+            return iter(self._loader)
+        finally:
+            if handler is not None:  # None: it is not Python's
+                signal.signal(signal.SIGCHLD, handler)
+
+    def _next(self, batches: Iterator[Batch | Fault], processes: list[BaseProcess]) -> Batch | Fault | None:
+        """Wait for the next batch; None at the end. Raises UserError."""
+        began, sentinels = time.monotonic(), [process.sentinel for process in processes]
+        try:
+            while True:
+                # Before each wait: a worker that was killed while it sent may have left half of a batch.
+                if wait(sentinels, 0):
+                    raise _died(processes)
+                try:
+                    return next(batches, None)
+                except (RuntimeError, OSError, EOFError) as error:
+                    timed_out = "DataLoader timed out" in str(error)
+                    if wait(sentinels, 0 if timed_out else _DYING_S):
+                        raise _died(processes) from error
+                    if "open files" in str(error) or "ancdata" in str(error):
+                        message = "too many open files: raise the limit (ulimit -n) or lower --workers"
+                        raise WorkerDied(message) from error
+                    if not timed_out:
+                        raise
+                if self.timeout and time.monotonic() - began >= self.timeout:
+                    raise _hung(self.dataset, self.timeout)
+        except BaseException:
+            _kill(processes, os.getpid())  # nothing is loaded any more: torch would wait 10 s for each that hangs
+            raise
 
 
-def hung(dataset: BatchDataset, timeout: float) -> UserError:
-    """What to tell when no batch has come for `timeout` seconds: which file is being read."""
+class OneThread:
+    """A thread that makes the batches of one data set, two ahead; the interface of `Workers`.
+
+    Args:
+        dataset, pin_memory, timeout: As for `Workers`.
+    """
+
+    def __init__(self, dataset: BatchDataset, pin_memory: bool, timeout: float) -> None:
+        dataset.worker_status = WorkerStatus(0)
+        self.dataset, self.pin_memory, self.timeout = dataset, pin_memory, timeout
+
+    def run(self, keys: Keys) -> Iterator[Batch]:
+        """Yield the batches of the keys, in their order. Raises UserError."""
+        wanted: SimpleQueue[BatchKey | None] = SimpleQueue()
+        made: SimpleQueue[Batch | Fault | BaseException] = SimpleQueue()
+        # A daemon: the interpreter waits for others at its end, for ever where a file hangs.
+        thread = threading.Thread(target=self._serve, args=(wanted, made), daemon=True)
+        thread.start()
+        end = weakref.finalize(thread, _end_thread, thread, wanted)  # at the latest when the program ends
+        pending, source = 0, keys()
+        try:
+            while True:
+                while pending < PREFETCH_FACTOR and (key := next(source, None)) is not None:
+                    wanted.put(key)
+                    pending += 1
+                if not pending:
+                    return
+                try:
+                    batch = made.get(timeout=self.timeout or None)
+                except Empty:
+                    raise _hung(self.dataset, self.timeout) from None
+                pending -= 1
+                if isinstance(batch, BaseException):
+                    raise batch
+                yield _checked(batch)
+        finally:
+            end()
+
+    def _serve(self, wanted: SimpleQueue[BatchKey | None], made: SimpleQueue[Batch | Fault | BaseException]) -> None:
+        while (key := wanted.get()) is not None:
+            try:
+                batch = self.dataset[key]
+                made.put(batch.pin_memory() if self.pin_memory and isinstance(batch, Batch) else batch)
+            except BaseException as error:
+                made.put(error)
+
+
+def _end_thread(thread: threading.Thread, wanted: SimpleQueue[BatchKey | None]) -> None:
+    """Let a thread end after the batch in hand: the interpreter must not end while it is in a library's code."""
+    with suppress(Empty):
+        while True:
+            wanted.get_nowait()
+    wanted.put(None)
+    thread.join(_JOIN_S)
+
+
+def _checked(batch: Batch | Fault) -> Batch:
+    if isinstance(batch, Fault):
+        raise batch.kind(batch.message)
+    return batch
+
+
+def _died(processes: list[BaseProcess]) -> WorkerDied:
+    ended = wait([process.sentinel for process in processes], 0)
+    dead = next(process for process in processes if process.sentinel in ended)
+    dead.join(_DYING_S)
+    code = dead.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    cause = f"most likely too little memory; {LESS_MEMORY}"
+    if how.endswith("SIGBUS"):
+        cause += ". Or the label archive was cut, or its disk gone, while it was read: run tlt check"
+    return WorkerDied(f"a data worker {how}: {cause}")
+
+
+def _hung(dataset: BatchDataset, timeout: float) -> UserError:
+    """Which file is being read, where no batch has come for `timeout` seconds."""
     limit = f"no batch after {timeout:g} s (--loader-timeout)"
-    longest = dataset.board.longest()
+    longest = dataset.worker_status.longest()
     if longest is None:
-        return UserError(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
+        return WorkerDied(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
     path, seconds = printable(dataset.path(longest[0])), longest[1]
     return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
 
 
-def kill_workers() -> None:
-    """End all worker processes at once, hung ones too: nothing will be loaded any more."""
-    _DEATHS.take_over()
-    for process in multiprocessing.active_children():
+def _kill(processes: list[BaseProcess], owner: int) -> None:
+    """End workers at once, hung ones too. A process that was forked from their owner leaves them alone."""
+    for process in processes if os.getpid() == owner else ():
         process.kill()
-
-
-def worker_fault(error: RuntimeError) -> WorkerDied | None:
-    """The user's view of a dead data worker, None for other errors.
-
-    torch notices a dead worker in a signal handler, so that the error can come up anywhere in the main process: a
-    program passes what it catches around its loop.
-    """
-    text = str(error)
-    if match := _DEAD_WORKER.search(text):
-        how = match[1].replace("is killed", "was killed")
-        return WorkerDied(
-            f"a data worker {how}: most likely too little memory; {_LESS}. After a bus error, run tlt check: the label "
-            "archive may have been cut, or its disk gone, while it was read"
-        )
-    if "No space left on device" in text or "unable to allocate shared memory" in text:
-        return WorkerDied(f"no room in shared memory (/dev/shm) for a batch: {_LESS}")
-    if "Too many open files" in text or "received 0 items of ancdata" in text:
-        return WorkerDied(
-            "too many open files between the data workers: raise the limit (ulimit -n) or lower --workers"
-        )
-    return None
-
-
-def _no_keys() -> Iterator[BatchKey]:
-    return iter(())
 
 
 def _unchanged(batch: Any) -> Any:
@@ -251,30 +234,10 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _obey_main_process(worker: int) -> None:
-    """What ends a job (Ctrl-C, Slurm, torchrun) reaches all its processes: the main process decides what becomes of a
-    worker, which ends when told so or when the main process is no more."""
-    info: Any = get_worker_info()
-    # A batch that can't be sent for want of memory would be waited for until --loader-timeout.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
-    info.dataset.board.begin(worker)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if sys.platform != "linux":
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
-    # A thread also gets the signal while a file that hangs is being read.
-    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
-    # torch's own check for a lost parent comes between two batches only.
-    end_with_main_process()
-
-
-def _give_up(error: Exception, batch: object) -> None:
-    print(f"a data worker could not send a batch: {error}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def _end_when_told(main_process: int) -> None:
-    while signal.sigwaitinfo((signal.SIGTERM,)).si_pid != main_process:
-        pass
-    os._exit(0)
+    """Ctrl-C, Slurm and torchrun signal all processes of a job: what becomes of a worker is the main process's to say.
+    It ends when it is told so in its queue, is killed, or when the main process is no more."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):  # Windows has but the first two
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if sys.platform == "linux":
+        end_with_main_process()

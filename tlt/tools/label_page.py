@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tlt import geometry
+from tlt.data.batch import Batch
 from tlt.data.dataset import TrainDataset
-from tlt.data.loader import Batch
 from tlt.label_map import Area, LabelBatch
 from tlt.targets import SparseLabels, Targets
 from tlt.tools.drawing import (

@@ -13,8 +13,8 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.dataset import BatchKey, TrainDataset
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch, BatchKey
+from tlt.data.dataset import TrainDataset
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
@@ -115,13 +115,11 @@ def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
 def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> tuple[Batch, Batch]:
     """These images as a training batch, made as a worker and the device stage make it; and the same with the images'
     own geometry, which is another one where the labels follow rows of `--compat`."""
-    host = dataset.load(BatchKey(epoch, tuple(rows)))
-    assert host.plan is not None
+    batch = dataset.load(BatchKey(epoch, tuple(rows)))
+    assert (plan := batch.plan) is not None
     stage = DeviceStage(dataset.config, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    taken = ("classes", "indices", "affine", "visible", "labels", "skipped", "bad_labels")
-    found = {name: getattr(host, name) for name in taken}
-    batch = Batch(stage(host.images, host.plan), **found, size=len(host.indices))
-    affine, visible = (torch.from_numpy(each).float() for each in (host.plan.normalised_affine(), host.plan.visible()))
+    batch = replace(batch, images=stage(batch.images, plan))
+    affine, visible = (torch.from_numpy(each).float() for each in (plan.normalised_affine(), plan.visible()))
     return batch, replace(batch, affine=affine, visible=visible)
 
 

@@ -22,8 +22,9 @@ from tlt.data.augment.device_stage import DeviceStage, EvalStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.decode import TorchvisionBackend
+from tlt.data.batch import Batch
 from tlt.data.dataset import EvalDataset, TrainDataset
-from tlt.data.loader import Batch, EvalLoader, TrainLoader
+from tlt.data.loader import EvalLoader, TrainLoader
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError

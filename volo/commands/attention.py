@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tlt.data.augment.device_stage import EvalStage
-from tlt.data.dataset import BatchKey
+from tlt.data.batch import BatchKey
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.io.files import refuse_existing

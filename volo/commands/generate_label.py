@@ -26,8 +26,9 @@ from torch import nn
 
 from tlt.data.augment.device_stage import EvalStage
 from tlt.data.backends.choice import create_backend
-from tlt.data.dataset import EvalDataset, Skipped
-from tlt.data.loader import Batch, EvalLoader, SkipCounter
+from tlt.data.batch import Batch, Skipped
+from tlt.data.dataset import EvalDataset
+from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
@@ -258,9 +259,8 @@ def image_loader(
         dataset,
         args.batch_size,
         EvalStage(settings["mean"], settings["std"]).to(device),
-        device,
+        device=device,
         workers=min(args.workers, len(rows)),
-        worker_type=args.worker_type or "process",
         pin_memory=args.pin_mem,
         prefetch=not args.no_prefetcher,
         timeout=float(args.loader_timeout),

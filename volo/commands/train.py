@@ -25,7 +25,6 @@ from tlt.data.dataset import LabelReader
 from tlt.data.loader import EvalLoader, TrainLoader
 from tlt.data.sources.folder import check_num_classes
 from tlt.data.sources.source import ImageSource
-from tlt.data.workers import kill_workers
 from tlt.io.progress import SearchProgress
 from tlt.labels.label_files import LabelMatches
 from tlt.labels.store import LabelStore
@@ -212,7 +211,7 @@ def build(
         for line in check_convolutions(each, input_size, dtype, world.device):
             logger.line(line)
 
-    loader, validation = make_loaders(args, folders, labels, settings, world, logger)
+    loader, validation = make_loaders(args, folders, labels, settings, world)
     work = arithmetic(args, model, criterion, input_size, world)  # before ranks divide the model among them
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
@@ -242,16 +241,11 @@ def make_loaders(
     labels: LabelReader | None,
     settings: dict[str, Any],
     world: World,
-    logger: Logger,
 ) -> tuple[TrainLoader, EvalLoader]:
     """Return the loaders of this rank for training and for validation."""
     loader = train_loader(args, folders.train, labels, settings, world)
     batch_size = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
-    validation = validation_loader(args, folders.validation, batch_size, settings, world)
-    if world.is_primary:
-        for skips in (loader.skips, validation.skips):
-            logger.skipped("skipped-image", skips.known_images())
-    return loader, validation
+    return loader, validation_loader(args, folders.validation, batch_size, settings, world)
 
 
 def find_labels(
@@ -340,7 +334,6 @@ def train_in(
             if world.is_primary:
                 # Before any rank leaves: where one node's processes have ended, others may be killed.
                 ask_for_requeue(stop, state.update, directory / LAST)
-            kill_workers()
             leave_together(guard.watchdog)
             raise
     logger.line(f"done: {state.update} updates; results in {logger.directory.path if logger.directory else None}")

@@ -21,13 +21,13 @@ import torch
 from timm.layers import apply_test_time_pool
 from torch import Tensor, nn
 
+from tlt.data.batch import Batch
 from tlt.data.dataset import EvalDataset
-from tlt.data.loader import Batch, EvalLoader
+from tlt.data.loader import EvalLoader
 from tlt.data.sources.folder import check_num_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.text import printable
 from tlt.models.folding import fold_batchnorm
 from volo.checkpoint.checkpoint_file import checkpoints_in
 from volo.cluster.distributed import World, init_world, lost_rank_explained, primary_first, shut_down
@@ -120,8 +120,6 @@ def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dic
     say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
     called = compile_model(called, args)
     loader = validation_loader(args, folder, args.batch_size, settings, world)
-    known = loader.skips.known_images()
-    say([f"warning: left out {printable(image.path)}: {image.reason}" for image in known], world.is_primary)
     precision = Precision(world.device, dtype)
     real = RealLabels(args.real_labels, loader.dataset, world) if args.real_labels else None
     watch = _Progress(args.log_freq, loader, world, real)

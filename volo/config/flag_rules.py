@@ -165,7 +165,6 @@ def check_images(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     if "data" in args:
         _check_dataset(args, args.data, "DATA")
     check_pixels(args)
-    _check_workers(args)
     return notes + check_weights(args, flags)
 
 
@@ -234,22 +233,11 @@ def check_pixels(args: Namespace) -> None:
         raise UserError(f"{shown} and --img-size {args.img_size} differ: keep one of them")
 
 
-def _check_workers(args: Namespace) -> None:
-    if args.worker_type is None:
-        return
-    shown = f"--worker-type {args.worker_type}"
-    if not args.workers:
-        raise UserError(f"{shown} has no effect without --workers above 0")
-    if args.worker_type == "process" and args.data_backend.startswith("dali"):
-        raise UserError(f"{shown}: a DALI pipeline can't be shared by processes; leave it out")
-
-
 def _check_data(args: Namespace) -> None:
     _check_dataset(args, args.data_dir, "DATA_DIR")
     if args.val_fraction == 1 or (args.val_fraction and args.data_backend == "synthetic"):
         raise UserError(f"--val-fraction {args.val_fraction:g} leaves nothing to train on, or splits synthetic images")
     check_pixels(args)
-    _check_workers(args)
     if args.validation_batch_size is not None and args.validation_batch_size_multiplier != 1:
         raise UserError("--validation-batch-size and --validation-batch-size-multiplier both set it: keep one of them")
     for dest in ("scale", "ratio"):

@@ -6,7 +6,6 @@ from volo.config.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, POSITIVE, S
 
 INTERPOLATIONS = ("", "bilinear", "bicubic")
 FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
-WORKER_TYPES = ("process", "thread")
 
 DENSE = "dense targets (--token-label-data or --token-label-teacher, and no --token-label-size 1)"
 TOKEN_LABEL = Need("--token-label", lambda a: a.token_label)
@@ -38,12 +37,6 @@ CLASS_MAP = flag(
 
 # What every program that loads images has.
 LOADING = (
-    flag(
-        "--worker-type",
-        default=None,
-        choices=WORKER_TYPES,
-        help="processes, or threads of the rank's own process (process; dali-*: thread)",
-    ),
     switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
 )
@@ -131,7 +124,7 @@ DATA = Group(
             help="validation images per device",
             excludes=("validation_batch_size_multiplier",),
         ),
-        flag("-j", "--workers", default=8, type=COUNT, help="decoding processes or threads per rank; 0: none"),
+        flag("-j", "--workers", default=8, type=COUNT, help="decoding processes per rank; dali-*: threads; 0: none"),
         *LOADING,
         switch("--use-multi-epochs-loader", help="keep the decoding processes from epoch to epoch"),
         switch("--drop-last", help="leave out the last, smaller global batch of an epoch"),

@@ -45,7 +45,7 @@ PREPROCESSING = (
 
 _IMAGES = (
     *PREPROCESSING,
-    flag("-j", "--workers", default=4, type=COUNT, help="decoding processes or threads per rank; 0: none"),
+    flag("-j", "--workers", default=4, type=COUNT, help="decoding processes per rank; dali-*: threads; 0: none"),
     *LOADING,
     flag("--data-backend", default="torchvision", choices=FILE_BACKENDS, help="who decodes and resizes"),
     *LIMITS,

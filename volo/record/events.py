@@ -27,7 +27,6 @@ Kind = Literal[
     "nonfinite",
     "skipped-image",
     "bad-label",
-    "worker-died",
     "straggler",
     "data-wait",
     "end",

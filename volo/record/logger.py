@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from tlt.data.dataset import Skipped
+from tlt.data.batch import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
 from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now

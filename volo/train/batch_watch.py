@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torchvision.utils import save_image
 
+from tlt.data.batch import Batch
 from tlt.data.dataset import TrainDataset
-from tlt.data.loader import Batch, TrainLoader
+from tlt.data.loader import TrainLoader
 from tlt.tools.drawing import save_figure
 from tlt.tools.label_page import draw_page, read_examples
 from volo.record.logger import Logger
@@ -33,9 +33,6 @@ def batch_watcher(
     draw = first_batch_drawer(loader.dataset, criterion, config, logger)
 
     def watch(update: int, batch: Batch) -> None:
-        for death in loader.take_deaths():
-            logger.event("worker-died", reason=death)
-            logger.warning(f"{death}; the workers were started anew")
         bad = [label for label in batch.bad_labels if label.path not in known]
         known.update(label.path for label in bad)
         logger.skipped("skipped-image", loader.skips.take_new())
@@ -73,7 +70,7 @@ def first_batch_drawer(
             return
         began = time.perf_counter()
         try:
-            few = _first(batch, _IMAGES)
+            few = batch.select(slice(_IMAGES))
             targets = criterion.targets(few) if isinstance(criterion, TokenLabelCriterion) else None
             examples = read_examples(dataset, few, targets, config["mean"], config["std"])  # host synchronisation
             title = f"the first {len(examples)} images of update {update}, as the model sees them"
@@ -86,18 +83,3 @@ def first_batch_drawer(
             logger.line(f"drew {FILE} in {1000 * (time.perf_counter() - began):.0f} ms")
 
     return draw
-
-
-def _first(batch: Batch, count: int) -> Batch:
-    """Return the first images of a batch."""
-    rows = slice(0, count)
-    return replace(
-        batch,
-        images=batch.images[rows],
-        classes=batch.classes[rows],
-        indices=batch.indices[rows],
-        affine=batch.affine[rows],
-        visible=batch.visible[rows],
-        labels=batch.labels and batch.labels.select(rows),
-        size=min(count, batch.size),
-    )

@@ -18,7 +18,7 @@ from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
 from tlt.api import Grid, StepKey, TokenLabelLoss, draw_box
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA
 from tlt.loss import LossTerms

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from tlt.data.augment.device_stage import DeviceStage, EvalStage
-from tlt.data.augment.index_stream import IndexStream
+from tlt.api import Loader
+from tlt.data.augment.device_stage import EvalStage
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import Backend
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
-from tlt.data.dataset import EvalDataset, LabelReader, TrainDataset
+from tlt.data.dataset import EvalDataset, LabelReader
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources.folder import ImageFolder, compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
@@ -166,43 +166,49 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
 def train_loader(
     args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
 ) -> TrainLoader:
-    """The training batches of this rank.
-
-    Raises:
-        UserError: Fewer images than one global batch, or too many that are known to be unreadable.
-    """
-    config = augment_config(args, settings)
-    stream = IndexStream(
-        len(folder),
-        args.batch_size * args.grad_accum_steps * world.data_size,
+    """The training batches of this rank. Raises UserError: Fewer images than one global batch."""
+    return Loader(
+        folder,
+        labels,
+        augment_config(args, settings),
+        args.batch_size,
         args.seed,
-        world.data_size,
-        world.data_rank,
-        args.grad_accum_steps,
-        args.drop_last,
-        args.aug_repeats or 1,
-    )
-    # Only training decodes huge images scaled down; validation resizes with the same filters on all backends.
-    backend = _backend(args, world, dct_scaling=not args.full_decode)
-    return TrainLoader(
-        TrainDataset(folder, config, args.seed, labels, backend, views(args.compat or ())),
-        stream,
-        DeviceStage(config, settings["mean"], settings["std"]).to(world.device),
-        **_loader_options(args, folder, world),
+        mean=settings["mean"],
+        std=settings["std"],
+        device=world.device,
+        workers=args.workers,
+        world_size=world.data_size,
+        rank=world.data_rank,
+        backend=SyntheticBackend() if args.data_backend == "synthetic" else args.data_backend,
+        max_pixels=args.max_pixels,
+        full_decode=args.full_decode,
+        max_bad_images=args.max_bad_images,
+        drop_last=args.drop_last,
+        micro_batches=args.grad_accum_steps,
+        repeats=args.aug_repeats or 1,
+        label_view=views(args.compat or ()),
         persistent_workers=args.use_multi_epochs_loader,
+        **_loading(args),
     )
 
 
 def validation_loader(
     args: Namespace, folder: ImageSource, batch_size: int, settings: Mapping[str, Any], world: World
 ) -> EvalLoader:
-    """The validation batches of this rank. Raises UserError: too many images are known to be unreadable."""
+    """The validation batches of this rank."""
+    if args.data_backend == "synthetic":
+        backend: Backend = SyntheticBackend()
+    else:  # validation resizes whole images: with the same filters on all backends
+        backend = create_backend(args.data_backend, args.max_pixels, args.workers, world.device)
     return EvalLoader(
-        eval_dataset(folder, settings, _backend(args, world)),
+        eval_dataset(folder, settings, backend),
         batch_size,
         EvalStage(settings["mean"], settings["std"]).to(world.device),
-        **_loader_options(args, folder, world),
+        device=world.device,
+        workers=args.workers,
+        skips=SkipCounter(len(folder), args.max_bad_images),
         persistent_workers=getattr(args, "use_multi_epochs_loader", False),
+        **_loading(args),
         world_size=world.data_size,
         rank=world.data_rank,
         may_be_empty=world.data_size > 1,  # `evaluate` checks the sum over all ranks
@@ -226,21 +232,6 @@ def _rgb(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(values) * (3 // len(values))
 
 
-def _backend(args: Namespace, world: World, dct_scaling: bool = False) -> Backend:
-    if args.data_backend == "synthetic":
-        return SyntheticBackend()
-    return create_backend(args.data_backend, args.max_pixels, args.workers, world.device, dct_scaling)
-
-
-def _loader_options(args: Namespace, folder: ImageSource, world: World) -> dict[str, Any]:
-    skips = SkipCounter(len(folder), args.max_bad_images, folder.unreadable(args.max_pixels))
-    skips.check()
-    return {
-        "device": world.device,
-        "workers": args.workers,
-        "worker_type": args.worker_type or "process",
-        "pin_memory": args.pin_mem,
-        "prefetch": not args.no_prefetcher,
-        "timeout": float(args.loader_timeout),
-        "skips": skips,
-    }
+def _loading(args: Namespace) -> dict[str, Any]:
+    """What the flags say of either loader."""
+    return {"pin_memory": args.pin_mem, "prefetch": not args.no_prefetcher, "timeout": float(args.loader_timeout)}

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.data.loader import Batch, EvalLoader, TrainLoader
+from tlt.data.batch import Batch
+from tlt.data.loader import EvalLoader, TrainLoader
 from tlt.errors import UserError
 from volo.checkpoint.saver import Saver
 from volo.checkpoint.train_state import TrainState

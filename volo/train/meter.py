@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.data.loader import Batch, TrainLoader
+from tlt.data.batch import Batch
+from tlt.data.loader import TrainLoader
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.checkpoint.train_state import TrainState

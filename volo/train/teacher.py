@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.io.files import sha256_of
 from tlt.io.weights import clean_state_dict

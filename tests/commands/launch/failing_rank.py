@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.commands.conftest import UPDATES
-from tlt.data.loader import Batch, TrainLoader
+from tlt.data.batch import Batch
+from tlt.data.loader import TrainLoader
 from tlt.errors import NonFiniteError, UserError
 from volo import cli
 from volo.commands import train as program

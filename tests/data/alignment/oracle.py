@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.feed.position_code import Comparison, Size, compare, position_classes, position_map, read_images
 from benchmarks.feed.position_data import GEOMETRIC, load_batch, write_images, write_maps
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.data.sources.folder import ImageFolder
 from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets

@@ -15,7 +15,7 @@ from benchmarks.feed.position_code import Size
 from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, Scene, check, measure
 from tests.data.alignment.test_positions import geometry_only
 from tlt import geometry
-from tlt.data.loader import Batch
+from tlt.data.batch import Batch
 from tlt.upstream.rows import ROWS
 
 EVERYWHERE = (-9.0, -9.0, 9.0, 9.0)

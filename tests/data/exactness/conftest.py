@@ -34,16 +34,13 @@ class Way(NamedTuple):
 
     ranks: int = 1
     workers: int = 0
-    worker_type: str = "process"
     source: str = "folder"
     start: int = 0  # update of the epoch
     micro_batches: int = 1  # of a rank in an update
 
 
 def ways_of(backend: str, ways: list[Way]) -> list[Way]:
-    """Those that a backend knows: DALI's works in threads, computed images are in no shards."""
-    if backend == "dali-cpu":
-        ways = list(dict.fromkeys(way._replace(worker_type="thread") for way in ways))
+    """Those that a backend knows: computed images are in no shards."""
     return [way for way in ways if backend != "synthetic" or way.source == "folder"]
 
 
@@ -57,7 +54,6 @@ def parsed(data: Path, backend: str, way: Way) -> Namespace:
     """The arguments of train.py for a way to the batches."""
     flags = f"--model volo_test --num-classes 4 --seed {SEED} --token-label --data-backend {backend} -j {way.workers}"
     flags += f" -b {GLOBAL_BATCH // (way.ranks * way.micro_batches)} --grad-accum-steps {way.micro_batches}"
-    flags += f" --worker-type {way.worker_type}" if way.workers else ""
     labels = data / "labels" if way.source == "folder" else data
     return parse_train([str(data), *flags.split(), "--token-label-data", str(labels)])
 

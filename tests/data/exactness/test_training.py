@@ -1,6 +1,6 @@
 """Which image stands where in global batch k, with which crop, operations and label, whatever made the batch.
 
-Every backend that runs on a CPU, 1 to 4 ranks, 0 to 4 workers, processes and threads, folder and shards, an epoch from
+Every backend that runs on a CPU, 1 to 4 ranks, 0 to 4 workers, folder and shards, an epoch from
 its beginning and from its middle, all through the programs' own flags. Order, plan and labels are compared with what
 is found without a loader: Pillow's sizes, the label files of the images' names. Pixels are compared bit for bit with
 those of one rank without workers, DALI's with torchvision's, and all with Pillow's crop and resize.
@@ -39,12 +39,13 @@ from tests.data.exactness.conftest import (
     require,
     ways_of,
 )
+from tlt import api
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import Plan, make_plan
 from tlt.data.backends.synthetic import SyntheticImages, SyntheticLabels
+from tlt.data.batch import Batch
 from tlt.data.dataset import TrainDataset
-from tlt.data.loader import Batch
 from tlt.data.sources.source import ImageSource
 from volo.cluster.distributed import World
 from volo.train import data as train_data
@@ -62,11 +63,9 @@ WAYS = [
     Way(ranks=2, workers=2, micro_batches=2),
     Way(ranks=4),
     Way(ranks=4, workers=4, start=1),
-    Way(workers=1, worker_type="thread"),
-    Way(ranks=4, workers=4, worker_type="thread"),
     Way(source="shards"),
     Way(ranks=4, workers=2, source="shards", start=2),
-    Way(ranks=2, workers=3, worker_type="thread", source="shards"),
+    Way(ranks=2, workers=3, source="shards"),
 ]
 CASES = [(backend, way) for backend in (*FILE_BACKENDS, "synthetic") for way in ways_of(backend, WAYS)]
 
@@ -164,7 +163,7 @@ class Recorded(DeviceStage):
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_data, "DeviceStage", Recorded)
+    monkeypatch.setattr(api, "DeviceStage", Recorded)
 
 
 def updates_of_rank(args: Namespace, way: Way, rank: int) -> list[Rows]:

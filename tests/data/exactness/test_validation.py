@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.data.exactness.conftest import (
     Way,
     parsed,
     require,
-    ways_of,
 )
 from tlt.data.loader import EvalLoader
 from tlt.data.sources.source import ImageSource
@@ -48,7 +46,7 @@ WAYS = [
     (Way(), 64, 0.96),
     (Way(workers=1), 1, 1.15),
     (Way(ranks=3, workers=2), 5, 0.96),
-    (Way(ranks=4, workers=4, worker_type="thread"), 3, 1.15),
+    (Way(ranks=4, workers=4), 3, 1.15),
     (Way(ranks=4, source="shards"), 5, 1.15),
     (Way(workers=3, source="shards"), 3, 0.96),
 ]
@@ -91,7 +89,6 @@ def test_every_image_is_seen_once(
     backend: str, way: Way, batch_size: int, crop_pct: float, data: Path, request: pytest.FixtureRequest
 ) -> None:
     require(backend)
-    (way,) = ways_of(backend, [way])
     source = data if way.source == "folder" else request.getfixturevalue("shards")
     seen: list[str] = []
     off: list[np.ndarray] = []
@@ -175,23 +172,6 @@ def test_an_image_that_can_be_read_the_second_time_is_counted_then(few: Path) ->
 def test_a_rank_without_a_readable_image_leaves_the_others_theirs(few: Path) -> None:
     seen = [[batch.size for batch in loader] for loader, _ in loaders(few, "pil", Way(ranks=4), 2, 1.0)]
     assert seen == [[2], [], [2], [2]]
-
-
-@pytest.mark.parametrize("fault", ["twice", "one short", "another"])
-def test_a_loader_that_loses_or_doubles_an_image_is_found_out(
-    few: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
-    batches = list(loader._workers.run(loader._keys))
-    if fault == "twice":
-        batches.insert(1, batches[0])
-    elif fault == "one short":
-        batches[2] = dataclasses.replace(batches[2], indices=batches[2].indices[:1])
-    else:
-        batches[2] = dataclasses.replace(batches[2], indices=torch.tensor([7, 7]))
-    monkeypatch.setattr(loader._workers, "run", lambda keys: iter(batches))
-    with pytest.raises(UserError, match="this is a defect"):
-        evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))
 
 
 def test_a_pass_that_ends_early_gives_no_accuracy(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:

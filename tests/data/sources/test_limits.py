@@ -18,7 +18,8 @@ from PIL import Image
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import BACKENDS, Backend, Encoded, Request
-from tlt.data.dataset import BatchKey, EvalDataset, HostBatch, TrainDataset
+from tlt.data.batch import Batch, BatchKey
+from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.sources.folder import scan_folder
 from tlt.data.sources.image_file import BadImage, read_file, read_size
 from tlt.data.sources.open_images import open_images
@@ -103,10 +104,10 @@ def test_an_index_is_not_believed(source: Callable[[Path], ImageSource], backend
     images = source(tmp_path)
     key = BatchKey(0, (0, 1, 2, 3))
     shown = EvalDataset(images, (16, 16), backend=backend)[key]
-    assert isinstance(shown, HostBatch) and shown.indices.tolist() == [0, 3]
+    assert isinstance(shown, Batch) and shown.indices.tolist() == [0, 3]
     assert "--max-pixels 1000000" in shown.skipped[0].reason and "differs" in shown.skipped[1].reason
     trained = TrainDataset(images, AugmentConfig((16, 16)), 0, backend=backend)[key]
-    assert isinstance(trained, HostBatch)
+    assert isinstance(trained, Batch)
     assert {os.path.basename(path)[0] for path, _ in trained.skipped} == {"1", "2"}
 
 
@@ -152,7 +153,7 @@ def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
     (tmp_path / "train" / "c" / "3.jpg").write_bytes(encoded("JPEG", 50))
     images = open_images(str(tmp_path), "train")
     shown = EvalDataset(images, (16, 16), backend=backend)[BatchKey(0, (0, 1, 2, 3))]
-    assert isinstance(shown, HostBatch) and shown.indices.tolist() == [3]
+    assert isinstance(shown, Batch) and shown.indices.tolist() == [3]
     for skipped, size in zip(shown.skipped, (SPARSE, SPARSE, 100_000_000), strict=True):
         assert skipped.reason == f"{size} bytes are more than an image of --max-pixels 1000000 takes"
         with pytest.raises(BadImage, match="--max-pixels"):

@@ -13,11 +13,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.numpy import save_file
-from torch import Tensor
 
 from tlt.data.augment.plan import AugmentConfig
-from tlt.data.dataset import BatchKey, EvalDataset, Skipped, TrainDataset
-from tlt.data.loader import EvalLoader, SkipCounter
+from tlt.data.batch import BatchKey
+from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.sources import folder as tlt_folder
 from tlt.data.sources import folder_listing, image_file, size_index
 from tlt.data.sources.folder import ImageFolder, scan_folder
@@ -309,29 +308,6 @@ def test_folders_are_listed_again_where_other_suffixes_are_images(data: Path, mo
         monkeypatch.setattr(module, "image_extensions", lambda: {".png", ".tiff", ".webp"})
     folder = open_images(str(data), "train")
     assert not any(path.endswith(".jpg") for path in folder.paths) and "made of other files" in folder.warnings[-1]
-
-
-def test_known_images_count_against_the_limit_once() -> None:
-    skips = SkipCounter(100, limit=2, known={"a": "empty file", "b": "cut"})
-    skips.check()
-    skips.record([Skipped("b", "cut")])
-    assert (skips.total, skips.take_lines(), [path for path, _ in skips.known_images()]) == (1, [], ["a", "b"])
-    with pytest.raises(UserError, match=r"3 of 100 images .* more than --max-bad-images 2; the last one is c .*index"):
-        skips.record([Skipped("c", "cut")])
-    with pytest.raises(UserError, match="2 of 100 images"):
-        SkipCounter(100, limit=1, known=skips.known).check()
-
-
-def test_ranks_count_each_known_image_once(data: Path) -> None:
-    index.index(str(data), "train", 1, decode=True)
-    folder = open_images(str(data), "train")
-    seen = failed = 0
-    for rank in (0, 1):
-        skips = SkipCounter(len(folder), known=folder.unreadable())
-        dataset = EvalDataset(folder, (16, 16))
-        seen += sum(batch.size for batch in EvalLoader(dataset, 4, Tensor.float, skips=skips, world_size=2, rank=rank))
-        failed += skips.total
-    assert (seen, failed) == (12, 2)
 
 
 def test_tar_files_get_the_index_of_shards(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

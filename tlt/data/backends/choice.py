@@ -22,19 +22,18 @@ def create_backend(
     """The file backend of a name of `BACKENDS` or `DALI_BACKENDS`.
 
     Args:
-        max_pixels: Larger images are bad.
-        threads: CPU threads of a DALI backend.
-        device: Training device, on which dali-gpu decodes.
-        dct_scaling: See `TorchvisionBackend`; for it and dali-cpu, whose pixels are the same.
+        threads: CPU threads of DALI.
+        device: Where dali-gpu decodes.
+        dct_scaling: See `TorchvisionBackend`; dali-cpu does the same, dali-gpu never.
 
     Raises:
         UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
     """
     if name in DALI_BACKENDS:
         return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None, dct_scaling)
+    if name == TorchvisionBackend.name:
+        return TorchvisionBackend(max_pixels, dct_scaling)
     if name not in BACKENDS:
         known = ", ".join((*BACKENDS, *DALI_BACKENDS))
         raise UserError(f"--data-backend {name}: known ones for image files are {known}")
-    return (
-        TorchvisionBackend(max_pixels, dct_scaling) if name == TorchvisionBackend.name else BACKENDS[name](max_pixels)
-    )
+    return BACKENDS[name](max_pixels)

@@ -1,14 +1,12 @@
 """NVIDIA DALI as a backend: one pipeline decodes the JPEGs of a batch, on the CPU or on the GPU.
 
-Nothing is drawn in the pipeline: bytes, windows, sizes and filters are fed. What it would not decode exactly as Pillow
-does (other formats, CMYK, 12 bits, unsound markers) the torchvision backend decodes, which also says what is bad.
+Nothing is drawn in the pipeline: bytes, windows, sizes and filters are fed. The torchvision backend decodes what DALI
+does not decode exactly as Pillow does (other formats, CMYK, 12 bits, unsound markers), and says what is bad.
 
 - dali-cpu: DALI decodes the rows that the window needs, and torch resizes, which takes a third of DALI's time on a CPU.
   Every pixel is the torchvision backend's.
 - dali-gpu: DALI decodes and resizes on the training device, and the images stay there. nvJPEG rounds otherwise than
   libjpeg, and at its edges a window counts as going on with its last pixel, where Pillow and torch go without.
-
-Legend: B images, (H, W) output size.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import functools
 import math
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -43,19 +42,17 @@ _FAILURES = (RuntimeError, ValueError)  # what a pipeline raises for an image th
 
 
 class DaliBackend(Backend):
-    """JPEGs by DALI, all else as TorchvisionBackend.
+    """JPEGs by DALI, all else as TorchvisionBackend, on the CPU with its `dct_scaling`.
 
     Args:
-        max_pixels: As for every backend.
-        threads: CPU threads of the pipeline.
+        threads: CPU threads of the pipeline, and as many that resize.
         device: The CUDA device that decodes and resizes, and where the images stay; None: the CPU does.
-        dct_scaling: As for TorchvisionBackend, on the CPU alone.
 
     Raises:
         UserError: DALI is not installed, or `device` is no CUDA device.
     """
 
-    in_threads = True  # a pipeline has threads and a device: it can't be shared with other processes
+    has_threads = True  # a pipeline has threads and a device, which other processes can't share
 
     def __init__(
         self,
@@ -66,13 +63,17 @@ class DaliBackend(Backend):
     ) -> None:
         super().__init__(max_pixels)
         self.name = "dali-cpu" if device is None else "dali-gpu"
-        if device is not None and device.type != "cuda":
-            raise UserError(f"--data-backend dali-gpu needs a CUDA device, this is {device}: use dali-cpu")
+        if device is not None:
+            if device.type != "cuda":
+                raise UserError(f"--data-backend dali-gpu needs a CUDA device, this is {device}: use dali-cpu")
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         _dali()
-        self.device = torch.device("cpu") if device is None else _numbered(device)
+        self.device = device or torch.device("cpu")
         self.threads = max(1, threads)
         self.resizes = device is not None
         self._host = TorchvisionBackend(max_pixels, dct_scaling and device is None)
+        self._pool = ThreadPoolExecutor(self.threads)
+        self._stream = None if device is None else torch.cuda.Stream(self.device)
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         decoded = self.decode_batch([Request(encoded, crop, size, interpolation)], size)
@@ -81,9 +82,16 @@ class DaliBackend(Backend):
         return decoded.images[0]
 
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
+        if self._stream is None:
+            return self._decode_batch(requests, size, fill)
+        with torch.cuda.stream(self._stream):  # not the one on which the model trains
+            decoded = self._decode_batch(requests, size, fill)
+        self._stream.synchronize()  # deliberate: in the thread that loads, not in the one that trains
+        return decoded
+
+    def _decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int]) -> Decoded:
         accelerated = [row for row, request in enumerate(requests) if self._accelerates(request)]
-        pipeline = _pipeline(self.device, self.threads, tuple(fill) if self.resizes else None)
-        images, failed = _by_halves(pipeline, [requests[row] for row in accelerated], size, fill)
+        images, failed = self._decode_accelerated([requests[row] for row in accelerated], size, fill)
         rows = [row for place, row in enumerate(accelerated) if place not in failed]
         if len(rows) == len(requests):
             return Decoded(images, {})
@@ -96,6 +104,37 @@ class DaliBackend(Backend):
         whole[rows], whole[others] = images, host.images.to(self.device)
         return Decoded(whole, bad)
 
+    def _decode_accelerated(
+        self, requests: list[Request], size: Size, fill: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Exception]]:
+        """The images (n, 3, H, W) that the pipeline makes of requests, and what it says of the others, by row.
+
+        One image ends a whole run: then each is decoded alone, so that no image depends on the others of its batch.
+        """
+        if not requests:
+            return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {}
+        pipeline = _pipeline(self.device, self.threads, tuple(fill) if self.resizes else None)
+        try:
+            images = pipeline.run(requests, size)
+        except _FAILURES as error:
+            if len(requests) == 1:
+                return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {0: error}
+            alone = [self._decode_accelerated([request], size, fill) for request in requests]
+            failed = {row: error for row, (_, errors) in enumerate(alone) for error in errors.values()}
+            return torch.cat([image for image, _ in alone]), failed
+        return (_taken(images, self.device) if self.resizes else self._resized(images, requests, size, fill)), {}
+
+    def _resized(self, windows: Any, requests: list[Request], size: Size, fill: Sequence[int]) -> Tensor:
+        def resize(row: int) -> Tensor:
+            request, pixels = requests[row], torch.from_numpy(np.asarray(windows[row])).permute(2, 0, 1)
+            pixels = resized_crop(pixels, None, request.size, request.interpolation)
+            return cut(pixels, request.top, request.left, size, fill)
+
+        images = torch.empty(len(requests), 3, *size, dtype=torch.uint8)
+        for row, pixels in enumerate(self._pool.map(resize, range(len(requests)))):
+            images[row] = pixels
+        return images
+
     def _accelerates(self, request: Request) -> bool:
         stated = request.encoded.width * request.encoded.height
         if self._host.divisor(request) > 1 or max(math.prod(request.size), stated) > self.max_pixels:
@@ -105,28 +144,19 @@ class DaliBackend(Backend):
         return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
 
 
-def _numbered(device: torch.device) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-
 def is_sound(encoded: Encoded) -> bool:
     """Whether DALI decodes it as Pillow does: a sound 8-bit JPEG, gray or of three components, of its header's size."""
-    frame = whole_frame(encoded.data)
-    return (
-        frame is not None
-        and frame.precision == 8
-        and frame.components in (1, 3)
-        and (frame.width, frame.height) == (encoded.width, encoded.height)
-    )
+    frame, size = whole_frame(encoded.data), (encoded.width, encoded.height)
+    if frame is None or (frame.width, frame.height) != size:
+        return False
+    return frame.precision == 8 and frame.components in (1, 3)
 
 
 class _Pipeline:
     """A pipeline that is built for the largest batch so far, and anew after a failure.
 
     Args:
-        device: Where it decodes.
-        threads: On the CPU.
-        fill: It also resizes, and shows this colour outside of the images; None: it decodes alone.
+        fill: It also resizes, and shows this colour outside of the images; None: it only decodes.
     """
 
     def __init__(self, device: torch.device, threads: int, fill: tuple[int, ...] | None) -> None:
@@ -136,11 +166,7 @@ class _Pipeline:
         self._room = 0
 
     def run(self, requests: Sequence[Request], size: Size) -> Any:
-        """DALI's list of B images, which are the caller's: windows (h, w, 3), or (3, H, W) where it resizes.
-
-        Raises:
-            RuntimeError, ValueError: It fails at an image.
-        """
+        """DALI's list of images: windows (h, w, 3), or (3, H, W) where it resizes. Raises one of `_FAILURES`."""
         geometry = np.array([_geometry(request, size) for request in requests], np.int32)
         encoded = [np.frombuffer(request.encoded.data, np.uint8) for request in requests]
         with self._lock:
@@ -153,36 +179,6 @@ class _Pipeline:
                 self._built = None  # it is of no more use
                 raise
         return images
-
-
-def _by_halves(
-    pipeline: _Pipeline, requests: list[Request], size: Size, fill: Sequence[int]
-) -> tuple[Tensor, dict[int, Exception]]:
-    """The images (B, 3, H, W) that a pipeline makes of requests, and what it says of the others, by place.
-
-    One image ends a whole run: it is found by halves, so that no image depends on the others of its batch.
-    """
-    if not requests:
-        return torch.empty(0, 3, *size, dtype=torch.uint8, device=pipeline.device), {}
-    try:
-        images = pipeline.run(requests, size)
-    except _FAILURES as error:
-        if len(requests) == 1:
-            return _by_halves(pipeline, [], size, fill)[0], {0: error}
-        half = len(requests) // 2
-        first, failed = _by_halves(pipeline, requests[:half], size, fill)
-        second, also = _by_halves(pipeline, requests[half:], size, fill)
-        return torch.cat([first, second]), failed | {half + place: reason for place, reason in also.items()}
-    return (_resized(images, requests, size, fill) if pipeline.fill is None else _taken(images, pipeline.device)), {}
-
-
-def _resized(windows: Any, requests: list[Request], size: Size, fill: Sequence[int]) -> Tensor:
-    images = torch.empty(len(requests), 3, *size, dtype=torch.uint8)
-    for row, request in enumerate(requests):
-        pixels = torch.from_numpy(np.asarray(windows[row])).permute(2, 0, 1)
-        pixels = resized_crop(pixels, None, request.size, request.interpolation)
-        images[row] = cut(pixels, request.top, request.left, size, fill)
-    return images
 
 
 def _taken(images: Any, device: torch.device) -> Tensor:
@@ -214,14 +210,27 @@ def _geometry(request: Request, size: Size) -> tuple[int, ...]:
 
 def _build(room: int, threads: int, device: torch.device, fill: tuple[int, ...] | None) -> Any:
     """A DALI pipeline for batches of up to `room` images. Raises UserError: DALI can't start."""
-    dali = _dali()
-    fn, types, gpu = dali.fn, dali.types, device.type == "cuda"
+    fn, types, gpu = _dali().fn, _dali().types, device.type == "cuda"
+    # Threads stay on the cores that the rank is bound to. Which images the GPU's own JPEG decoder gets would depend on
+    # the others of the batch.
+    only_mixed = {"affine": False, "hw_decoder_load": 0.0} if gpu else {}
     settings = {"batch_size": room, "num_threads": threads, "device_id": device.index if gpu else None}
-    pipeline = dali.Pipeline(**settings, prefetch_queue_depth=1, exec_dynamic=True)
+    pipeline = _dali().Pipeline(**settings, prefetch_queue_depth=1, exec_dynamic=True)
     with pipeline:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
         geometry = fn.external_source(name="geometry", dtype=types.INT32, ndim=1, no_copy=True)
-        images = _decoded(encoded, geometry, gpu)
+        images = fn.decoders.image_slice(
+            encoded,
+            device="mixed" if gpu else "cpu",
+            start=geometry[0:2],
+            shape=geometry[2:4],
+            axis_names="HW",
+            output_type=types.RGB,
+            adjust_orientation=False,
+            jpeg_fancy_upsampling=True,
+            use_fast_idct=False,
+            **only_mixed,
+        )
         pipeline.set_outputs(images if fill is None else _resized_in_dali(images, geometry, fill))
     try:
         pipeline.build()
@@ -230,33 +239,11 @@ def _build(room: int, threads: int, device: torch.device, fill: tuple[int, ...] 
     return pipeline
 
 
-def _decoded(encoded: Any, geometry: Any, gpu: bool) -> Any:
-    dali = _dali()
-    # Threads stay on the cores that the rank is bound to. Which images the GPU's own JPEG decoder gets would depend on
-    # the others of the batch.
-    only_mixed = {"affine": False, "hw_decoder_load": 0.0} if gpu else {}
-    return dali.fn.decoders.image_slice(
-        encoded,
-        device="mixed" if gpu else "cpu",
-        start=geometry[0:2],
-        shape=geometry[2:4],
-        axis_names="HW",
-        output_type=dali.types.RGB,
-        adjust_orientation=False,
-        jpeg_fancy_upsampling=True,
-        use_fast_idct=False,
-        **only_mixed,
-    )
-
-
 def _resized_in_dali(images: Any, geometry: Any, fill: tuple[int, ...]) -> Any:
     fn, types = _dali().fn, _dali().types
-    images = fn.resize(
-        images,
-        size=fn.cast(geometry[4:6], dtype=types.FLOAT),
-        interp_type=fn.reinterpret(geometry[6], dtype=types.INTERP_TYPE),
-        antialias=True,
-    )
+    filters = fn.reinterpret(geometry[6], dtype=types.INTERP_TYPE)
+    size = fn.cast(geometry[4:6], dtype=types.FLOAT)
+    images = fn.resize(images, size=size, interp_type=filters, antialias=True)
     images = fn.slice(
         images,
         start=geometry[7:9],

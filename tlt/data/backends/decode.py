@@ -88,15 +88,15 @@ class Decoded:
 class Backend:
     """Where pixels come from: decodes, crops and resizes, and does nothing at random.
 
-    `decode` is one image's, `decode_batch` a batch's, which is what loaders call, several threads at once.
-    Objects of a backend that works in worker processes are picklable.
+    `decode` is one image's, `decode_batch` a batch's, which is what loaders call. Backends without threads of their own
+    work in worker processes and are picklable.
 
     Attributes:
-        in_threads: It works in threads of the training process alone.
+        has_threads: It decodes in threads of its own, which other processes can't share.
     """
 
     name: str
-    in_threads = False
+    has_threads = False
 
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self.max_pixels = max_pixels
