@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
-from tests.commands.test_train import without_times
 from tests.conftest import LIMIT
+from tests.same_records import without_times
 from tlt.io.weights import read_checkpoint
 from tlt.tools import cli as tlt_cli
 from volo.checkpoint.saver import Saver

@@ -19,12 +19,12 @@ import yaml
 
 from tests.commands.conftest import QUICK, ROOT, Ended, metrics
 from tests.conftest import LIMIT
+from tests.same_records import without_times
 from tlt.io.progress import SearchProgress
 from tlt.io.weights import read_checkpoint
 from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
-from volo.commands.report import without_times
 from volo.commands.train import scores_of
 from volo.record.json_lines import read_json_lines
 from volo.record.run_directory import read_summary

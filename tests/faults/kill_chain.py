@@ -24,10 +24,10 @@ import torch
 
 from tests.conftest import LIMIT, wait_until
 from tests.faults.lives import Life, start_forks, start_program
+from tests.same_records import without_times
 from tlt.io.weights import read_checkpoint
 from volo.checkpoint.checkpoint_file import STAGED
 from volo.checkpoint.resume import find_resume
-from volo.commands.report import without_times
 from volo.record.json_lines import read_json_lines
 
 OWN_STARTS = 10  # one life in so many is no fork

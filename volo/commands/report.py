@@ -1,190 +1,279 @@
-"""What happened to a run, from its records: `volo report RUN`."""
+"""What happened to a run, from the records in its directory: `volo report RUN`.
+
+Prints its starts, speed, checkpoints and faults; `--html` also writes RUN/report.html: one page with these, the curves,
+the first batch and the settings. Reads runs that go on, were killed, or are of an older version, and damaged files.
+"""
 
 from __future__ import annotations
 
-import csv
+import base64
+import html
 import json
+import math
 import os
+import socket
 from argparse import Namespace
-from datetime import datetime
-from itertools import zip_longest
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from tlt.errors import UserError
 from tlt.io.text import table
+from tlt.io.weights import peek_checkpoint, verify_checkpoint
+from volo.record.events import FILE as EVENTS
 from volo.record.events import duration
-from volo.record.history import History, RunStart, faults, losses, number, read_history, skipped_files
 from volo.record.json_lines import read_json_lines
-from volo.record.report_page import page
-from volo.record.run_directory import TIME_KEYS
+from volo.record.run_directory import METRICS, SUPERSEDED
 
-PICTURE, PAGE = "report.png", "report.html"
+Record = dict[str, Any]
+PAGE = "report.html"
+_ORDINARY = {"start", "resume", "checkpoint", "end"}  # kinds of events that every healthy run has
 _SHOWN_FILES = 20
+_NOW = datetime.now(timezone.utc)
+_PICTURES = {"curve.png": "Loss and accuracy", "first_batch.png": "The first images, as the model got them"}
+_SETTINGS = {"args.yaml": "Settings", "run.json": "Starts, with versions"}
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "pre{font:13px/1.4 ui-monospace,monospace;background:#f6f6f6;padding:.8rem;overflow-x:auto}"
+    "img{max-width:100%;height:auto}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}"
+)
 
 
 def run(args: Namespace) -> int:
-    """Print the report, and draw it where matplotlib is installed."""
-    if args.same_as:
-        _compare(Path(args.run), Path(args.same_as))
-        return 0
-    history = read_history(Path(args.run))
-    sections = (
-        ("", _head(history)),
-        ("Starts", _starts(history)),
-        ("Time", _time(history)),
-        ("Checkpoints", _checkpoints(history.run, verify=not args.quick)),
-        ("Faults", [f"{count} x {kind.replace('_', ' ')}" for kind, count in sorted(faults(history).items())]),
-        ("Files that could not be used", _skipped(history)),
-    )
-    for title, lines in sections:
-        print("\n".join([*([f"\n{title}"] if title else []), *(lines or ["none noted"])]))
-    if not args.no_picture:
-        print("\n" + _draw(history, Path(args.picture or history.run / PICTURE)))
+    """Entry point, after the arguments are parsed."""
+    folder = Path(args.run)
+    records = read_records(folder)
+    starts = starts_of(records)
+    sections = {
+        "": _head(folder, records),
+        "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
+        "Speed": _speed(records, starts),
+        "Checkpoints": _checkpoints(folder, verify=not args.quick),
+        "Faults": [f"{count} x {kind}" for kind, count in sorted(faults(records).items())],
+        "Files that could not be used": _skipped(records),
+    }
+    for title, lines in sections.items():
+        print("\n".join([*([f"\n{title}"] if title else []), *(lines or ["none recorded"])]))
     if args.html:
-        print(_write_page(history, [(title or "Run", lines) for title, lines in sections]))
+        try:
+            (folder / PAGE).write_text(_page(folder, sections))
+        except OSError as error:
+            raise UserError(f"--html: {folder / PAGE} can't be written ({error.strerror})") from error
+        print(f"\nwritten: {folder / PAGE}")
     return 0
 
 
-def without_times(file: Path) -> list[str]:
-    """Return the lines of a metrics.jsonl or summary.csv without the values that depend on the clock.
+@dataclass(frozen=True)
+class Records:
+    """What the files of a run hold, in the order in which it was written."""
 
-    Two runs that computed the same give equal lists, however often either was interrupted.
-    """
-    if file.suffix == ".csv":
-        with file.open(newline="", encoding="utf-8") as lines:
-            records = list(csv.DictReader(lines))
-    else:
-        records, _ = read_json_lines(file)
-    return [json.dumps({k: v for k, v in record.items() if k not in TIME_KEYS}) for record in records]
+    events: list[Record]
+    reports: list[Record]  # of intervals of training, without those that were repeated
+    repeated: list[Record]  # reports of updates that were done again after a restart
+    epochs: list[Record]
+    noted: list[Record]  # of run.json
+    damaged: dict[str, int]  # file -> lines that could not be read
 
 
-def _compare(run: Path, other: Path) -> None:
-    """Compare the records of two runs, and print that they are equal.
+@dataclass
+class Start:
+    """One start of the program, as recorded by rank 0. Updates are counted over the whole run; times are UTC."""
+
+    time: datetime | None
+    node: str
+    pid: Any = None
+    ranks: Any = None
+    first: int = 0  # updates done when it started
+    last: int = 0  # updates done when it ended, as far as known
+    seen: datetime | None = None  # last sign of life
+    ended: datetime | None = None
+    end: str = ""  # exit code and reason; empty if not recorded
+
+    def saw(self, record: Record) -> None:
+        """Move the end of this start to an event or a report of it."""
+        if (time := _time(record)) is not None:
+            self.seen = max(time, self.seen or time)
+        self.last = max(self.last, int(_number(record, "update")))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs, as far as this machine can tell."""
+        if self.end or not isinstance(self.pid, int) or self.node != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return True
+        except (ProcessLookupError, OverflowError):
+            return False
+        return True
+
+
+def read_records(folder: Path) -> Records:
+    """Read the files of a run directory.
 
     Raises:
-        UserError: They differ; the message names the first difference.
+        UserError: The folder is no run directory, or can't be read.
     """
-    for name in ("metrics.jsonl", "summary.csv"):
-        for file in (run / name, other / name):
-            if not file.is_file():
-                raise UserError(f"{file} is missing: --same-as compares the directories of two runs")
-        mine, theirs = without_times(run / name), without_times(other / name)
-        for line, (one, two) in enumerate(zip_longest(mine, theirs, fillvalue="nothing"), start=1):
-            if one != two:
-                raise UserError(f"{name} differs in line {line}: {one} in {run}, {two} in {other}")
-        print(f"{name}: {len(mine)} lines, the same in {run} and {other} but for {', '.join(TIME_KEYS)}")
+    if not any((folder / name).is_file() for name in (EVENTS, METRICS, "run.json")):
+        raise UserError(f"{folder} is no run directory: it holds none of {EVENTS}, {METRICS} and run.json")
+    try:
+        files = {name: read_json_lines(folder / name) for name in (EVENTS, METRICS, SUPERSEDED)}
+        text = (folder / "run.json").read_bytes() if (folder / "run.json").is_file() else b"[]"
+    except OSError as error:
+        raise UserError(f"{folder} can't be read: {error.strerror}") from error
+    try:
+        noted = json.loads(text)
+    except (ValueError, RecursionError):
+        noted = []
+    events, metrics, superseded = (files[name][0] for name in (EVENTS, METRICS, SUPERSEDED))
+    return Records(
+        events,
+        [record for record in metrics if record.get("event") == "train"],
+        [record for record in superseded if record.get("event") == "train"],
+        [record for record in metrics if record.get("event") == "epoch"],
+        [start for start in noted if isinstance(start, dict)] if isinstance(noted, list) else [],
+        {name: count for name, (_, count) in files.items() if count},
+    )
 
 
-def _head(history: History) -> list[str]:
-    last = history.reports[-1] if history.reports else {}
-    lines = [f"{history.run}: {int(number(last, 'update'))} updates reported, {len(history.epochs)} epochs finished"]
-    if last:
-        lines[0] += f", loss {number(last, 'loss', float('nan')):.4f}"
-    if any(start.is_alive for start in history.starts[-1:]):
-        lines.append("it is running now")
-    lines += [f"{count} damaged lines of {name} are left out" for name, count in history.damaged.items()]
-    if not history.events:
-        lines.append("there is no events.jsonl (an older version's run): how it ended and its faults were not noted")
+def starts_of(records: Records) -> list[Start]:
+    """Return each start with what it did; of an older run without events, what run.json says."""
+    starts: list[Start] = []
+    for event in (event for event in records.events if event.get("rank") == 0):
+        kind, who = event.get("kind"), (str(event.get("node")), event.get("pid"))
+        if kind == "start":
+            starts.append(Start(_time(event), *who, event.get("world_size")))
+        start = next((s for s in reversed(starts) if (s.node, s.pid) == who), None)
+        if start is None:
+            continue
+        start.saw(event)
+        if kind == "resume":
+            start.first = int(_number(event, "update"))
+        elif kind == "end":
+            start.ended = _time(event)
+            start.end = f"{event.get('exit_code')}: {event.get('reason')}"
+    if not records.events:
+        starts = [Start(_time(s), str(s.get("host", "?")), None, s.get("world_size")) for s in records.noted]
+    for report in records.repeated + records.reports:
+        # It was made by the last start that had begun and not ended: a second job may have been kept out meanwhile.
+        time = _time(report) or _NOW
+        begun = [s for s in starts if (s.time or time) <= time and not (s.end and s.ended and s.ended < time)]
+        if begun:
+            begun[-1].saw(report)
+    return starts
+
+
+def faults(records: Records) -> Counter[str]:
+    """Count the recorded faults by kind, and the damaged checkpoints that resuming has skipped."""
+    kinds = (str(event.get("kind")) for event in records.events)
+    found = Counter(kind for kind in kinds if kind not in _ORDINARY)
+    skipped = sum(len(e["skipped"]) for e in records.events if isinstance(e.get("skipped"), list))
+    return found + Counter({"damaged checkpoint skipped": skipped})
+
+
+def _head(folder: Path, records: Records) -> list[str]:
+    last = records.reports[-1] if records.reports else {}
+    loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
+    updates = int(_number(last, "update"))
+    lines = [f"{folder}: {updates} updates reported, {len(records.epochs)} epochs finished{loss}"]
+    lines += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items()]
+    if not records.events:
+        lines.append(f"there is no {EVENTS} (an older version's run): how it ended and its faults were not recorded")
     return lines
 
 
-def _starts(history: History) -> list[str]:
-    rows = [("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")]
-    for count, start in enumerate(history.starts, start=1):
-        ranks = "?" if start.ranks is None else str(start.ranks)
-        span = f"{start.first} -> {start.last}"
-        rows.append((str(count), _clock(start.time), start.node, ranks, span, duration(start.seconds), _end(start)))
-    return table(rows) if history.starts else []
+_HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")
 
 
-def _end(start: RunStart) -> str:
-    if start.ended:
-        return start.ended
-    return "runs" if start.is_alive else f"no end noted, last sign of life {_clock(start.seen)}"
+def _row(number: int, start: Start) -> tuple[str, ...]:
+    ended = start.end or ("runs" if start.is_alive else f"not recorded, last sign of life {_clock(start.seen)}")
+    seconds = (start.seen - start.time).total_seconds() if start.seen and start.time else 0.0
+    ranks, span = str(start.ranks or "?"), f"{start.first} -> {start.last}"
+    return str(number), _clock(start.time), start.node, ranks, span, duration(seconds), ended
+
+
+def _speed(records: Records, starts: Sequence[Start]) -> list[str]:
+    keys = ("seconds", "wait_seconds", "images", "updates")
+    seconds, waited, images, updates = (sum(_number(r, key) for r in records.reports) for key in keys)
+    if not seconds:
+        return []
+    lines = [
+        f"training {duration(seconds)} for {updates:.0f} updates, {images / seconds:.1f} images/s",
+        f"of that waiting for data {duration(waited)} ({100 * waited / seconds:.0f} %)",
+        f"updates done twice after restarts {sum(_number(r, 'updates') for r in records.repeated):.0f}",
+    ]
+    begun, seen = [s.time for s in starts if s.time], [s.seen for s in starts if s.seen]
+    if begun and seen:
+        lines.append(f"from the first start to the last record {duration((max(seen) - min(begun)).total_seconds())}")
+    return lines
+
+
+def _checkpoints(folder: Path, verify: bool) -> list[str]:
+    """Return one row per file, newest first; a file with several names is read once."""
+    rows = [("file", "epoch", "update", "MiB", "state")]
+    seen: dict[int, str] = {}
+    files = []
+    for path in folder.glob("*.pth.tar"):
+        with suppress(FileNotFoundError):  # a running run removes files
+            files.append((path, path.stat()))
+    for path, status in sorted(files, key=lambda item: (-item[1].st_mtime, item[0].name)):
+        if status.st_ino in seen:
+            rows.append((path.name, "", "", "", f"the same file as {seen[status.st_ino]}"))
+            continue
+        seen[status.st_ino] = path.name
+        epoch, update, state = "", "", "verified" if verify else "not verified"
+        try:
+            content = peek_checkpoint(path)
+            epoch, update = (str(content.get(key, "")) for key in ("epoch", "update"))
+            if verify:
+                verify_checkpoint(path)
+        except UserError as error:
+            state = f"BAD: {str(error).removeprefix(f'{path} ')}"
+        rows.append((path.name, epoch, update, f"{status.st_size / 2**20:.1f}", state))
+    return table(rows) if len(rows) > 1 else []
+
+
+def _skipped(records: Records) -> list[str]:
+    kinds = ("skipped-image", "bad-label")
+    files = {str(e.get("path")): str(e.get("reason")) for e in records.events if e.get("kind") in kinds}
+    lines = [f"{path}: {reason}" for path, reason in list(files.items())[:_SHOWN_FILES]]
+    return lines + ([f"and {len(files) - _SHOWN_FILES} more, in {EVENTS}"] if len(files) > _SHOWN_FILES else [])
+
+
+def _page(folder: Path, sections: dict[str, list[str]]) -> str:
+    name = html.escape(folder.resolve().name)
+    texts = {title or "Run": "\n".join(lines or ["none recorded"]) for title, lines in sections.items()}
+    for file, title in _SETTINGS.items():
+        if (folder / file).is_file():
+            texts[title] = (folder / file).read_text(errors="replace")
+    blocks = [f"<h2>{title}</h2><pre>{html.escape(text)}</pre>" for title, text in texts.items()]
+    for file, title in _PICTURES.items():
+        if (folder / file).is_file():
+            data = base64.b64encode((folder / file).read_bytes()).decode()
+            blocks.insert(1, f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{data}">')
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{name}</h1>{"".join(blocks)}</body></html>\n'
+
+
+def _number(record: Record, key: str, default: float = 0.0) -> float:
+    """Return a finite number of a record, or `default`."""
+    value = record.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number and value is not None else default
+
+
+def _time(record: Record) -> datetime | None:
+    """Return the time of a record in UTC, or None."""
+    try:
+        return datetime.fromisoformat(record["time"]).astimezone(timezone.utc)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _clock(time: datetime | None) -> str:
     return "?" if time is None else f"{time:%Y-%m-%d %H:%M:%S}"
-
-
-def _time(history: History) -> list[str]:
-    found = losses(history)
-    if not found.trained:
-        return []
-    images, updates = (sum(number(r, key) for r in history.reports) for key in ("images", "updates"))
-    share = found.waited / found.trained
-    lines = [
-        f"training {duration(found.trained)} for {updates:.0f} updates, {images / found.trained:.1f} images/s",
-        f"of that waiting for data {duration(found.waited)} ({100 * share:.0f} %)",
-        f"updates done twice after restarts {found.again} (about {duration(found.again_seconds)})",
-    ]
-    if found.total and found.down is not None:
-        down = 100 * found.down / found.total
-        lines.append(f"between starts {duration(found.down)} ({down:.0f} % of {duration(found.total)} in all)")
-    return lines
-
-
-def _checkpoints(run: Path, verify: bool) -> list[str]:
-    """Return one row per file, newest first; a file with several names is read once."""
-    rows = [("file", "epoch", "update", "MiB", "state")]
-    seen: dict[int, tuple[str, ...]] = {}
-    files = [(path, status) for path in run.glob("*.pth.tar") if (status := _status(path)) is not None]
-    for path, status in sorted(files, key=lambda item: (-item[1].st_mtime, item[0].name)):
-        if status.st_ino in seen:
-            name, *_, size, _ = seen[status.st_ino]
-            rows.append((path.name, "", "", size, f"the same file as {name}"))
-        else:
-            rows.append((path.name, *_look(path, verify, status.st_size)))
-            seen[status.st_ino] = rows[-1]
-    return table(rows) if len(rows) > 1 else []
-
-
-def _status(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:  # a running run removes files
-        return None
-
-
-def _look(path: Path, verify: bool, size: int) -> tuple[str, str, str, str]:
-    """Return (epoch, update, MiB, state) of a checkpoint, whose file has `size` bytes."""
-    from tlt.io.weights import peek_checkpoint, verify_checkpoint
-
-    mebibytes = f"{size / 2**20:.1f}"
-    try:
-        content = peek_checkpoint(path)
-        if verify:
-            verify_checkpoint(path)
-    except UserError as error:
-        return "", "", mebibytes, f"BAD: {str(error).removeprefix(f'{path} ')}"
-    epoch, update = (str(content[key]) if isinstance(content.get(key), int) else "" for key in ("epoch", "update"))
-    return epoch, update, mebibytes, "verified" if verify else "not verified"
-
-
-def _skipped(history: History) -> list[str]:
-    files = skipped_files(history)
-    lines = [f"{path}: {reason}" for path, reason in list(files.items())[:_SHOWN_FILES]]
-    return lines + ([f"and {len(files) - _SHOWN_FILES} more, in events.jsonl"] if len(files) > _SHOWN_FILES else [])
-
-
-def _draw(history: History, file: Path) -> str:
-    try:
-        from volo.record.report_picture import draw
-    except ImportError:
-        return "no picture is drawn: pip install 'volo-tlt[plot]'"
-    try:
-        draw(history, file)
-    except OSError as error:
-        raise UserError(f"{file} can't be written ({error.strerror}): name another with --picture FILE") from error
-    return f"drawn: {file}"
-
-
-def _write_page(history: History, sections: list[tuple[str, list[str]]]) -> str:
-    file, run = history.run / PAGE, history.run
-    texts = {"Arguments": run / "args.yaml", "Starts, with versions": run / "run.json"}
-    try:
-        read = {title: each.read_text(errors="replace") for title, each in texts.items() if each.is_file()}
-        file.write_text(page(run, sections, read))
-    except OSError as error:
-        raise UserError(f"--html: {file} can't be written ({error.strerror})") from error
-    return f"written: {file}"

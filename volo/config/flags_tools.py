@@ -156,15 +156,7 @@ _REPORT_GROUPS = (
         (
             flag("run", default=None, metavar="RUN", help="directory of a run"),
             switch("--quick", help="don't read the checkpoints through to verify them"),
-            flag("--picture", default=None, metavar="FILE", help="where to draw it (RUN/report.png)"),
-            switch("--html", help="also write RUN/report.html, one page with all texts and pictures"),
-            switch("--no-picture", help="draw nothing"),
-            flag(
-                "--same-as",
-                default=None,
-                metavar="RUN",
-                help="only compare metrics.jsonl and summary.csv with another run's, line by line but for times",
-            ),
+            switch("--html", help="also write RUN/report.html: these texts, the curves, the first batch, the settings"),
             DEBUG,
         ),
     ),
@@ -174,7 +166,7 @@ _REPORT_GROUPS = (
 def report_parser() -> FlagParser:
     """The parser of volo report."""
     return FlagParser(
-        "report", "RUN [flags]", "Tell what happened to a run: starts, losses, time, checkpoints.", _REPORT_GROUPS
+        "report", "RUN [flags]", "Report what happened to a run: starts, speed, checkpoints, faults.", _REPORT_GROUPS
     )
 
 
@@ -182,13 +174,9 @@ def parse_report(argv: Sequence[str] | None = None) -> Namespace:
     """Parse the command line of `volo report`.
 
     Raises:
-        UserError: An unknown flag, no RUN, or flags that exclude each other.
+        UserError: An unknown flag, or no RUN.
     """
     args: Namespace = report_parser().parse_args(argv)
-    if args.picture and args.no_picture:
-        raise UserError("--picture has no effect with --no-picture: leave one of them out")
-    if args.same_as and (args.picture or args.no_picture or args.quick or args.html):
-        raise UserError("--same-as compares and nothing else: leave --picture, --no-picture, --quick and --html out")
     return args
 
 

@@ -44,11 +44,6 @@ from volo.record.json_lines import LineFile, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
-# Values in metrics.jsonl and summary.csv that may differ between two runs that compute the same.
-TIME_KEYS = (
-    *("seconds", "wait_seconds", "images_per_second", "time"),
-    *("cpu_share", "gpu_memory_bytes", "gpu_share", "tflops_per_second", "mfu"),
-)
 DEFAULT_ROOT = "output/train"
 _NOT_A_SETTING = {
     "config",
