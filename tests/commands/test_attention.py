@@ -11,11 +11,22 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import Tensor, nn
 
 from tests.commands.conftest import QUICK, ROOT, Ended
-from volo.commands.attention import draw_attention
-from volo.commands.attention_maps import choose_layers, forward_with_inputs, self_attention, view
+from tlt.models.layers import SelfAttention
+from volo.commands.attention import (
+    attention_layers,
+    class_attention,
+    draw_attention,
+    forward_with_inputs,
+    outlook_attention,
+    self_attention,
+    view,
+)
+from volo.models.blocks import ClassAttention, OutlookAttention
 
 Call = Callable[..., Ended]
 
@@ -39,15 +50,14 @@ def checkpoint(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])
-def test_a_page_per_image(
+def test_a_picture_is_drawn_and_none_is_replaced(
     name: str, call: Call, image: Path, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    flags = f"--model {name} --num-classes 6 --checkpoint {checkpoint(name)} --heads --query 1 0 --device cpu"
-    ended = call("attention", flags, image, image, "-o", tmp_path / "page.png")
+    flags = f"--model {name} --num-classes 6 --checkpoint {checkpoint(name)} --query 1 0 --device cpu"
+    ended = call("attention", flags, image, "-o", tmp_path / "page.png")
     assert ended.code == 0, ended.err
-    for number in (1, 2):
-        with Image.open(tmp_path / f"page-{number}.png") as page:
-            assert min(page.size) > 400
+    with Image.open(tmp_path / "page.png") as page:
+        assert min(page.size) > 400
     before = image.read_bytes()
     ended = call("attention", flags, image, "-o", image)
     assert ended.code == 2 and f"-o {image} exists already: remove it, or choose another name" in ended.err
@@ -67,7 +77,6 @@ def test_a_checkpoint_of_ours_says_everything(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("{image} -o p.png --layers network.9", "--layers network.9: the blocks with attention are network.0.0"),
         ("{image} -o p.png --query 2 0", "2 is out of range: 0 to 1"),
         ("{image} -o p.txt", "end the name in .png"),
         ("{image}", "-o FILE is missing"),
@@ -98,30 +107,76 @@ def test_a_model_without_attention_is_refused(call: Call, image: Path, checkpoin
     assert ended.code == 2 and "has none of the attention layers of VOLO and LV-ViT" in ended.err
 
 
+def _inputs_and_outputs(name: str, size: tuple[int, int]) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    """Every attention layer of a model with its input and its output, in double precision."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, img_size=size, num_classes=5).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)  # weights that are far from even
+    outputs: dict[nn.Module, Tensor] = {}
+    for layer in attention_layers(model).values():
+        layer.register_forward_hook(lambda layer, _, out: outputs.update({layer: out}))
+    images = torch.randn(2, 3, *size, dtype=torch.float64)
+    features, inputs = forward_with_inputs(model, images)
+    assert torch.equal(features, model.forward_features(images))
+    return [(layer, x, outputs[layer]) for layer, x in inputs.items()]
+
+
+def _heads(layer: nn.Module, v: Tensor) -> Tensor:
+    """(B, N, C) -> (B, heads, N, C / heads)."""
+    return v.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("name", "size"), [("volo_test", (64, 96)), ("lvvit_test", (48, 64))])
+def test_weights_times_values_are_what_the_layer_gives(name: str, size: tuple[int, int]) -> None:
+    kinds = set()
+    for layer, x, out in _inputs_and_outputs(name, size):
+        kinds.add(type(layer))
+        if isinstance(layer, SelfAttention):
+            tokens = x.flatten(1, -2)
+            values = _heads(layer, layer.qkv(tokens)[..., 2 * x.shape[-1] :])
+            mixed = (self_attention(layer, x) @ values).transpose(1, 2).reshape(x.shape)
+        elif isinstance(layer, ClassAttention):
+            values = _heads(layer, layer.kv(x)[..., x.shape[-1] :])
+            mixed = (class_attention(layer, x)[:, :, None] @ values).transpose(1, 2).flatten(2)
+        else:
+            continue  # below
+        assert torch.allclose(layer.proj(mixed), out, rtol=0, atol=1e-5 * float(out.detach().abs().max()))
+    assert kinds == ({SelfAttention, ClassAttention, OutlookAttention} if name == "volo_test" else {SelfAttention})
+
+
+def test_how_much_a_cell_is_looked_at_is_what_the_windows_places_give_it() -> None:
+    layer = OutlookAttention(8, 2).double()
+    x = torch.randn(1, 6, 7, 8, dtype=torch.float64)
+    pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True).permute(0, 2, 3, 1)
+    weights = (layer.attn(pooled) * layer.scale).view(3, 4, 2, 9, 9).softmax(-1)  # written, read
+    expected, windows = torch.zeros(2, 6, 7, dtype=torch.float64), torch.zeros(6, 7, dtype=torch.float64)
+    for i in range(3):
+        for j in range(4):
+            for place in range(9):
+                row, col = 2 * i - 1 + place // 3, 2 * j - 1 + place % 3
+                if 0 <= row < 6 and 0 <= col < 7:
+                    expected[:, row, col] += weights[i, j, :, :, place].sum(-1)
+                    windows[row, col] += 1
+    assert torch.allclose(outlook_attention(layer, x)[0], expected / windows)
+
+
 def test_maps_are_of_the_query_and_lie_where_its_cell_is() -> None:
     torch.manual_seed(0)
     model = timm.create_model("volo_test", img_size=(64, 96), num_classes=6).eval()
-    query = (0.8, 0.3)  # outlooker cell (2, 9), token (1, 4)
-    image, layers = torch.randn(1, 3, 64, 96), choose_layers(model, ["all"])
-    seen = view(model, image, layers, query, per_head=True)
-    (_, outlook), (_, tokens), (_, classes) = seen.sections
-    looked, windows = outlook
+    image, query = torch.randn(1, 3, 64, 96), (0.8, 0.3)  # token (1, 4)
+    seen = view(model, image, query)
+    assert [len(maps) for maps in seen.maps.values()] == [1, 3, 2]
+    (looked,) = seen.maps[OutlookAttention]
     assert looked.values.shape == (8, 12) and looked.cell == 8
-    assert windows.values.shape == (2, 8, 12) and windows.query == (2, 8)
-    assert windows.values.sum(axis=(1, 2)) == pytest.approx(9, rel=1e-5)
-    assert not windows.values[:, :1].any() and not windows.values[:, 4:].any() and windows.values[:, 1:4, 7:10].all()
-    assert len(tokens) == 3 * (1 + 4) and len(classes) == 2 * (1 + 4)
-    for heat in tokens:
-        assert heat.query == (1, 4) and heat.cell == 16
-        assert heat.values.mean() == pytest.approx(1, rel=1e-5)
-    assert tokens[0].values == pytest.approx(np.mean([heat.values for heat in tokens[1:5]], axis=0))
-    _, (x,) = forward_with_inputs(model, image, [layers["network.2.0"]])
-    expected = self_attention(model.network[2][0].attn, x)[0, :, 1 * 6 + 4].mean(0).view(4, 6) * 24
-    assert tokens[0].values == pytest.approx(expected.numpy(), rel=1e-5)
+    first = seen.maps[SelfAttention][0]
+    assert first.name == "network.2.0" and first.cell == 16
+    _, inputs = forward_with_inputs(model, image)
+    layer = model.network[2][0].attn
+    expected = self_attention(layer, inputs[layer])[0, :, 1 * 6 + 4].mean(0).view(4, 6) * 24
+    assert first.values == pytest.approx(expected.numpy(), rel=1e-5)
     figure = draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "title")
-    (axes,) = [axes for axes in figure.axes if axes.get_gid() == tokens[0].title]
-    (marked,) = axes.patches
-    assert (*marked.get_xy(), marked.get_width()) == (64, 16, 16)
+    (axes,) = [axes for axes in figure.axes if axes.get_gid() == first.name]
     (drawn,) = [each for each in axes.images if each.get_label() == "map"]
     assert drawn.get_extent() == [0, 96, 64, 0]
 
@@ -130,7 +185,7 @@ def test_what_the_heads_say_is_what_the_model_says() -> None:
     torch.manual_seed(0)
     model = timm.create_model("lvvit_test", num_classes=6).eval()
     image = torch.randn(1, 3, 64, 64)
-    seen = view(model, image, choose_layers(model, []), (0.5, 0.5))
+    seen = view(model, image, (0.5, 0.5))
     with torch.no_grad():
         expected = model(image)[0].softmax(-1).sort(descending=True)
         tokens = model(image, dense=True)[1][0].softmax(-1).max(-1)

@@ -3,27 +3,35 @@
     volo attention image.jpg --checkpoint output/train/RUN/model_best.pth.tar -o attention.png
     volo attention image.jpg --model volo_d1 --pretrained --query 0.3 0.6 -o attention.png
 
-A checkpoint of ours says which model it is and how its images are prepared; flags win over that.
+A checkpoint of ours says which model it is and how its images are prepared; flags win over that. The models never hold
+their attention weights (`scaled_dot_product_attention`): they are computed again from what went into a layer.
+
+Shapes: B images, H x W cells of the outlooker stage, h x w windows, K the kernel's side, N tokens, C channels.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tlt.data.augment.device_stage import EvalStage
-from tlt.data.batch import BatchKey
+from tlt.data.dataset import BatchKey
 from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
 from tlt.io.files import refuse_existing
 from tlt.io.text import printable
+from tlt.models.layers import SelfAttention
 from tlt.tools.drawing import (
     FAINT,
+    Cells,
     Pixels,
     check_format,
     class_colours,
@@ -38,8 +46,8 @@ from tlt.tools.drawing import (
 )
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import choose_device
-from volo.commands.attention_maps import Heat, View, choose_layers, view
 from volo.commands.console import say
+from volo.models.blocks import ClassAttention, OutlookAttention
 from volo.train.data import eval_dataset
 from volo.train.model import eval_settings
 from volo.train.trained_model import load_annotator
@@ -48,102 +56,222 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEAST, _MOST = 4, 6  # maps in a row
-_TILE, _LINES, _EDGE = 2.0, 0.6, 0.25  # inches: width of a map, text above it, margin of the page
-_MARK, _COLOURS = "#00e5ff", "plasma"
-_REACH = 2  # cells that are drawn around the centre of a window
-_LEGEND = (
-    "Colours run from a map's smallest value (blue) to its largest (yellow), as multiples of even attention. "
-    "Cyan: the query."
-)
+TOP = 5
+_ROWS: dict[type[nn.Module], str] = {
+    OutlookAttention: "outlook attention: how much each cell is looked at by its neighbours",
+    SelfAttention: "self-attention: what the query looks at",
+    ClassAttention: "class attention: what the class token looks at",
+}
+_ACROSS = 3  # layers of each kind: the first, a middle and the last one
+_TILE, _LINES, _EDGE = 3.0, 0.6, 0.25  # inches: width of a map, text above it, margin of the page
+_MARK = "#00e5ff"
+_LEGEND = "Means over the heads, from the smallest value (blue) to the largest (yellow). Cyan: the query."
+
+
+@dataclass(frozen=True)
+class Heat:
+    """The attention of one layer over the image, mean over the heads.
+
+    Attributes:
+        name: The layer's block.
+        values: (rows, columns), 1 where attention is even.
+        cell: Side of a cell in pixels.
+    """
+
+    name: str
+    values: npt.NDArray[np.float64]
+    cell: int
+
+
+@dataclass(frozen=True)
+class View:
+    """All there is to draw about one image.
+
+    Attributes:
+        top: (class id, probability) of the most probable classes.
+        tokens: First class of each token by the dense head; None where there is no dense head.
+        token_box: x0, y0, x1, y1 in pixels of what the tokens show together.
+        maps: By kind of layer.
+    """
+
+    top: list[tuple[int, float]]
+    tokens: Cells | None
+    token_box: tuple[float, float, float, float]
+    maps: dict[type[nn.Module], list[Heat]] = field(default_factory=dict)
 
 
 def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     say(args.notes)
     check_format(args.output)
-    outputs = [output_path(args.output, number, len(args.images)) for number in range(1, len(args.images) + 1)]
-    for out in outputs:
-        refuse_existing(out, "-o")
+    refuse_existing(args.output, "-o")
     device = choose_device(args.device, 0)
     built, recorded, notes = load_annotator(args)
     say(notes)
-    model: Any = built  # with timm's interface
-    layers = choose_layers(model, args.layers)
+    model: Any = built.to(device).eval()  # with timm's interface
     settings = eval_settings(args, model, recorded)
-    pixels = read_images(args.images, settings)
-    stage, model = EvalStage(settings["mean"], settings["std"]).to(device), model.to(device).eval()
-    names = class_names(recorded, int(model.num_classes))
+    image = read_image(args.image, settings)
     query = (args.query[0], args.query[1])
-    for path, image, out in zip(args.images, pixels, outputs, strict=True):
-        seen = view(model, stage(image[None].to(device)), layers, query, args.heads)
-        title = f"{path}: {args.model}, {image.shape[1]} x {image.shape[2]} px"
-        figure = draw_attention(image.permute(1, 2, 0).numpy(), seen, query, names, title)
-        save_figure(figure, out)
-        print(f"wrote {printable(str(out))}", flush=True)
+    seen = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), query)
+    title = f"{args.image}: {args.model}, {image.shape[1]} x {image.shape[2]} px"
+    names = class_names(recorded, int(model.num_classes))
+    save_figure(draw_attention(image.permute(1, 2, 0).numpy(), seen, query, names, title), args.output)
+    print(f"wrote {printable(args.output)}", flush=True)
     return 0
 
 
-def read_images(paths: list[str], settings: dict[str, Any]) -> torch.Tensor:
-    """Read the images as evaluation prepares them, (B, 3, H, W) uint8.
+def read_image(path: str, settings: dict[str, Any]) -> Tensor:
+    """Read an image as evaluation prepares it, (3, H, W) uint8.
 
     Raises:
-        UserError: An image can't be read.
+        UserError: It can't be read.
     """
-    folder = ImageFolder("", paths, np.zeros(len(paths), np.int64), [])
-    batch = eval_dataset(folder, settings).load(BatchKey(0, tuple(range(len(paths)))))
+    batch = eval_dataset(ImageFolder("", [path], np.zeros(1, np.int64), []), settings).load(BatchKey(0, (0,)))
     if batch.skipped:
-        path, reason = batch.skipped[0]
-        raise UserError(f"image {printable(path)}: {reason}")
-    return batch.images
+        raise UserError(f"image {printable(path)}: {batch.skipped[0][1]}")
+    return batch.images[0]
 
 
-def output_path(output: str, number: int, count: int) -> Path:
-    """Return the path of picture `number` of `count`."""
-    path = Path(output)
-    return path if count == 1 else path.with_stem(f"{path.stem}-{number}")
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the attention layers in the order of the model, by the name of their block.
+
+    Raises:
+        UserError: There is none whose weights can be computed here.
+    """
+    kinds = tuple(_ROWS)
+    found = {name.removesuffix(".attn"): module for name, module in model.named_modules() if isinstance(module, kinds)}
+    if not found:
+        raise UserError(
+            f"--model: {type(model).__name__} has none of the attention layers of VOLO and LV-ViT, whose maps are shown"
+        )
+    return found
+
+
+@torch.no_grad()
+def forward_with_inputs(model: Any, images: Tensor) -> tuple[Tensor, dict[nn.Module, Tensor]]:
+    """Return `model.forward_features(images)`, and what went into each attention layer."""
+    inputs: dict[nn.Module, Tensor] = {}
+    layers = attention_layers(model).values()
+    hooks = [layer.register_forward_hook(lambda layer, x, _: inputs.update({layer: x[0]})) for layer in layers]
+    try:
+        return model.forward_features(images), inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def self_attention(layer: SelfAttention, x: Tensor) -> Tensor:
+    """Input (B, ..., C) -> weights (B, heads, N, N), rows sum to 1."""
+    qkv = layer.qkv(x.flatten(1, -2)).unflatten(-1, (3, layer.num_heads, -1))  # (B, N, 3, heads, C / heads)
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
+
+
+@torch.no_grad()
+def class_attention(layer: ClassAttention, x: Tensor) -> Tensor:
+    """Input (B, 1 + N, C) -> weights of the class token (B, heads, 1 + N), itself first; they sum to 1."""
+    q = layer.q(x[:, :1]).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, C / heads)
+    k = layer.kv(x).unflatten(-1, (2, layer.num_heads, -1))[:, :, 0].transpose(1, 2)  # (B, heads, 1 + N, C / heads)
+    return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)[:, :, 0]
+
+
+@torch.no_grad()
+def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
+    """Input (B, H, W, C) -> (B, heads, H, W): how much a cell is looked at; 1 where all look evenly."""
+    pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), layer.stride, ceil_mode=True).permute(0, 2, 3, 1)
+    places = layer.kernel_size**2
+    logits = (layer.attn(pooled) * layer.scale).unflatten(-1, (layer.num_heads, places, places))
+    read = logits.softmax(dim=-1).sum(dim=-2).permute(0, 3, 4, 1, 2).flatten(3)  # (B, heads, K * K read, windows)
+
+    def add_up(values: Tensor) -> Tensor:  # over the windows in which a cell lies
+        size, form = (x.shape[1], x.shape[2]), {"padding": layer.padding, "stride": layer.stride}
+        return F.fold(values.flatten(1, 2), size, layer.kernel_size, **form).unflatten(1, values.shape[1:2])
+
+    return add_up(read) / add_up(torch.ones_like(read))
+
+
+@torch.no_grad()
+def view(model: Any, image: Tensor, query: tuple[float, float]) -> View:
+    """Run the model on one normalised image (1, 3, H, W), and look at some of its layers.
+
+    Args:
+        query: The place that looks, (x, y) shares of the image.
+    """
+    features, inputs = forward_with_inputs(model, image)
+    grid, cell = model.token_grid(tuple(image.shape[-2:])), model.patch_size * model.mix_scale
+    count = grid[0] * grid[1]
+    at = token_at(query, image, cell, grid)
+    maps: dict[type[nn.Module], list[Heat]] = {kind: [] for kind in _ROWS}
+    for name, layer in _shown(attention_layers(model)).items():
+        x = inputs[layer]
+        if isinstance(layer, OutlookAttention):
+            values = outlook_attention(layer, x)[0].mean(dim=0)
+            maps[OutlookAttention].append(Heat(name, _array(values), model.patch_size))
+            continue
+        if isinstance(layer, ClassAttention):
+            weights, kind = class_attention(layer, x)[0], ClassAttention
+        else:
+            assert isinstance(layer, SelfAttention)
+            weights, kind = self_attention(layer, x)[0, :, at - count], SelfAttention  # a class token is the first one
+        values = weights[:, -count:].mean(dim=0).unflatten(-1, grid) * count
+        maps[kind].append(Heat(name, _array(values), cell))
+    probabilities = model.forward_head(features)[0].float().softmax(-1)
+    best = probabilities.topk(min(TOP, len(probabilities)))
+    tokens = None
+    if model.dense_head and model.num_classes:
+        probability, ids = model.aux_head(features[0, 1:]).double().softmax(-1).max(-1)
+        tokens = Cells(ids.view(grid).cpu().numpy(), _array(probability.view(grid)), np.ones(grid))
+    top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return View(top, tokens, (0.0, 0.0, float(grid[1] * cell), float(grid[0] * cell)), maps)
+
+
+def token_at(query: tuple[float, float], image: Tensor, cell: int, grid: tuple[int, int]) -> int:
+    """Return the number of the token at a place (x, y) of the image."""
+    height, width = image.shape[-2:]
+    row, column = min(int(query[1] * height / cell), grid[0] - 1), min(int(query[0] * width / cell), grid[1] - 1)
+    return row * grid[1] + column
+
+
+def _shown(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    chosen: set[str] = set()
+    for kind in _ROWS:
+        names = [name for name, layer in layers.items() if isinstance(layer, kind)]
+        chosen |= {names[i] for i in np.linspace(0, len(names) - 1, _ACROSS).astype(int)} if names else set()
+    return {name: layer for name, layer in layers.items() if name in chosen}
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.float64]:
+    return tensor.double().cpu().numpy()
 
 
 def draw_attention(image: Pixels, seen: View, query: tuple[float, float], names: Sequence[str], title: str) -> Figure:
-    """Draw the page of one image: the image, what both heads say, and a row of maps for each kind of attention.
+    """Draw the image, what both heads say, and a row of maps for each kind of attention.
 
     Args:
         image: As the model sees it, before normalisation.
         query: The place that looks, (x, y) shares of the image.
         names: Of the classes, by id; ids beyond them are shown as numbers.
     """
-    across = min(_MOST, max(_LEAST, *(len(maps) for _, maps in seen.sections)))
-    rows = [(heading, maps[i : i + across]) for heading, maps in seen.sections for i in range(0, len(maps), across)]
+    rows = [(_ROWS[kind], maps) for kind, maps in seen.maps.items() if maps]
     height = _TILE * min(1.0, image.shape[0] / image.shape[1])
-    width, page = across * _TILE + 2 * _EDGE, (1 + len(rows)) * (height + _LINES) + 0.7
+    width, page = _ACROSS * _TILE + 2 * _EDGE, (1 + len(rows)) * (height + _LINES) + 0.7
     figure = new_figure(width, page)
     write(figure, _EDGE, 0.12, title, size=10, weight="bold")
     write(figure, _EDGE, page - 0.3, _LEGEND, size=7, color=FAINT)
-    grid = figure.add_gridspec(
-        1 + len(rows),
-        across,
-        left=_EDGE / width,
-        right=1 - _EDGE / width,
-        top=1 - (0.3 + _LINES) / page,
-        bottom=0.4 / page,
-        wspace=0.07,
-        hspace=_LINES / height,
-    )
-    pictures, bars = [figure.add_subplot(grid[0, i]) for i in (0, 1)], figure.add_subplot(grid[0, 2:])
-    draw_answers(pictures, bars, image, seen, names, "image, and the query")
-    figure.axes[0].plot(query[0] * image.shape[1], query[1] * image.shape[0], marker="+", color=_MARK, ms=11, mew=2)
-    above = ""
-    for row, (heading, maps) in enumerate(rows, start=1):
-        for column, heat in enumerate(maps):
-            axes = figure.add_subplot(grid[row, column])
-            axes.set(gid=heat.title)
-            axes.set_axis_off()
-            shown = heat.values if heat.values.ndim == 2 else heat.values[heat.values > 0]
-            limits = float(shown.min()), float(shown.max())
-            first_line = heading if column == 0 and heading != above else ""
-            _caption(axes, first_line, heat.title, f"{limits[0]:.2f} to {limits[1]:.2f} x even{heat.note}")
-            (_draw_map if heat.values.ndim == 2 else _draw_windows)(axes, image, heat, limits)
-        above = heading
+    sides = {"left": _EDGE / width, "right": 1 - _EDGE / width, "top": 1 - (0.3 + _LINES) / page, "bottom": 0.4 / page}
+    grid = figure.add_gridspec(1 + len(rows), _ACROSS, **sides, wspace=0.07, hspace=_LINES / height)
+    axes = [[figure.add_subplot(grid[row, column]) for column in range(_ACROSS)] for row in range(1 + len(rows))]
+    draw_answers(axes[0][:2], axes[0][2], image, seen, names, "image, and the query")
+    axes[0][0].plot(query[0] * image.shape[1], query[1] * image.shape[0], marker="+", color=_MARK, ms=11, mew=2)
+    for line, (heading, maps) in zip(axes[1:], rows, strict=True):
+        for each in line:
+            each.set_axis_off()
+        for each, heat in zip(line, maps, strict=False):
+            each.set(gid=heat.name)
+            note = f"{heat.values.min():.2f} to {heat.values.max():.2f} x even"
+            _caption(each, heading if each is line[0] else "", heat.name, note)
+            _draw_map(each, image, heat)
     return figure
 
 
@@ -183,40 +311,11 @@ def draw_answers(
         bars.text(0, number - 0.28, drawable(text), fontsize=8, va="bottom", parse_math=False)
 
 
-def _draw_map(axes: Axes, image: Pixels, heat: Heat, limits: tuple[float, float]) -> None:
+def _draw_map(axes: Axes, image: Pixels, heat: Heat) -> None:
     """The map in colours over the image in grey."""
-    (rows, cols), (height, width) = heat.values.shape, image.shape[:2]
+    (rows, columns), (height, width) = heat.values.shape, image.shape[:2]
     grey = image @ np.array([0.299, 0.587, 0.114])
     axes.imshow(grey, extent=(0, width, height, 0), interpolation="bilinear", cmap="gray", vmin=0, vmax=300)
-    extent = (0, cols * heat.cell, rows * heat.cell, 0)
-    style: dict[str, Any] = {"cmap": _COLOURS, "vmin": limits[0], "vmax": limits[1], "alpha": 0.65, "label": "map"}
-    axes.imshow(heat.values, extent=extent, interpolation="nearest", **style)
-    if heat.query is not None:
-        _mark_cell(axes, heat.query[1] * heat.cell, heat.query[0] * heat.cell, heat.cell)
+    extent = (0, columns * heat.cell, rows * heat.cell, 0)
+    axes.imshow(heat.values, extent=extent, interpolation="nearest", cmap="plasma", alpha=0.65, label="map")
     axes.set(xlim=(0, width), ylim=(height, 0))
-
-
-def _draw_windows(axes: Axes, image: Pixels, heat: Heat, limits: tuple[float, float]) -> None:
-    """The window of every head over the part of the image around it, one head beside the other."""
-    assert heat.query is not None
-    (row, col), (heads, rows, cols) = heat.query, heat.values.shape
-    top, bottom = max(row - _REACH, 0), min(row + _REACH + 1, rows)
-    left, right = max(col - _REACH, 0), min(col + _REACH + 1, cols)
-    patch = image[top * heat.cell : bottom * heat.cell, left * heat.cell : right * heat.cell]
-    across = int(np.ceil(np.sqrt(heads)))
-    step = 2 * _REACH + 1.4  # cells from one head to the next
-    style: dict[str, Any] = {"cmap": _COLOURS, "vmin": limits[0], "vmax": limits[1], "alpha": 0.8}
-    for head in range(heads):
-        x, y = head % across * step, head // across * step
-        extent = (x, x + right - left, y + bottom - top, y)
-        axes.imshow(patch, extent=extent, interpolation="bilinear")
-        values = heat.values[head, top:bottom, left:right]
-        axes.imshow(np.ma.masked_equal(values, 0), extent=extent, interpolation="nearest", **style)
-        _mark_cell(axes, x + col - left, y + row - top, 1)
-    axes.set(xlim=(0, across * step), ylim=(-(-heads // across) * step, 0))
-
-
-def _mark_cell(axes: Axes, x: float, y: float, side: float) -> None:
-    from matplotlib.patches import Rectangle
-
-    axes.add_patch(Rectangle((x, y), side, side, fill=False, edgecolor=_MARK, linewidth=1.2))

@@ -37,8 +37,7 @@ from volo.checkpoint.checkpoint import BEST, LAST
 from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
-from volo.commands.attention import draw_answers
-from volo.commands.attention_maps import TOP, View
+from volo.commands.attention import TOP, View, draw_answers
 from volo.commands.console import say
 from volo.commands.predictions import Predictions, Table, write_embeddings
 from volo.record.run_directory import check_writable
@@ -322,7 +321,7 @@ def draw_token_maps(
         except OSError as error:
             raise UserError(f"--token-maps {printable(str(path.parent))}: {error.strerror}") from error
         title = f"{file}: {trained.args.model}, {height} x {width} px"
-        save_figure(token_map_page(pixels[row], View(top, cells, box, []), names, title), path)
+        save_figure(token_map_page(pixels[row], View(top, cells, box), names, title), path)
 
 
 def token_map_page(image: np.ndarray, seen: View, names: list[str], title: str) -> Any:

@@ -105,13 +105,11 @@ _ATTENTION_GROUPS = (
     Group(
         "Pictures",
         (
-            flag("images", default=None, nargs="+", metavar="IMAGE", help="image files"),
-            flag("-o", "--output", default="", metavar="FILE", help="picture; of several images: FILE-1, FILE-2, ..."),
+            flag("image", default=None, metavar="IMAGE", help="image file"),
+            flag("-o", "--output", default="", metavar="FILE", help="picture"),
             flag(
                 "--query", default=[0.5, 0.5], type=SHARE, nargs=2, metavar="R", help="place looked from: x, y shares"
             ),
-            flag("--layers", default=[], nargs="+", metavar="NAME", help="blocks, or all (some of each kind)"),
-            switch("--heads", help="self- and class attention of every head, not only their mean"),
         ),
     ),
     Group("Model", MODEL),
@@ -130,7 +128,7 @@ def attention_parser() -> FlagParser:
     """The parser of `volo attention`; use `parse_attention`, which also checks."""
     return FlagParser(
         "attention",
-        "IMAGE [IMAGE ...] -o FILE --checkpoint PATH [flags]",
+        "IMAGE -o FILE --checkpoint PATH [flags]",
         "Draw what the attention layers of a VOLO or LV-ViT look at in an image.",
         _ATTENTION_GROUPS,
     )
