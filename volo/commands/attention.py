@@ -210,12 +210,12 @@ def view(model: Any, image: Tensor, query: tuple[float, float]) -> View:
             maps[OutlookAttention].append(Heat(name, _array(values), model.patch_size))
             continue
         if isinstance(layer, ClassAttention):
-            weights, kind = class_attention(layer, x)[0], ClassAttention
+            weights = class_attention(layer, x)[0]
         else:
             assert isinstance(layer, SelfAttention)
-            weights, kind = self_attention(layer, x)[0, :, at - count], SelfAttention  # a class token is the first one
+            weights = self_attention(layer, x)[0, :, at - count]  # a class token, where there is one, is the first
         values = weights[:, -count:].mean(dim=0).unflatten(-1, grid) * count
-        maps[kind].append(Heat(name, _array(values), cell))
+        maps[type(layer)].append(Heat(name, _array(values), cell))
     probabilities = model.forward_head(features)[0].float().softmax(-1)
     best = probabilities.topk(min(TOP, len(probabilities)))
     tokens = None
