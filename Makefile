@@ -4,7 +4,7 @@
 # make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
-# make benchmark-gpu   on a GPU: its tests, then every number that has a target, in four parts of less than 10 minutes
+# make benchmark-gpu   on a GPU: its tests, then training steps of VOLO-D1, D3 and D5 beside timm's, in calls of 10 minutes
 # make house   how easily the code is read, in numbers
 # make docs   the pages of docs/ as a site, in site/
 # make lint   ruff, mypy, shellcheck, hadolint, mkdocs                       make clean  remove .venv and the demo's output
@@ -15,9 +15,10 @@ TEST_ARGS ?=
 # The files of tests are shared out among a process per core and one more; PARALLEL= runs them one after the other.
 PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 DEMO_ARGS ?=
-# One part, or several; DEVICE=cpu rehearses them with small models. No network, and nothing is installed.
-PART ?= 1 2 3 4
+# CALLS=volo_d5 is one of them; DEVICE=cpu rehearses them with a small model. No network, and nothing is installed.
+CALLS ?= tests volo_d1 volo_d3 volo_d5
 DEVICE ?= cuda
+OUT ?= output/benchmark-gpu
 BENCHMARK_ARGS ?=
 
 .PHONY: demo docs house test test-versions test-newest test-faults test-slurm test-docker benchmark-gpu lint clean
@@ -60,13 +61,30 @@ test-docker: $(VENV)/.installed-test
 	  test -z "$$missing" || (set -x; apt-get update -qq && apt-get install --yes --no-install-recommends $$missing)
 	$(BIN)/python -m pytest -m docker tests/docker $(TEST_ARGS)
 
+# Each row is written as soon as it is measured, so that what a call has no time for is all that is lost.
 benchmark-gpu:
 	@$(PYTHON) -c 'import torch, timm, pytest' || { \
 	  echo "make benchmark-gpu: $(PYTHON) lacks torch, timm or pytest: name another with PYTHON=..." >&2; exit 2; }
-	@for part in $(PART); do \
-	  $(PYTHON) benchmark.py --all --part $$part --device $(DEVICE) --output "$(or $(OUT),output/benchmark-gpu)" \
-	    $(BENCHMARK_ARGS) || code=$$?; \
-	done; exit $${code:-0}
+	@mkdir -p $(OUT)
+	@for call in $(CALLS); do $(MAKE) --no-print-directory benchmark-gpu-$$call || code=$$?; done; exit $${code:-0}
+
+XDIST = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses 6)
+benchmark-gpu-tests:
+	timeout --signal=INT 590 $(PYTHON) -m pytest -m gpu -v -o faulthandler_timeout=120 $(XDIST) \
+	  $(shell grep -rlF --include='test_*.py' mark.gpu tests) >$(OUT)/tests.txt 2>&1; \
+	  code=$$?; tail -n 30 $(OUT)/tests.txt; exit $$code
+
+STEP = $(PYTHON) benchmark.py step --device $(DEVICE) --output $(OUT)/step.jsonl --model-dtype bfloat16 --channels-last
+PEERS = --peer timm subset timm-compile
+benchmark-gpu-volo_d1: IMAGES = 256
+benchmark-gpu-volo_d3: IMAGES = 128
+benchmark-gpu-volo_d5: IMAGES = 96
+benchmark-gpu-volo_%:
+ifeq ($(DEVICE),cpu)
+	timeout --signal=INT 590 $(STEP) --model volo_d1 --img-size 32 -b 2 --rounds 1 --warm-up 1 --torchcompile aot_eager $(PEERS)
+else
+	timeout --signal=INT 590 $(STEP) --model volo_$* -b $(IMAGES) --torchcompile $(PEERS) $(BENCHMARK_ARGS)
+endif
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

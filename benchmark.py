@@ -3,7 +3,8 @@
 
 import sys
 
-from volo.cli import run
+from benchmarks.program import parse_benchmark
+from volo.commands.console import run_program
 
 if __name__ == "__main__":
-    sys.exit(run("benchmark"))
+    sys.exit(run_program(parse_benchmark, "benchmarks.program"))

@@ -1,24 +1,59 @@
-"""Measure this machine.
+"""`python benchmark.py COMMAND [flags]`: each command is a module of `benchmarks` that answers one question.
 
-    python benchmark.py train | infer | loss | outlook | activations            on the device    [--help]
-    python benchmark.py labels | augmentation | data | alignment | startup | checkpoint   what feeds it, what saves it
-    python benchmark.py scaling --published                                     many of them
-    python benchmark.py ablation                                                are models better for what differs
-    python benchmark.py tests                                                   what a GPU has to compute right
-    python benchmark.py --all --output DIR                                      every number that has a target
+    step       training steps: ours, timm's VOLO, and ours with other settings
+    infer      inference, likewise
+    outlook    outlook attention: each kernel of ours and timm's
+    data       from image files to augmented batches: ours and timm's loader
+    startup    from the start of a program to its first update, and the listing of folders
+    ablation   do labels at the right place make a better model? (hours on a CPU)
 
-Every subcommand is a module of `benchmarks` and compares the alternatives in one run.
+A module's flags are its FLAGS, and its `run(args)` measures.
 """
 
 from __future__ import annotations
 
 import importlib
+import shlex
+import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.flags_benchmark import COMMANDS
+from volo.config.flag_table import FlagParser, Group, flag
+
+COMMANDS = ("step", "infer", "outlook", "data", "startup", "ablation")
+
+
+def module_of(command: str) -> Any:
+    """Import and return the module of a command."""
+    return importlib.import_module(f"benchmarks.{'evidence.' if command == 'ablation' else ''}{command}")
+
+
+def benchmark_parser(command: str | None = None) -> FlagParser:
+    """The parser of one command, or of the program itself."""
+    if command is None:
+        row = flag("command", default=None, choices=COMMANDS, help="what to measure")
+        return FlagParser(
+            "python benchmark.py", "COMMAND [flags]", "Measure this machine.", (Group("Command", (row,)),)
+        )
+    module = module_of(command)
+    description = module.__doc__.partition("\n")[0]
+    return FlagParser(f"python benchmark.py {command}", "[flags]", description, module.FLAGS)
+
+
+def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
+    """Return one attribute per flag, `command`, and the `command_line` as typed.
+
+    Raises:
+        UserError: An unknown command or flag, or a wrong value.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
+    args = benchmark_parser(command).parse_args(words[1:], Namespace(command=command))
+    return Namespace(command_line=shlex.join(["benchmark.py", *words]), **vars(args))
 
 
 def run(args: Namespace) -> int:
-    """Entry point, after the arguments are parsed."""
-    code: int = importlib.import_module(f"benchmarks.{COMMANDS[args.command].module}").run(args)
-    return code
+    """Measure."""
+    module_of(args.command).run(args)
+    return 0

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple
 
 from tlt._version import __version__
@@ -19,8 +18,6 @@ from tlt.errors import UserError
 from volo.cluster.preempt import STOP
 from volo.commands.console import run_program
 from volo.config.flag_table import nearest
-
-_CHECKOUT = str(Path(__file__).resolve().parents[1])  # the folder of the package, if installed
 
 
 class Program(NamedTuple):
@@ -76,11 +73,6 @@ COMMANDS = {
         "volo.config.flags_tools:parse_preflight",
         "volo.cluster.preflight",
     ),
-    "benchmark": Program(
-        "measure this machine (benchmark.py; in a checkout)",
-        "benchmarks.flags_benchmark:parse_benchmark",
-        "benchmarks.program",
-    ),
 }
 
 
@@ -110,8 +102,6 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
         flags: None: those of the command line, after a script such as `python train.py` was started.
     """
     command = COMMANDS[name]
-    if name == "benchmark" and _CHECKOUT not in sys.path:
-        sys.path.insert(0, _CHECKOUT)
     # A training run handles signals from the start.
     with STOP.handled() if name == "train" else nullcontext():
         return run_program(partial(_parse, command), command.program, flags)
@@ -119,11 +109,5 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
 
 def _parse(command: Program, flags: Sequence[str] | None) -> Namespace:
     module, _, function = command.parser.partition(":")
-    try:
-        parse = getattr(import_module(module), function)
-    except ModuleNotFoundError as error:
-        if error.name != "benchmarks":
-            raise
-        raise UserError("benchmarks are no part of the installed package: run benchmark.py in a checkout") from error
-    parsed: Namespace = parse(flags)
+    parsed: Namespace = getattr(import_module(module), function)(flags)
     return parsed

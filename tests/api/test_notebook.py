@@ -33,7 +33,6 @@ def test_it_is_small_and_was_saved_after_a_whole_run() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_its_cells_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     scans = datasets.load_digits()

@@ -1,4 +1,35 @@
-"""What whole programs are started with."""
+"""How benchmark.py is called in this process."""
 
-from tests.commands.conftest import call as call  # a fixture
-from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.program import parse_benchmark
+from volo.commands.console import run_program
+
+Measure = Callable[..., list[dict[str, Any]]]
+
+
+def benchmark(line: str) -> int:
+    """Run a command and return the exit code."""
+    return run_program(parse_benchmark, "benchmarks.program", line.split())
+
+
+@pytest.fixture
+def measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Measure:
+    """Return `measure(line, code=0)`: run a command and return the rows of `--output`."""
+
+    def measured(line: str, code: int = 0) -> list[dict[str, Any]]:
+        file = tmp_path / "rows.jsonl"
+        file.unlink(missing_ok=True)
+        assert benchmark(f"{line} --output {file}") == code, capsys.readouterr().err
+        first, *rows = map(json.loads, file.read_text().splitlines())
+        assert first["conditions"]["command"].startswith(f"benchmark.py {line}")
+        return rows
+
+    return measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -50,11 +49,3 @@ def test_help_and_mistakes_name_what_was_typed(name: str) -> None:
     assert told.returncode == 0 and told.stdout.startswith(f"usage: volo {name} "), told.stdout[:200]
     mistake = volo(name, "--nonsense")
     assert mistake.returncode == 2 and f"see volo {name} --help" in mistake.stderr, mistake.stderr
-
-
-def test_benchmarks_are_found_from_anywhere_in_a_checkout_and_told_to_be_there_alone(tmp_path: Path) -> None:
-    assert volo("benchmark", "loss", "--help", cwd=tmp_path).returncode == 0
-    for package in ("volo", "tlt"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    ended = volo("benchmark", "loss", root=tmp_path, cwd=tmp_path)
-    assert ended.returncode == 2 and ended.stderr.startswith("error: benchmarks are no part of the installed package")

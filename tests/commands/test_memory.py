@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.models.flops import flops_per_image
-from volo import cli
 from volo.commands import train
 
 Call = Callable[..., Ended]
@@ -71,9 +69,5 @@ def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(call: Call, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for model in ("--model volo_d1 -b 32", "--model lvvit_s -b 32"):
-        assert cli.run("benchmark", f"activations {model} --amp --amp-dtype bfloat16 --json".split()) == 0
-        rows = json.loads(capsys.readouterr().out)["recomputed"]
-        assert all(0.85 < row["ratio"] < 1.15 for row in rows.values()), rows
+def test_on_a_gpu(call: Call, flags: str) -> None:
     assert "largest batch on this GPU" in call("train", f"{flags} --dry-run").out

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.flags_benchmark import benchmark_parser
+from benchmarks.program import benchmark_parser
 from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
 from volo import cli
@@ -63,7 +63,7 @@ def flags_of(program: str) -> set[str]:
     if kind == "tlt":
         commands = next(each for each in tlt_parser()._actions if isinstance(each, _SubParsersAction)).choices
         return {flag for action in commands[name]._actions for flag in action.option_strings}
-    parsers = [benchmark_parser(name or None)] if kind == "benchmark" else [PARSERS[kind]()]
+    parsers = [benchmark_parser(name)] if kind == "benchmark" else [PARSERS[kind]()]
     rows = [row for parser in parsers for row in parser.flags.values()]
     names = {name for row in rows for name in row.names if name.startswith("-")}
     return names | {f"--no-{row.label[2:]}" for row in rows if row.switch} | {"--help", "--version"}
@@ -95,10 +95,9 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
         if name == "volo" and rest[:1] == ["launch"] and rest[2:3] and rest[2] in PARSERS:
             return rest[2], rest[3:]
         if name in ("volo", "tlt") and rest:
-            program = f"tlt {rest[0]}" if name == "tlt" else rest[0]
-            return (f"benchmark {rest[1]}" if program == "benchmark" else program), rest[1:]
+            return f"tlt {rest[0]}" if name == "tlt" else rest[0], rest[1:]
         if name == "benchmark.py" and rest:
-            return f"benchmark {rest[0].removeprefix('--')}", rest[1:]
+            return f"benchmark {rest[0]}", rest[1:]
     return None
 
 
@@ -144,4 +143,4 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 
 
 def test_volo_has_the_commands_that_are_checked_here() -> None:
-    assert set(cli.COMMANDS) == {*PARSERS, "benchmark"}
+    assert set(cli.COMMANDS) == {*PARSERS}

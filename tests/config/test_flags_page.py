@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from benchmarks.flags_benchmark import COMMANDS, benchmark_parser
+from benchmarks.program import COMMANDS, benchmark_parser
 from tests.commands.conftest import ROOT
 from volo.config.args import train_parser
 from volo.config.flag_table import Flag

@@ -58,6 +58,28 @@ def test_predicted_is_what_autograd_saves(name: str, amp: bool) -> None:
     assert saved < checkpointed.at(16) < 0.9 * plain.at(16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["volo_d1", "lvvit_s"])
+def test_predicted_is_what_a_gpu_allocates(name: str) -> None:
+    model, images = timm.create_model(name).cuda().train(), torch.randn(32, 3, 224, 224, device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            outputs = model(images, dense=True, mix_box=(0, 0, 1, 1))
+            loss = sum(out.float().logsumexp(-1).mean() for out in outputs)
+        del outputs
+        loss.backward()
+
+    found = activations_of(model, StepShape((3, 224, 224), "cuda", torch.bfloat16, dense=True))
+    for checkpointing, predicted in zip((False, True), found, strict=True):
+        model.set_grad_checkpointing(checkpointing)
+        step()  # loads kernels and makes the gradients
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        assert torch.cuda.max_memory_allocated() - before == pytest.approx(predicted.at(32), rel=0.15)
+
+
 def test_the_largest_batch_is_the_last_that_fits() -> None:
     plain, _ = activations_of(build("volo_test"), StepShape((3, 64, 64), "cpu"))
     most = plain.largest_batch(1e9)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import volo  # noqa: F401
-from benchmarks.feed.families import measure
 from tests.labels.dense_targets import dense_targets, sample_tokens
+from tests.models.token_looks import measure
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import Shares
 from tlt.models.token_places import TokenPlaces, places_of, shrinking_layers
@@ -43,6 +43,26 @@ def test_tokens_look_at_their_places(name: str, size: int, equal_part: float) ->
         for token, place in ((0, found.places.first[0]), (grid[0] - 1, last))
     ]
     assert max(away) == pytest.approx(equal_part, abs=0.01)  # where the labels were taken from once
+
+
+# Small models of many families that take images of any size.
+FAMILIES = """
+volo_d1 lvvit_t resnet18 resnet18d seresnext26d_32x4d res2net50_26w_4s skresnet18 regnetx_002 regnety_002 gernet_s
+resnetv2_18 nf_resnet26 convnext_atto convnextv2_atto inception_next_tiny mambaout_femto starnet_s1 efficientnet_b0
+tf_efficientnet_b0 mnasnet_050 mobilenetv2_050 tf_mobilenetv3_small_100 mobilenetv4_conv_small fbnetc_100 ghostnet_100
+hardcorenas_a rexnet_100 lcnet_050 repvgg_a0 repghostnet_050 fastvit_t8 densenet121 vgg11 darknet17 cs3darknet_s
+vovnet39a hgnetv2_b0 selecsls42 edgenext_xx_small pvt_v2_b0 poolformer_s12 mobilevit_xxs efficientvit_b0
+focalnet_tiny_srf davit_tiny
+"""
+# Pixels by which tokens look beside their place; docs/alignment.md says why.
+BESIDE = {"resnet18d": -12.65, "seresnext26d_32x4d": -1.52, "hgnetv2_b0": 0.97}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES.split())
+def test_tokens_of_every_family_look_at_their_places(name: str) -> None:
+    found = measure(name, 230)
+    assert abs(found.off - BESIDE.get(name, 0.0)) < max(0.5, 2 * found.error), found
 
 
 def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever() -> None:

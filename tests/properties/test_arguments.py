@@ -17,7 +17,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.flags_benchmark import COMMANDS, benchmark_parser, parse_benchmark
+from benchmarks.program import COMMANDS, benchmark_parser, parse_benchmark
 from tests.properties.outcomes import result_or_refusal
 from tlt.tools import cli as tlt_cli
 from volo.commands.console import run_program
@@ -38,7 +38,7 @@ PROGRAMS: dict[str, tuple[Callable[[Sequence[str] | None], Namespace], FlagParse
     "train": (parse_train, train_parser(), []),
     "validate": (parse_validate, validate_parser(), []),
     "generate_label": (parse_generate_label, generate_label_parser(), []),
-    "benchmark": (parse_benchmark, benchmark_parser(next(iter(COMMANDS))), [*COMMANDS]),
+    "benchmark": (parse_benchmark, benchmark_parser(COMMANDS[0]), [*COMMANDS]),
     "export": (parse_export, export_parser(), []),
     "report": (parse_report, report_parser(), []),
     "preflight": (parse_preflight, preflight_parser(), []),

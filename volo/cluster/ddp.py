@@ -1,4 +1,4 @@
-"""DistributedDataParallel as `train.py` uses it and `benchmark.py scaling` measures it.
+"""DistributedDataParallel as `train.py` uses it.
 
 The defaults are the settings that measurably matter (docs/performance.md). `static_graph` is off: with gradient
 accumulation (`no_sync`) torch then fails in the first backward pass, or no longer sums gradients.

@@ -58,7 +58,7 @@ class Number:
 
 
 # The published scripts at the root of a checkout, by the command of `volo` that each stands for.
-SCRIPTS = {"train": "train.py", "validate": "validate.py", "label": "generate_label.py", "benchmark": "benchmark.py"}
+SCRIPTS = {"train": "train.py", "validate": "validate.py", "label": "generate_label.py"}
 INT = Number(int)
 COUNT = Number(int, low=0)
 POSITIVE = Number(int, low=1)
@@ -269,7 +269,7 @@ class FlagParser(argparse.ArgumentParser):
 
 def _started_as(program: str) -> str:
     """Return what a user types: the script of a checkout if that was started, else `volo PROGRAM`."""
-    if program.startswith("python -m "):
+    if program.startswith("python "):
         return program
     command, *subcommand = program.split()
     script = SCRIPTS.get(command)

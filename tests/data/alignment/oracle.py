@@ -1,7 +1,7 @@
 """The measure of the alignment tests: the same for what must agree and for planted mistakes.
 
-Image and label files whose values say where they are (`benchmarks.feed.position_code`) go through the training loader,
-the device stage and the target makers. What a token shows is read off its pixels, what it is said to show off its
+Image and label files whose values say where they are (`position_code`) go through the training loader, the device stage
+and the target makers. What a token shows is read off its pixels, what it is said to show off its
 target, dense and sparse. Neither reading knows anything of the geometry in between.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.feed.position_code import Comparison, Size, compare, position_classes, position_map, read_images
-from benchmarks.feed.position_data import GEOMETRIC, load_batch, write_images, write_maps
+from tests.data.alignment.position_code import Comparison, Size, compare, position_classes, position_map, read_images
+from tests.data.alignment.position_data import GEOMETRIC, SHOTS, load_batch, write_images, write_maps
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch
 from tlt.data.sources.folder import ImageFolder
@@ -52,8 +52,8 @@ class Scene:
     sizes: list[Size]
 
     @classmethod
-    def write(cls, root: Path, sizes: list[Size], count: int) -> Scene:
-        return cls(root, write_images(root / "images", sizes, count), sizes)
+    def write(cls, root: Path, sizes: list[Size], count: int, shots: int = SHOTS) -> Scene:
+        return cls(root, write_images(root / "images", sizes, count, shots), sizes)
 
     def labels(self, cells: Size, area: str = "full", archive: bool = False) -> LabelStore:
         names, classes = self.shots[0].paths, position_classes(*cells)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.feed.alignment import window_overlap
-from benchmarks.feed.position_code import Size
-from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, Scene, check, measure
+from tests.data.alignment.oracle import GRID, PIXEL_LIMIT, PIXELS, Scene, check, measure
+from tests.data.alignment.position_code import Size, grid_points
+from tests.data.alignment.position_data import GeometryOnly
 from tests.data.alignment.test_positions import geometry_only
 from tlt import geometry
 from tlt.data.batch import Batch
@@ -143,6 +143,24 @@ def test_published_behaviour_is_seen(scene: Scene, name: str) -> None:
     case, cells, area, rows, least = PUBLISHED[name]
     measured = measure(scene, geometry_only(case, aug_order="published"), cells, area, rows=rows)
     assert measured.typical() > least
+
+
+def window_overlap(root: Path, size: Size, count: int, rows: tuple[str, ...]) -> float:
+    """The mean, over random resized crops, of the intersection over union of the part of the image that is shown and
+    the part that the labels of the tokens describe."""
+    config = GeometryOnly((56, 56), interpolation="bilinear")
+    found = measure(Scene.write(root, [size], count, 1), config, (10, 10), rows=rows).found
+    centres = grid_points(GRID)
+    ones = torch.ones(len(centres), 1, dtype=centres.dtype)
+    named = found.shown.places(centres) + found.ramp_error
+    fit = torch.linalg.lstsq(torch.cat([centres, ones], 1).expand(len(named), -1, -1), named).solution.mT  # (B, 2, 3)
+    boxes = [
+        torch.cat([affine[:, :, 2], affine[:, :, 2] + affine[:, :, :2].diagonal(dim1=1, dim2=2)], 1)  # x0, y0, x1, y1
+        for affine in (found.shown.affine, fit)
+    ]
+    low, high = torch.maximum(*boxes)[:, :2], torch.minimum(*boxes)[:, 2:]
+    common = (high - low).clamp(min=0).prod(1)
+    return float((common / (sum((box[:, 2:] - box[:, :2]).prod(1) for box in boxes) - common)).mean())
 
 
 @pytest.mark.parametrize(("size", "overlap"), [((125, 94), 0.47), ((112, 112), 0.54)], ids=["4:3", "square"])

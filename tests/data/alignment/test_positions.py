@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.feed.position_data import GeometryOnly
 from tests.data.alignment.oracle import CASES, PIXELS, Scene, check, measure
+from tests.data.alignment.position_data import GeometryOnly
 from tlt.data.augment.plan import AUG_ORDERS
 from tlt.data.backends.decode import PilBackend
 

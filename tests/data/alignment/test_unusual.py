@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.feed.position_code import position_classes, position_map, ramp_image
-from benchmarks.feed.position_data import SEED, GeometryOnly, load_batch, write_maps
 from tests.data.alignment.oracle import PIXELS, SHARE_LIMIT, SIZES, Measured, Scene, check, measure
+from tests.data.alignment.position_code import position_classes, position_map, ramp_image
+from tests.data.alignment.position_data import SEED, GeometryOnly, load_batch, write_maps
 from tests.data.alignment.test_positions import geometry_only
 from tlt.data.augment.plan import AUG_ORDERS, AugmentConfig, make_plan
 from tlt.data.augment.rand_augment import OPS, RandAugmentPolicy

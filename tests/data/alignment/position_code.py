@@ -114,12 +114,10 @@ def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
 
 @dataclass(frozen=True)
 class Named:
-    """The places (B, N, 2) of tokens by their targets, in both codes of the map, and `told` (B, N), the share of each
-    token that its target covers."""
+    """The places (B, N, 2) of tokens by their targets, in both codes of the map."""
 
     by_ramp: Tensor
     by_cell: Tensor
-    told: Tensor
 
 
 def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
@@ -131,7 +129,7 @@ def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
     total = weights.sum(-1)
     by_cell = (weights / total.clamp(min=1e-9)[..., None]) @ grid_points(cells)
     corner, extent = area[:, None, :2].double(), (area[:, None, 2:] - area[:, None, :2]).double()
-    return Named(corner + ramp * extent, corner + by_cell * extent, total / CELL_LOGIT)
+    return Named(corner + ramp * extent, corner + by_cell * extent)
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,6 @@ class Comparison:
         whole: (B, N) bool, tokens that show only image, all of it inside the area of the map.
         ramp: (B, N) bool, those of them between the centres of the outer cells, beyond which the outer cell continues.
         cover: (B, N) share of the token's pixels that show image inside the area of the map.
-        told: (B, N) share of the token that its target covers.
         judged: (B,) bool, images whose pixels could be read.
         shown: What the pixels show.
         source: (B, 2) width and height of the images in pixels.
@@ -154,22 +151,13 @@ class Comparison:
     whole: Tensor
     ramp: Tensor
     cover: Tensor
-    told: Tensor
     judged: Tensor
     shown: Shown
     source: Tensor
 
     def output_pixels(self) -> Tensor:
         """Return `ramp_error` in pixels of the output, (B, N)."""
-        return self._in_output_pixels(self.ramp_error)
-
-    def output_pixels_by_cell(self) -> Tensor:
-        """Return `cell_error` in pixels of the output, (B, N): the same for `ramp` tokens, and also right for a token
-        that is partly without label."""
-        return self._in_output_pixels(self.cell_error)
-
-    def _in_output_pixels(self, error: Tensor) -> Tensor:
-        pixels = torch.linalg.pinv(self.shown.affine[:, None, :, :2]) @ error[..., None]
+        pixels = torch.linalg.pinv(self.shown.affine[:, None, :, :2]) @ self.ramp_error[..., None]
         return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
 
     def source_pixels(self) -> Tensor:
@@ -203,7 +191,7 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor,
     whole, ramp = (torch.stack([_inside(corner, box) for corner in corners]).all(0) for box in (area, inner))
     whole &= (cover == 1) & judged[:, None]
     errors = named.by_ramp - centre, named.by_cell - centre
-    return Comparison(*errors, whole, ramp & whole, cover, named.told, judged, shown, source.double())
+    return Comparison(*errors, whole, ramp & whole, cover, judged, shown, source.double())
 
 
 def _inside(places: Tensor, area: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`benchmark.py alignment --families`: test whether the tokens of timm's models are where `token_places` says.
+"""Where the tokens of a model look, to be compared with where `token_places` says that they are.
 
 The place that a token sees is measured as the centroid, over the pixels of a noise image, of the squared gradient of
 its features in a random direction; over tokens, directions and random weights. Edges cut off a token's field of view,
@@ -11,7 +11,6 @@ reduce the noise. Gates that depend on the whole image (squeeze and excite) are 
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,22 +21,11 @@ from timm.layers import HardSwish, Swish
 from torch import Tensor, nn
 
 import volo.models  # noqa: F401, registers them with timm, which `import volo` leaves to programs
-from tlt.errors import UserError
 from tlt.models.spatial import feature_map
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_places import Size, TokenPlaces
 from tlt.models.wrap import find_tokens
 
-# Small models of many families that take images of any size.
-FAMILIES = """
-volo_d1 lvvit_t resnet18 resnet18d seresnext26d_32x4d res2net50_26w_4s skresnet18 regnetx_002 regnety_002 gernet_s
-resnetv2_18 nf_resnet26 convnext_atto convnextv2_atto inception_next_tiny mambaout_femto starnet_s1 efficientnet_b0
-tf_efficientnet_b0 mnasnet_050 mobilenetv2_050 tf_mobilenetv3_small_100 mobilenetv4_conv_small fbnetc_100 ghostnet_100
-hardcorenas_a rexnet_100 lcnet_050 repvgg_a0 repghostnet_050 fastvit_t8 densenet121 vgg11 darknet17 cs3darknet_s
-vovnet39a hgnetv2_b0 selecsls42 edgenext_xx_small pvt_v2_b0 poolformer_s12 mobilevit_xxs efficientvit_b0
-focalnet_tiny_srf davit_tiny
-"""
-SIZES = (224, 230, 256)  # px
 _GATES = ("SelectiveKernelAttn", "SE", "Squeeze", "EffectiveSE", "Eca", "GlobalContext")
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, Swish, HardSwish)
 _BATCH, _ROUNDS, _ENOUGH = 2, 24, 0.15  # images, sets of weights at most, px of standard error
@@ -54,24 +42,11 @@ class FamilyRow(NamedTuple):
     error: float
 
 
-def run(args: Namespace) -> None:
-    """Print a line for each model and size as soon as it is measured."""
-    print(f"{'model':28}{'px':>6}{'pitch':>8}{'first':>8}{'looks':>10}{'+-':>7}  px from there", flush=True)
-    for name in args.families or FAMILIES.split():
-        for size in SIZES:
-            row = measure(name, size)
-            numbers = f"{row.places.pitch[0]:8g}{row.places.first[0]:8g}{row.off:+10.2f}{row.error:7.2f}"
-            print(f"{name:28}{size:6}{numbers}", flush=True)
-
-
 def measure(name: str, size: int, branches: bool = True) -> FamilyRow:
     """Measure with one set of random weights after the other, until the error is small or `_ROUNDS` sets were used.
 
     Args:
         branches: Give residual branches that are nearly zero at the start a weight of 1, as training may.
-
-    Raises:
-        UserError: timm has no such model, or it does not take this size.
     """
     generator, positions, found = torch.Generator().manual_seed(1), torch.zeros(0), torch.zeros(0)
     off, error, canvas = 0.0, math.inf, size + _LARGER
@@ -111,10 +86,7 @@ def _tokens(model: Any, size: int) -> tuple[Size, TokenPlaces]:
 
 def _random_model(name: str, seed: int, branches: bool) -> Any:
     torch.manual_seed(seed)
-    try:
-        model = timm.create_model(name, num_classes=4).eval()
-    except RuntimeError as error:  # timm's word for a name that it does not know
-        raise UserError(f"--families {name}: {error}") from error
+    model = timm.create_model(name, num_classes=4).eval()
     for parameter, value in model.named_parameters():
         scale = value.ndim == 1 and parameter.endswith(("weight", "gamma"))
         if branches and scale and value.abs().max() < 1e-3:

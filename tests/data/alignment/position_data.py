@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from benchmarks.feed.position_code import Size, ramp_image
+from tests.data.alignment.position_code import Size, ramp_image
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
@@ -54,7 +54,7 @@ class GeometryOnly(AugmentConfig):
         )
 
 
-def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int = SHOTS) -> list[ImageFolder]:
+def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int) -> list[ImageFolder]:
     """Write `count` images of each (width, height), a class per size, in a folder per shot."""
     for shot in range(shots):
         for number, (width, height) in enumerate(sizes):

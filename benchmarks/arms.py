@@ -1,0 +1,278 @@
+"""The arms that `benchmark.py step` and `infer` time: ours as the flags say, timm's VOLO, and ours with other flags.
+
+An arm is a set of train.py's flags, and its model is built, placed and compiled by train.py's functions. All arms have
+the weights of the first. To add one, add a line to ARMS: what its flags have instead of ours.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from benchmarks.rounds import DEVICE, Range, Rows, Timing, in_turns, rounds_flag, speedup, synchronize
+from tlt.errors import UserError
+from tlt.mixtoken import Box, mix_tokens, unmix_tokens
+from volo.cluster.distributed import World, choose_device
+from volo.config.args import train_parser
+from volo.config.flag_rules import check_train
+from volo.config.flag_table import POSITIVE, Flag, flag, switch
+from volo.config.flags_train import TRAIN_GROUPS
+from volo.train.compilation import compile_errors_told
+from volo.train.model import TimmModel, build_model, prepare_model
+from volo.train.precision import compute_dtype
+
+_EAGER: dict[str, Any] = {"torchcompile": None, "torchcompile_mode": None, "torchcompile_scope": None}
+_COMPILED: dict[str, Any] = {"torchcompile": "inductor", "torchcompile_scope": None}
+_AUTOCAST: dict[str, Any] = {"model_dtype": "float32", "amp": True, "amp_dtype": "bfloat16"}
+_MASK: dict[str, Any] = {"drop_path_mode": "mask"}
+# In what the flags of an arm differ from ours. timm has the precision and the memory format of ours, but for "-amp":
+# autocast is all that its own train.py offers, where ours may compute with a bfloat16 copy (--model-dtype).
+ARMS: dict[str, dict[str, Any]] = {
+    "timm": _EAGER | _MASK,
+    "timm-compile": _COMPILED | _MASK,
+    "timm-amp": _EAGER | _MASK | _AUTOCAST,
+    "timm-compile-amp": _COMPILED | _MASK | _AUTOCAST,
+    "eager": _EAGER,
+    "reference": _EAGER | {"outlook_kernel": "reference", "fold": False},
+    "mask": _MASK,
+    "subset": {"drop_path_mode": "subset"},
+    "amp": _AUTOCAST,
+    "unfolded": {"fold": False},
+}
+OURS, SEED = "ours", 0
+Work = Callable[[], object]  # a batch of an arm; the device may still be busy with it afterwards
+COLUMNS = (
+    *("model", "arm", "type", "rounds", "images/s", "ms a batch", "ours is, times", "CPU ms an image"),
+    *("MiB an image", "start, s", "note"),
+)
+# Of logits, loss and norm of the gradient, relative to ours in float32 without anything that is fast.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+# For comparisons: on a GPU convolutions round to TF32 otherwise.
+exact_convolutions = partial(torch.backends.cudnn.flags, enabled=True, allow_tf32=False)
+
+MEASURING = (
+    DEVICE,
+    rounds_flag(5),
+    flag("--steps", default=1, type=POSITIVE, help="batches of an arm in each round"),
+    flag("--warm-up", default=2, type=POSITIVE, help="batches of each arm before the first round"),
+    switch("--profile", help="after the rounds, where the time of ours goes (torch.profiler)"),
+)
+MODELS = flag("--model", default=["volo_d1"], nargs="+", metavar="NAME", help="VOLO or LV-ViT, one after the other")
+PRECISION = (
+    *("amp", "amp_dtype", "model_dtype", "channels_last", "outlook_kernel"),
+    *("torchcompile", "torchcompile_scope", "torchcompile_mode"),
+)
+
+
+def train_rows(*names: str) -> tuple[Flag, ...]:
+    """Return rows of train.py's flags; `flags_of` checks what they need."""
+    rows = {row.dest: row for group in TRAIN_GROUPS for row in group.flags}
+    return tuple(replace(rows[name], needs=(), excludes=()) for name in names)
+
+
+def peers(*names: str) -> Flag:
+    """Return the row of `--peer`."""
+    return flag("--peer", default=["timm"], nargs="*", choices=names, help="what ours is compared with")
+
+
+class Arm(NamedTuple):
+    """A name and the flags of train.py, with `fold`: inference without BatchNorm."""
+
+    name: str
+    flags: Namespace
+
+    @property
+    def is_timm(self) -> bool:
+        return self.name.startswith("timm")
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Return the type of its matrix products."""
+        return compute_dtype(self.flags, device) or torch.float32
+
+
+def arms_of(args: Namespace, model: str, **decided: Any) -> list[Arm]:
+    """Return ours and its peers for one of `--model`; `decided` are flags that depend on the model. Raises UserError:
+    flags contradict each other, or a peer is missing or the same as ours."""
+    ours = flags_of(args, model, **decided)
+    arms = [Arm(OURS, ours)]
+    for name in dict.fromkeys(args.peer):
+        changes = dict(ARMS[name])
+        if name.startswith("timm") and not (model.startswith("volo") and timm.is_model(f"{model}_224")):
+            raise UserError(f"--peer {name}: timm has VOLO D1 to D5, not {model}: its peers are reference and eager")
+        if not model.startswith("volo"):
+            changes.pop("outlook_kernel", None)
+        if changes.get("torchcompile") and ours.torchcompile:
+            changes |= {"torchcompile": ours.torchcompile}
+        flags = Namespace(**(vars(ours) | changes))
+        if flags == ours and not name.startswith("timm"):
+            raise UserError(f"--peer {name} does the same as ours with these flags: leave it out")
+        arms.append(Arm(name, flags))
+    return arms
+
+
+def flags_of(args: Namespace, model: str, **decided: Any) -> Namespace:
+    """Return the flags of a run of train.py with token labels that does the same. Raises UserError: a contradiction."""
+    parser = train_parser()
+    own = {dest: value for dest, value in vars(args).items() if dest in parser.flags}
+    run = {"token_label": True, "data_backend": "synthetic", "token_label_data": "synthetic"}
+    flags = Namespace(**(parser.defaults() | run | own | decided | {"model": model}))
+    check_train(flags, parser.flags)
+    flags.fold = True
+    return flags
+
+
+def exact(ours: Arm) -> Arm:
+    """Return what all arms are compared with: ours in float32, eager, without stochastic depth, with little memory."""
+    plain = _EAGER | {"model_dtype": "float32", "amp": False, "drop_path": 0.0, "grad_checkpointing": True}
+    plain |= _MASK | {"channels_last": False}
+    return Arm("exact", Namespace(**(vars(ours.flags) | plain)))
+
+
+class TimmVolo(nn.Module):
+    """timm's VOLO with the interface of ours.
+
+    The parts are timm's and run in the order of its `forward_train`, which draws its own box and leaves the class head
+    out: the box is an argument here, as a tensor, so that the whole compiles to one graph, and the head is applied.
+    """
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
+        """Map images to (B, K), or with `dense` to (B, K) and (B, N, K)."""
+        net = self.net
+        if not dense:
+            return net(x)
+        x = net.patch_embed(x).permute(0, 2, 3, 1)
+        grid = x.shape[1] // net.pooling_scale, x.shape[2] // net.pooling_scale
+        if mix_box is not None:
+            x = mix_tokens(x, mix_box, net.pooling_scale)
+        x = net.norm(net.forward_cls(net.forward_tokens(x)))
+        aux = net.aux_head(x[:, 1:])
+        return net.head(x[:, 0]), aux if mix_box is None else unmix_tokens(aux, mix_box, grid)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """As timm's models have it."""
+        self.net.set_grad_checkpointing(enable)
+
+
+def build_first(arm: Arm) -> TimmModel:
+    """Return the model whose weights all arms get, on the CPU."""
+    torch.manual_seed(SEED)
+    return build_model(arm.flags)
+
+
+def build(arm: Arm, first: TimmModel, device: torch.device) -> TimmModel:
+    """Return the arm's model with the weights of `first`, on the device, not compiled yet."""
+    flags = arm.flags
+    with torch.device("meta"):  # there is nothing to initialise
+        if arm.is_timm:
+            options = {"img_size": first.img_size, "num_classes": first.num_classes}
+            rate = flags.drop_path or 0.0
+            model: Any = TimmVolo(timm.create_model(f"{flags.model}_224", drop_path_rate=rate, **options))
+        else:
+            model = build_model(flags)
+    weights = {name: value.clone() for name, value in first.state_dict().items()}
+    (model.net if arm.is_timm else model).load_state_dict(weights, assign=True)
+    return prepare_model(model, flags, World(0, 0, 1, device))
+
+
+class DifferentResult(UserError):
+    """An arm computes something else than ours does in float32."""
+
+
+def check_same(arm: Arm, device: torch.device, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises DifferentResult: a tensor differs by more than its type explains, or is not a number."""
+    pairs = {name: (found[name].double(), value.double()) for name, value in expected.items()}
+    off = {name: float((a - b).abs().max() / b.abs().max()) for name, (a, b) in pairs.items()}
+    if not max(off.values()) <= _TOLERANCE[arm.dtype(device)]:
+        listed = ", ".join(f"{name} by {share:.1e}" for name, share in off.items())
+        raise DifferentResult(f"arm {arm.name} computes something else from the same weights: off are {listed}")
+
+
+def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, make: Callable[[Arm], Work]) -> None:
+    """Build, check and warm up each arm and write its row as timed alone; then time all in turns and write their rows.
+
+    Args:
+        images: In a batch.
+        make: Raises DifferentResult for an arm that computes something else, whose row then says so.
+
+    Raises:
+        UserError: Not one arm runs here, or an arm computes something else; after the others were measured.
+    """
+    device, works, failed = choose_device(args.device, 0), dict[str, Callable[[], int]](), list[Exception]()
+    facts: dict[str, dict[str, Any]] = {}
+    for arm in arms:
+        flags, dtype = arm.flags, str(arm.dtype(device)).removeprefix("torch.")
+        facts[arm.name] = {"model": flags.model, "arm": arm.name, "type": dtype, "images": images, "px": flags.img_size}
+        try:
+            work = make(arm)
+            began = time.perf_counter()
+            with compile_errors_told(arm.flags):
+                _batches(work, args.warm_up, images, device)
+            facts[arm.name] |= {"start, s": time.perf_counter() - began, **_memory(work, images, device)}
+            works[arm.name] = partial(_batches, work, args.steps, images, device)
+            alone = in_turns({arm.name: works[arm.name]}, 1)
+            rows.write(facts[arm.name] | {"rounds": "1, alone"} | _speed(alone, arm.name, images))
+        except Exception as error:  # compilers raise their own kinds
+            rows.write(facts[arm.name] | {"note": f"not measured: {reason_of(error)}"})
+            failed.append(error)
+    found = in_turns(works, args.rounds)
+    for name in found:
+        rows.write(facts[name] | {"rounds": args.rounds} | _speed(found, name, images))
+    if args.profile and OURS in works:
+        with torch.profiler.profile() as profiler:
+            works[OURS]()
+        print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=60))
+    if not works:
+        raise UserError(f"--model {arms[0].flags.model} can't be measured here: {reason_of(failed[0])}")
+    for failure in failed:
+        if isinstance(failure, DifferentResult):
+            raise failure
+
+
+def _batches(work: Work, count: int, images: int, device: torch.device) -> int:
+    for _ in range(count):
+        work()
+    synchronize(device)
+    return count * images
+
+
+def _speed(found: Mapping[str, Timing], name: str, images: int) -> dict[str, Any]:
+    wall, cpu = found[name]
+    return {
+        "images/s": 1 / Range.of(wall).median,
+        "ms a batch": Range.of(wall, 1e3 * images),
+        "ours is, times": speedup(found[OURS].wall, wall) if OURS in found and name != OURS else None,
+        "CPU ms an image": Range.of(cpu, 1e3),
+    }
+
+
+def _memory(work: Work, images: int, device: torch.device) -> dict[str, float]:
+    if device.type != "cuda":
+        return {}
+    torch.cuda.reset_peak_memory_stats(device)  # the peak above what is held between batches
+    before = torch.cuda.memory_allocated(device)
+    _batches(work, 1, images, device)
+    return {"MiB an image": (torch.cuda.max_memory_allocated(device) - before) / images / 2**20}
+
+
+def reason_of(error: Exception) -> str:
+    """Return the error in a few words; print the traceback to stderr unless it is a UserError."""
+    if isinstance(error, UserError):
+        return str(error)
+    traceback.print_exception(error)
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0 if isinstance(error, RuntimeError) else -1]}"[
+        :160
+    ]  # Triton's say it last

@@ -1,1 +1,0 @@
-"""Does what this project does differently make better models? Small trainings with known truth."""

@@ -1,1 +1,0 @@
-"""What feeds the device and what saves its work: images, labels, augmentation, starts, checkpoints."""

@@ -1,0 +1,174 @@
+"""Time of outlook attention: each kernel of ours, compiled too, against timm's unfold and fold.
+
+    python benchmark.py outlook
+    python benchmark.py outlook --device cuda -b 256 --dtypes bfloat16      # fewer fit into a GPU's cache
+
+Timed are a forward and a backward pass of what lies between the projections, from values and logits to mixed values.
+timm's arm is its own layer without the projections. Before the timing, output and gradients of every arm are compared
+with those of the reference kernel in float64. bfloat16 and float16 are those of autocast.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from timm.models.volo import OutlookAttention as TimmOutlookAttention
+from torch import Tensor, nn
+
+from benchmarks.arms import reason_of
+from benchmarks.rounds import DEVICE, OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
+from tlt.errors import UserError
+from volo.cluster.distributed import choose_device
+from volo.config.flag_table import POSITIVE, Group, flag, switch
+from volo.kernels import KERNELS, outlook_attention
+
+DTYPES = ("float32", "bfloat16", "float16")
+KERNEL_SIZE, STRIDE, PADDING = 3, 2, 1  # of all VOLOs
+TIMM = "timm"
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of norms
+_COLUMNS = ("model", "type", "arm", "ms", "x timm", "off by", "note")
+WIDTHS = {"volo_d1": (192, 6), "volo_d2": (256, 8), "volo_d3": (256, 8), "volo_d4": (384, 12), "volo_d5": (384, 12)}
+
+FLAGS = (
+    Group(
+        "Sizes",
+        (
+            flag("-b", "--batch-size", default=8, type=POSITIVE, help="images"),
+            flag(
+                "--model", default=["volo_d1", "volo_d5"], nargs="+", choices=tuple(WIDTHS), help="channels and heads"
+            ),
+            flag("--cells", default=28, type=POSITIVE, help="rows and columns; 28 at 224 px, 64 at 512"),
+            flag("--dtypes", default=["float32", "bfloat16"], nargs="+", choices=DTYPES, help="of values and logits"),
+        ),
+    ),
+    Group(
+        "Measuring",
+        (
+            switch("--no-compile", help="without the compiled arms"),
+            DEVICE,
+            rounds_flag(15),
+            *OUTPUT,
+        ),
+    ),
+)
+
+
+class Case(NamedTuple):
+    """Images of `cells` x `cells`; autocast to `dtype` unless that is float32."""
+
+    images: int
+    cells: int
+    channels: int
+    heads: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, seed: int, cells: int, channels: int) -> Tensor:
+        """Return the same random numbers for all arms, rounded to the type of the case."""
+        size = self.images, cells, cells, channels
+        numbers = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        return numbers.to(self.device, self.dtype)
+
+
+class Ours(nn.Module):
+    """A kernel of ours with the interface of timm's layer; the logits are a parameter."""
+
+    def __init__(self, case: Case, kernel: str) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(case.tensor(1, (case.cells + 1) // 2, case.heads * 81))
+        self.kernel, self.scale = kernel, (case.channels // case.heads) ** -0.5
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Mix the values."""
+        return outlook_attention(v, self.logits, KERNEL_SIZE, STRIDE, PADDING, scale=self.scale, kernel=self.kernel)
+
+
+class Logits(nn.Module):
+    """Stands in for timm's projection to logits."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.logits = Ours(case, "auto").logits
+
+    def forward(self, _: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.logits
+
+
+def timm_layer(case: Case) -> nn.Module:
+    """Return timm's layer without its projections."""
+    layer = TimmOutlookAttention(case.channels, case.heads, KERNEL_SIZE, PADDING, STRIDE)
+    layer.v = layer.proj = layer.pool = nn.Identity()
+    layer.attn = Logits(case)
+    return layer
+
+
+class Call:
+    """Both passes of a module, with its input and the gradient of its output."""
+
+    def __init__(self, case: Case, module: nn.Module, exact: bool = False) -> None:
+        self.module = module.double() if exact else module
+        inputs = [case.tensor(seed, case.cells, case.channels) for seed in (2, 3)]
+        self.values, self.grad = (each.double() for each in inputs) if exact else inputs
+        self.values.requires_grad_()
+        low = case.dtype != torch.float32 and not exact
+        self.autocast = partial(torch.autocast, case.device.type, case.dtype if low else None, enabled=low)
+
+    def __call__(self) -> Tensor:
+        self.values.grad = None
+        self.module.zero_grad()
+        with self.autocast():
+            out: Tensor = self.module(self.values)
+        out.backward(self.grad.to(out.dtype))
+        return out.detach()
+
+    def timed(self) -> int:
+        """Do both passes and wait for the device; return the number of calls."""
+        self()
+        synchronize(self.values.device)
+        return 1
+
+    def results(self) -> list[Tensor]:
+        """Return the output and the gradients of values and logits, in float64."""
+        found = [self(), self.values.grad, *(value.grad for value in self.module.parameters())]
+        return [each.double() for each in found if each is not None]
+
+
+def run(args: Namespace) -> None:
+    """Check the arms of each case, then time all in turns. Raises UserError: an arm computes something else; after all
+    were measured."""
+    device, wrong = choose_device(args.device, 0), []
+    rows = Rows(args, _COLUMNS)
+    for model, dtype in itertools.product(args.model, args.dtypes):
+        torch.compiler.reset()  # else the shapes of earlier cases count among the compilations that are allowed
+        case = Case(args.batch_size, args.cells, *WIDTHS[model], getattr(torch, dtype), device)
+        facts = {"model": model, "type": dtype, "images": case.images, "cells": case.cells}
+        arms: dict[str, Callable[[], nn.Module]] = {TIMM: partial(timm_layer, case)}
+        arms |= {name: partial(Ours, case, name) for name in KERNELS}
+        if not args.no_compile:
+            arms |= {"timm, compiled": arms[TIMM], "ours, compiled": partial(Ours, case, "auto")}
+        expected, calls, off = Call(case, Ours(case, "reference"), exact=True).results(), {}, {}
+        for arm, build in arms.items():
+            try:
+                call = Call(case, build())
+                if arm.endswith("compiled"):
+                    call.module.compile(fullgraph=True, dynamic=False)
+                found = call.results()
+                off[arm] = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+                if not off[arm] <= _TOLERANCE[case.dtype]:
+                    wrong.append(f"{arm} is no peer: it is off by {off[arm]:.1e}")
+                    raise UserError(wrong[-1])
+                calls[arm] = call.timed
+            except Exception as error:  # a kernel that does not fit; compilers raise their own kinds
+                rows.write(facts | {"arm": arm, "note": f"not measured: {reason_of(error)}"})
+        times = in_turns(calls, args.rounds)
+        for arm, timing in times.items():
+            ratio = speedup(timing.wall, times[TIMM].wall) if TIMM in times else None
+            rows.write(facts | {"arm": arm, "ms": Range.of(timing.wall, 1e3), "x timm": ratio, "off by": off[arm]})
+    if wrong:
+        raise UserError(wrong[0])

@@ -1,0 +1,159 @@
+"""Time alternatives in turns and write each row as soon as it is measured: what all benchmarks share.
+
+Whatever else runs on the machine slows all alternatives alike if they take turns, so ratios are formed within a round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tlt.errors import UserError
+from volo.config.flag_table import POSITIVE, Flag, flag, switch
+
+DEVICE = flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)")
+OUTPUT = (
+    flag("--output", default="", metavar="FILE", help="append each row to it as a line of JSON"),
+    switch("--debug", help="show the traceback of an error that is normally told in one line"),
+)
+Name = TypeVar("Name", bound=Hashable)
+
+
+def rounds_flag(default: int) -> Flag:
+    """Return the row of `--rounds`."""
+    return flag("--rounds", default=default, type=POSITIVE, help="rounds of all alternatives, which take turns")
+
+
+class Range(NamedTuple):
+    """What several rounds gave."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], scale: float = 1.0) -> Range:
+        """Return the range of `values`, each multiplied by `scale`."""
+        scaled = [scale * value for value in values]
+        return cls(statistics.median(scaled), min(scaled), max(scaled))
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({self.low:.4g}-{self.high:.4g})"
+
+
+class Timing(NamedTuple):
+    """Seconds per unit of work in each round: by the clock, and of all processors."""
+
+    wall: list[float]
+    cpu: list[float]
+
+
+def in_turns(works: Mapping[Name, Callable[[], int]], rounds: int) -> dict[Name, Timing]:
+    """Do each work once a round, after an unmeasured round; each round begins with another one.
+
+    Args:
+        works: Functions that return how many units of work they did, once the device has finished them.
+    """
+    names, found = list(works), {name: Timing([], []) for name in works}
+    for number in range(rounds + 1):
+        first = number % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            wall, cpu = time.perf_counter(), cpu_seconds()
+            units = works[name]()
+            if number:
+                found[name].wall.append((time.perf_counter() - wall) / units)
+                found[name].cpu.append((cpu_seconds() - cpu) / units)
+    return found
+
+
+def speedup(ours: Sequence[float], other: Sequence[float]) -> Range:
+    """Return how many times as fast `ours` is as `other`, from the seconds of each round."""
+    return Range.of([theirs / own for own, theirs in zip(ours, other, strict=True)])
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of all threads of this process and of its living children. Raises UserError: unknown."""
+    return time.process_time() + sum(_cpu_seconds_of(child.pid) for child in multiprocessing.active_children())
+
+
+def _cpu_seconds_of(pid: int | None) -> float:
+    number = ctypes.c_int()
+    find = getattr(ctypes.CDLL(None), "clock_getcpuclockid", None)
+    if find is None or find(pid, ctypes.byref(number)):
+        raise UserError("the CPU time of worker processes can't be read here: use --workers 0")
+    return time.clock_gettime(number.value)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def conditions(command_line: str) -> dict[str, str]:
+    """Return the command, the day, the commit, the hardware and the versions."""
+    git = subprocess.run(
+        ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    described = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = re.search(r"^model name\s*: (.*)", described, re.MULTILINE)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "command": command_line,
+        "day": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "commit": git.stdout.strip() or "unknown",
+        "CPU": f"{cpu[1] if cpu else platform.machine()}, {cpus} to run on, {torch.get_num_threads()} threads",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "torchvision", "timm", "pillow", "numpy")},
+    }
+
+
+class Rows:
+    """A table that grows: each row is printed as Markdown when it is written, and appended to `--output` as JSON.
+
+    Args:
+        args: `command_line`, which is told with the conditions before the first row, and `output`.
+        columns: Their names. A row may lack some, and what else it has goes to `--output` alone.
+    """
+
+    def __init__(self, args: Namespace, columns: Sequence[str]) -> None:
+        self.columns, self.file = columns, args.output
+        facts = conditions(args.command_line)
+        self._append({"conditions": facts})
+        print("; ".join(f"{name} {value}" for name, value in facts.items()), end="\n\n")
+        print(f"| {' | '.join(columns)} |", f"{'|---' * len(columns)}|", sep="\n", flush=True)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Print and append a row."""
+        self._append(row)
+        print(f"| {' | '.join(_cell(row.get(name)) for name in self.columns)} |", flush=True)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        if not self.file:
+            return
+        try:
+            with open(self.file, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(f"--output {self.file}: {error.strerror}; name a file that can be written") from error
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

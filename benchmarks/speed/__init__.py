@@ -1,1 +1,0 @@
-"""What the device does: steps, inference, attention, the loss."""

@@ -1,0 +1,97 @@
+"""What benchmarks share: turns, ratios within a round, rows that are written at once, CPU time; make benchmark-gpu."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import subprocess
+import time
+from argparse import Namespace
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rounds
+from benchmarks.program import parse_benchmark
+from benchmarks.rounds import Range, Rows
+from tests.conftest import LIMIT
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_each_round_begins_with_another_work_and_the_first_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock[0])
+
+    def work(name: str, seconds: list[float]) -> int:
+        clock[0] += seconds[len(done) // 2]
+        done.append(name)
+        return 10
+
+    works = {"a": lambda: work("a", [9, 1, 2]), "b": lambda: work("b", [9, 4, 3])}
+    found = rounds.in_turns(works, 2)
+    assert "".join(done) == "ab" + "ba" + "ab"
+    assert found["a"].wall == pytest.approx([0.1, 0.2]) and found["b"].wall == pytest.approx([0.4, 0.3])
+    assert rounds.speedup(found["a"].wall, found["b"].wall) == pytest.approx((2.75, 1.5, 4.0))
+    assert str(Range.of([1, 3, 2], 10)) == "20 (10-30)"
+
+
+def test_a_row_is_printed_and_appended_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows"
+    rows = Rows(Namespace(command_line="benchmark.py x", output=str(file)), ("arm", "ms"))
+    first, rule = capsys.readouterr().out.splitlines()[-2:]
+    assert (first, rule) == ("| arm | ms |", "|---|---|")
+    rows.write({"arm": "ours", "ms": Range(2.0, 1.0, 3.0), "more": 5})
+    assert capsys.readouterr().out == "| ours | 2 (1-3) |\n"
+    conditions, row = map(json.loads, file.read_text().splitlines())
+    assert row == {"arm": "ours", "ms": [2.0, 1.0, 3.0], "more": 5}
+    assert {"day", "commit", "CPU", "GPU", "torch", "timm"} < conditions["conditions"].keys()
+
+
+def _burn_and_stay(ready: Event, done: Event) -> None:
+    start = time.process_time()
+    while time.process_time() - start < 0.2:
+        pass
+    ready.set()
+    done.wait(LIMIT)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="Linux has clocks of other processes")
+def test_cpu_time_is_that_of_living_children_too() -> None:
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+    start = rounds.cpu_seconds()
+    child = context.Process(target=_burn_and_stay, args=(ready, done), daemon=True)
+    child.start()
+    assert ready.wait(LIMIT)
+    used = rounds.cpu_seconds() - start
+    done.set()
+    child.join()
+    assert used > 0.19
+
+
+def test_make_measures_a_gpu_in_calls_of_ten_minutes() -> None:
+    line = ["make", "-n", "benchmark-gpu", "PYTHON=python3", "OUT=there"]
+    calls = {}
+    for device in ("cuda", "cpu"):
+        printed = subprocess.run(
+            [*line, f"DEVICE={device}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        calls[device] = re.findall(r"^timeout --signal=INT 590 python3 (.*)", printed.replace("\\\n", ""), re.MULTILINE)
+        assert len(calls[device]) == 4 and calls[device][0].startswith("-m pytest -m gpu ")
+        for words in calls[device][1:]:
+            args = parse_benchmark(words.removeprefix("benchmark.py ").split())
+            assert (args.device, args.output, args.peer) == (
+                device,
+                "there/step.jsonl",
+                ["timm", "subset", "timm-compile"],
+            )
+            assert (args.img_size == 32) == (device == "cpu")
+    assert [re.search(r"--model (\w+) -b (\d+)", words).groups() for words in calls["cuda"][1:]] == [  # type: ignore[union-attr]
+        ("volo_d1", "256"),
+        ("volo_d3", "128"),
+        ("volo_d5", "96"),
+    ]

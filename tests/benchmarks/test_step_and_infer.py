@@ -1,0 +1,152 @@
+"""benchmark.py step and infer: arms are peers, what computes something else is not timed, what fails is told."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from benchmarks import arms, infer, step
+from benchmarks.arms import Arm, TimmVolo
+from benchmarks.program import parse_benchmark
+from tests.benchmarks.conftest import Measure, benchmark
+
+CPU = torch.device("cpu")
+QUICK = "--device cpu --rounds 2 --warm-up 1"
+SMALL = f"--model volo_test --img-size 64 -b 2 {QUICK}"
+
+
+def test_timms_peer_is_its_forward_train_with_the_class_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = timm.create_model("volo_d1_224", img_size=64, num_classes=7).train()
+    net.mix_token, net.beta = True, 1.0
+    images, box = torch.randn(2, 3, 64, 64), (1, 0, 4, 2)
+    monkeypatch.setattr("timm.models.volo.rand_bbox", lambda *size, scale=1: box)
+    cls_token, tokens, _ = net.forward_train(images)
+    logits, own = TimmVolo(net)(images, dense=True, mix_box=torch.tensor(box, dtype=torch.int32))
+    torch.testing.assert_close(own, tokens)
+    torch.testing.assert_close(logits, net.head(cls_token))
+    with torch.no_grad():
+        torch.testing.assert_close(TimmVolo(net.eval())(images), net(images))
+
+
+def test_step_times_all_arms_from_one_start(measure: Measure) -> None:
+    rows = measure(f"step --model volo_d1 --img-size 32 -b 2 --peer timm reference amp {QUICK}")
+    alone, turns = rows[:4], rows[4:]
+    assert [row["rounds"] for row in rows] == ["1, alone"] * 4 + [2] * 4  # written as soon as measured
+    for found in (alone, turns):
+        assert [(row["arm"], row["type"]) for row in found] == [
+            ("ours", "float32"),
+            ("timm", "float32"),
+            ("reference", "float32"),
+            ("amp", "bfloat16"),
+        ]
+    median, low, high = turns[1]["ours is, times"]
+    assert 0 < low <= median <= high and turns[0]["ours is, times"] is None
+    assert all(row["images/s"] == pytest.approx(2e3 / row["ms a batch"][0]) for row in rows)
+
+
+def test_step_in_bfloat16_compiled_and_with_subset(measure: Measure) -> None:
+    flags = "--model-dtype bfloat16 --torchcompile eager --drop-path 0.5 --drop-path-mode subset"
+    rows = measure(f"step {SMALL} {flags} --peer eager mask")
+    assert [row["arm"] for row in rows[:3]] == ["ours", "eager", "mask"]
+    assert {row["type"] for row in rows} == {"bfloat16"} and all(row["images/s"] > 0 for row in rows)
+
+
+def test_infer_folds_ours_and_no_other_arm(measure: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = []
+    monkeypatch.setattr(infer, "fold_batchnorm", lambda model: folded.append(type(model).__name__))
+    rows = measure(f"infer --model volo_d1 --img-size 32 -b 2 --peer timm unfolded --amp {QUICK}")
+    assert [row["arm"] for row in rows[3:]] == ["ours", "timm", "unfolded"]
+    assert folded == ["VOLO"]
+
+
+def flags_of(line: str) -> dict[str, Namespace]:
+    args = parse_benchmark(line.split())
+    return {arm.name: arm.flags for arm in arms.arms_of(args, args.model[0], drop_path=0.1, batch_size=2)}
+
+
+def test_timm_has_the_precision_of_ours_but_where_its_own_program_is_meant() -> None:
+    found = flags_of("step --model-dtype bfloat16 --torchcompile --peer timm timm-compile timm-amp timm-compile-amp")
+    assert {name: (flags.model_dtype, flags.amp, flags.torchcompile) for name, flags in found.items()} == {
+        "ours": ("bfloat16", False, "inductor"),
+        "timm": ("bfloat16", False, None),
+        "timm-compile": ("bfloat16", False, "inductor"),
+        "timm-amp": ("float32", True, None),
+        "timm-compile-amp": ("float32", True, "inductor"),
+    }
+
+
+@pytest.mark.parametrize("command", ["step", "infer"])
+@pytest.mark.parametrize("wrong", ["ours", "reference"])
+def test_what_is_timed_is_what_is_checked(
+    command: str, wrong: str, monkeypatch: pytest.MonkeyPatch, measure: Measure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An arm that computes something else once it is compiled is not timed; the others are."""
+    module: Any = {"step": step, "infer": infer}[command]
+    compiled, built = module.compile_model, arms.build
+
+    def build(arm: Arm, *rest: Any) -> nn.Module:
+        model = built(arm, *rest)
+        model.arm = arm.name
+        return model
+
+    def damaged(model: Any, flags: Namespace) -> Callable[..., Any]:
+        function = compiled(model, flags)
+
+        def larger(*args: Any, **options: Any) -> Any:
+            found = function(*args, **options)
+            return tuple(1.2 * each for each in found) if isinstance(found, tuple) else 1.2 * found
+
+        return larger if model.arm == wrong else function
+
+    monkeypatch.setattr(arms, "build", build)
+    monkeypatch.setattr(module, "compile_model", damaged)
+    rows = measure(f"{command} {SMALL} --peer reference", code=2)
+    assert f"error: arm {wrong} computes something else from the same weights" in capsys.readouterr().err
+    timed = {row["arm"] for row in rows if "images/s" in row}
+    assert timed == {"ours", "reference"} - {wrong}
+
+
+def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch, measure: Measure) -> None:
+    built = arms.build
+
+    def build(arm: Arm, *rest: Any) -> nn.Module:
+        if arm.name in broken:
+            raise RuntimeError("no kernel for this\nand much more")
+        return built(arm, *rest)
+
+    monkeypatch.setattr(arms, "build", build)
+    broken = ["reference"]
+    rows = measure(f"infer {SMALL} --peer reference")
+    assert [row.get("note") for row in rows] == [None, "not measured: RuntimeError: no kernel for this", None]
+    broken = ["ours", "reference"]
+    measure(f"infer {SMALL} --peer reference", code=2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: command"),
+        ("stepp", "invalid choice: 'stepp'"),
+        ("step --drop-pth 0.1", "unknown flag --drop-pth, did you mean --drop-path?"),
+        ("step --peer eager", "--peer eager does the same as ours with these flags: leave it out"),
+        ("step --amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision"),
+        ("step --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
+        ("step --model lvvit_t", "--peer timm: timm has VOLO D1 to D5, not lvvit_t"),
+        ("infer --model volo_d --peer", "--model volo_d: timm knows no such model; did you mean"),
+        ("infer --output nowhere/rows", "--output nowhere/rows: No such file or directory"),
+        ("data --backend dali", "invalid choice: 'dali'"),
+        ("ablation --images 19", "--images: 19 is out of range: at least 20"),
+        ("outlook --device tpu", "--device tpu"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark(line) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1, error
