@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tlt._version import __version__
 from tlt.errors import UserError
-from volo.cluster.preempt import STOP
+from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
 from volo.config.flag_table import nearest
 

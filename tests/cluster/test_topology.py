@@ -14,7 +14,6 @@ import pytest
 from tests.cluster.machines import DGX_H100, build, device, write
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from volo.cluster.ranks import local_size_from_environment
 from volo.cluster.topology import Gpu, interface_to, listed, numbers, read_machine, visible_gpus
 
 
@@ -115,13 +114,3 @@ def test_the_interface_is_found_by_any_of_its_addresses() -> None:
 @pytest.mark.parametrize("address", ["127.0.1.1", "::1", "localhost", "no.such.host.invalid", "a" * 70])
 def test_loopback_and_unknown_names_lead_nowhere(address: str) -> None:
     assert interface_to(address) is None
-
-
-def test_how_many_ranks_a_machine_has() -> None:
-    torchrun = {"RANK": "9", "WORLD_SIZE": "16"}
-    assert local_size_from_environment({}) == 1 and local_size_from_environment(torchrun) is None
-    assert local_size_from_environment(torchrun | {"LOCAL_WORLD_SIZE": "8"}) == 8
-    slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3"}
-    for node, size in enumerate((2, 2, 3)):
-        assert local_size_from_environment({**slurm, "SLURM_STEP_NUM_TASKS": "7", "SLURM_NODEID": str(node)}) == size
-    assert local_size_from_environment({**slurm, "SLURM_NTASKS": "7"}) == 1  # a batch script

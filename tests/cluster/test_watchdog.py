@@ -14,8 +14,7 @@ import torch
 
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from volo.cluster.preempt import StopSignal
-from volo.cluster.stopping import StopGuard
+from volo.cluster.stopping import StopGuard, Stopped, StopSignal
 from volo.cluster.watchdog import START_TIMEOUT_S, Watchdog
 from volo.train.precision import Precision
 
@@ -50,22 +49,19 @@ def test_fault_21_a_save_within_an_epoch_is_no_hang_for_who_waits_for_it() -> No
 
 
 def test_a_stop_is_between_updates_alone() -> None:
-    stop = StopSignal()
-    guard = StopGuard(stop, watchdog())
-    seen = []
-    micro_batches = [(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]
-    with pytest.raises(BaseException, match="stopped by SIGUSR1") as stopped:  # noqa: PT011
-        for _, _, batch in guard.updates(micro_batches):
+    stop, seen = StopSignal(), []
+    with stop.handled(), pytest.raises(Stopped, match="stopped by SIGTERM") as stopped:
+        for _, _, batch in StopGuard(stop, watchdog(), int).updates([(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]):
             seen.append(batch)
             if batch == "a":
-                stop.request(signal.SIGUSR1)
-    assert seen == ["a", "b"] and stopped.value.exit_code == 85  # type: ignore[attr-defined]
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert seen == ["a", "b"] and stopped.value.exit_code == 85
 
 
 TOLD_WHILE_LOADED = """
 import os, signal, sys
 from argparse import Namespace
-from volo.cluster.preempt import STOP
+from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
 with STOP.handled():
     code = run_program(lambda argv: Namespace(), "program")
@@ -82,36 +78,10 @@ def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_
     assert done.stdout.split() == ["loaded", "85", "0"], done.stderr
 
 
-LEAVES_A_CHILD = """
-import os, time
-from volo.cluster.preempt import STOP
-with STOP.handled():
-    child = os.fork()  # a data worker that its storage holds up
-    if not child:
-        time.sleep(9999)
-    print(child, flush=True)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="data workers are forked on Linux alone")
-def test_a_program_ends_while_a_child_of_its_own_hangs() -> None:
-    with subprocess.Popen([sys.executable, "-c", LEAVES_A_CHILD], cwd=ROOT, stdout=subprocess.PIPE) as program:
-        assert program.stdout is not None
-        child = int(program.stdout.readline())
-        try:
-            assert program.wait(LIMIT) == 0
-        finally:
-            os.kill(child, signal.SIGKILL)
-            program.kill()
-
-
 def test_a_rank_that_stops_because_another_had_to_says_so() -> None:
-    stop = StopSignal()
-    stop.follow(2)  # another one's data failed: nobody was told to end
-    assert stop.number is None
-    stop.follow(130)
-    assert (stop.number, stop.exit_code) == (signal.SIGINT, 130)
-    assert stop.reason == "stopped because another rank had to"
+    with pytest.raises(Stopped, match="stopped because another rank had to") as stopped:
+        list(StopGuard(StopSignal(), watchdog(), lambda own: 130).updates([(True, 1, "a")]))
+    assert stopped.value.exit_code == 130
 
 
 def test_fault_53_the_steps_that_were_not_finite_are_named() -> None:

@@ -61,7 +61,7 @@ def test_the_packages_and_programs_answer(run: Run) -> None:
     assert run("sh", "-c", "cd /; python -c 'import volo, tlt; print(volo.__file__)'") == "/opt/volo/volo/__init__.py\n"
     for program in ("python train.py", "python validate.py", "python generate_label.py", "volo train"):
         assert "usage: " in run(*program.split(), "--help")
-    assert "launch.py" in run("sh", "-c", "DRY_RUN=1 ./distributed_train.sh 2 /data")
+    assert "train.py" in run("sh", "-c", "DRY_RUN=1 ./distributed_train.sh 2 /data")
     for tool in ("numactl", "ip", "ibv_devinfo"):
         run("sh", "-c", f"command -v {tool}")
 

@@ -30,13 +30,14 @@ def ends(runs: list[Running]) -> list[int]:
 def test_two_hosts_end_in_the_weights_of_one(launch: Launch, data: Path, tmp_path: Path) -> None:
     flags = f"{FLAGS} -b 2 --epochs 2 --output {tmp_path} --experiment"
     logs = tmp_path / "logs"
-    runs = launch(f"{flags} two", data, processes=2, LOG_DIR=str(logs), RUN_ID="two")
+    runs = launch(f"{flags} two", data, processes=2, LOG_DIR=str(logs))
     assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
     assert start(f"{flags} one", data, processes=4).end() == 0
     assert sha256(tmp_path / "two") == sha256(tmp_path / "one")
     # Ranks are numbered as NODE_RANK says: rank 0, which speaks, is on the first host.
     assert "[host0:0] done: 10 updates" in runs[0].output and "done:" not in runs[1].output
-    assert ["done: 10 updates" in log.read_text() for log in logs.glob("two_*/attempt_0/0/stdout.log")].count(True) == 1
+    first = [log.read_text() for log in logs.glob("volo-*/attempt_0/0/stdout.log")]
+    assert ["done: 10 updates" in log for log in first].count(True) == 1
     assert len([*logs.rglob("std*.log")]) == 8
 
 

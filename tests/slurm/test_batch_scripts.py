@@ -377,7 +377,7 @@ def test_what_cannot_be_staged_is_one_line_that_names_the_node(stage: Callable[.
 
 
 def test_the_marker_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from volo.cluster.preempt import INTERRUPTED, PREEMPTED, Stopped, ask_for_requeue
+    from volo.cluster.stopping import INTERRUPTED, PREEMPTED, Stopped, ask_for_requeue
 
     marker, checkpoint = tmp_path / "marker", tmp_path / "last.pth.tar"
     monkeypatch.setenv("REQUEUE_MARKER", str(marker))

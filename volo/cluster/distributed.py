@@ -1,15 +1,13 @@
 """The processes of a run: this one's rank and device, how all of them meet, and the few collectives that programs need.
 
-Rank and world size come from the environment that torchrun or `srun` sets; the `--local_rank` flag of old launchers is
-only a fallback. NCCL joins GPUs, gloo joins CPUs. Ranks exchange JSON: nothing that comes from another process is
-unpickled.
+Rank and world size come from the environment (`volo.cluster.ranks`). NCCL joins GPUs, gloo joins CPUs. Ranks exchange
+JSON: nothing that comes from another process is unpickled.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
-import math
 import os
 import re
 import socket
@@ -26,13 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.cluster.ranks import (
-    BOUND_GPU,
-    cpus_of_rank,
-    launch_id,
-    ranks_from_environment,
-    restarts,
-)
+from volo.cluster.ranks import BOUND_GPU, cpus_of_rank, launch_id, ranks_from_environment, restarts
 from volo.cluster.store import connect, serve
 from volo.cluster.topology import interface_to
 
@@ -143,7 +135,9 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         RankLost: Ranks have not come in time.
     """
     if dist.is_initialized():
-        return _existing_world(device)
+        world = _existing_world(device)
+        limit_threads(world)
+        return world
     flag = local_rank
     rank, local_rank, size = ranks_from_environment(os.environ, flag)
     if flag and size == 1:
@@ -154,14 +148,10 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
     world = World(rank, local_rank, size, choose_device(device, local_rank))
     limit_threads(world)
     if size > 1:
-        _set_rendezvous_address(size)
-        if _on_one_machine(size):  # no other machine has to be let in
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        here = size <= int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        _set_addresses(here)
         with lost_rank_explained():
-            _join(world, timeout_s)
+            _join(world, here, timeout_s)
     return world
 
 
@@ -176,17 +166,38 @@ def _existing_world(device: str | None) -> World:
             f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
             "backend cpu:gloo,cuda:nccl"
         ) from error
-    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
-    limit_threads(world)
-    return world
+    return World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
 
 
-def _join(world: World, timeout_s: float) -> None:
+def _set_addresses(here: bool) -> None:
+    """Set where the ranks meet, and by which interface gloo and NCCL connect them; what is set stays.
+
+    Args:
+        here: Whether all ranks are on this machine: no other one has to be let in.
+    """
+    if "MASTER_ADDR" not in os.environ and not here:
+        raise UserError(
+            "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
+        )
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        # Runs on one machine must not meet at one port; mpirun is the parent of all its processes.
+        number = int(os.environ.get("SLURM_JOB_ID") or os.getppid())
+        os.environ.setdefault("MASTER_PORT", str(20000 + number % 20000))
+    os.environ.setdefault("MASTER_PORT", "29500")
+    if here:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    elif interface := interface_to(os.environ["MASTER_ADDR"]):  # gloo would take that of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _join(world: World, here: bool, timeout_s: float) -> None:
     """Meet and connect all ranks."""
     global _own_group
-    # A rank may end before all are connected.
-    meeting_s = min(timeout_s, _MEETING_S) if "LAUNCH_ID" in os.environ else timeout_s
-    store = _meet(world.rank, world.size, meeting_s)
+    # A rank may end before all are connected; our launcher has started them together on all nodes.
+    meeting_s = min(timeout_s, _MEETING_S) if "LAUNCH_PID" in os.environ else timeout_s
+    store = _meet(world, here, meeting_s)
     _own_group = True
     dist.init_process_group(
         # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
@@ -202,7 +213,7 @@ def _join(world: World, timeout_s: float) -> None:
     set_timeout(timedelta(seconds=timeout_s))
 
 
-def _meet(rank: int, size: int, seconds: float) -> dist.Store:
+def _meet(world: World, here: bool, seconds: float) -> dist.Store:
     """Return the store of this start of the run when all ranks have come to it.
 
     No rank waits inside of torch, where signals are not handled.
@@ -210,30 +221,32 @@ def _meet(rank: int, size: int, seconds: float) -> dist.Store:
     Raises:
         RankLost: Ranks have not come in time; the message names them.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher serves the store
     until = time.monotonic() + seconds
-    if rank == 0 and not hosted:
-        try:
-            server = serve(_listening_address(address, size), port)
-        except OSError as error:
-            raise UserError(
-                f"MASTER_ADDR={address}, MASTER_PORT={port}: {error.strerror}: choose another port"
-            ) from error
-    else:
-        server = _reach(address, port, until)
-    store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", server)  # an earlier start may have used the server
-    store.set(f"here/{rank}", "")
+    # An earlier start may have used the store of torchrun.
+    store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", _store(world, here, until))
+    store.set(f"here/{world.rank}", "")
     store.add("here", 1)
-    while store.add("here", 0) < size:
+    while store.add("here", 0) < world.size:
         if time.monotonic() > until:
-            missing = [str(each) for each in range(size) if not store.check([f"here/{each}"])]
+            missing = [str(rank) for rank in range(world.size) if not store.check([f"here/{rank}"])]
             raise RankLost(f"rank {', '.join(missing)} did not come within {seconds:.0f} s: see what it printed")
         time.sleep(_POLL_S)
     return store
 
 
-def _reach(address: str, port: int, until: float) -> dist.TCPStore:
+def _store(world: World, here: bool, until: float) -> dist.TCPStore:
+    """Return the store at MASTER_ADDR, which the launcher serves, or else rank 0: at that address alone, or at all
+    where it is a loopback address, as Debian maps a machine's own name to, and other machines have to reach it."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            own = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+            if ipaddress.ip_address(own).is_loopback and not here:
+                own = "::" if ":" in own else "0.0.0.0"
+            return serve(own, port)
+        except OSError as error:
+            remedy = "give the IP address of the first node, or another port"
+            raise UserError(f"MASTER_ADDR={address}, MASTER_PORT={port}: {error.strerror}: {remedy}") from error
     while True:
         try:
             return connect(address, port)
@@ -250,39 +263,6 @@ def limit_threads(world: World) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpus_of_rank(os.environ, free=int(world.device.type == "cpu")))
-
-
-def _on_one_machine(size: int) -> bool:
-    elsewhere = size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return not elsewhere and int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) == 1
-
-
-def _listening_address(master: str, size: int) -> str:
-    """Return where rank 0 listens: at MASTER_ADDR, or at all addresses if other machines are expected and that name is
-    a loopback address here, as Debian maps a machine's own name."""
-    try:
-        address = str(socket.getaddrinfo(master, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(f"MASTER_ADDR={master}: {error.strerror}: give the IP address of the first node") from error
-    usable = _on_one_machine(size) or not _is_loopback(address)
-    return address if usable else "::" if ":" in address else "0.0.0.0"
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _set_rendezvous_address(size: int) -> None:
-    if "MASTER_ADDR" in os.environ:
-        os.environ.setdefault("MASTER_PORT", "29500")
-        return
-    if not _on_one_machine(size):
-        raise UserError(
-            "MASTER_ADDR is not set: export the first node's address before srun or mpirun, or start with torchrun"
-        )
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    # Jobs that share a node must not share a port.
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
 
 
 @contextmanager
@@ -359,24 +339,21 @@ def wait_for_hosts(group: Any = None, meanwhile: Callable[[], None] = lambda: No
 
     Args:
         group: A process group of gloo with all ranks; its timeout counts.
-        meanwhile: Is called while waiting.
+        meanwhile: Called while waiting.
 
     Raises:
         RuntimeError: A rank has ended; see `lost_rank_explained`.
     """
     if dist.is_initialized():
-        ready = dist.all_reduce(torch.ones(()), group=group, async_op=True)
-        poll(ready.is_completed, meanwhile)
-        ready.wait()
+        finish(dist.all_reduce(torch.ones(()), group=group, async_op=True), meanwhile)
 
 
-def poll(happened: Callable[[], bool], meanwhile: Callable[[], None], seconds: float = math.inf) -> None:
-    """Return when `happened()` is true, or after so many seconds, and call `meanwhile` now and then."""
-    until, pause = time.monotonic() + seconds, 0.01
-    while not happened() and time.monotonic() < until:
+def finish(work: Any, meanwhile: Callable[[], None]) -> None:
+    """Wait for a collective of gloo that was begun with `async_op`, as `wait_for_hosts` does."""
+    while not work.is_completed():
         meanwhile()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.5)
+        time.sleep(0.02)
+    work.wait()
 
 
 def wait_for_all() -> None:

@@ -3,8 +3,8 @@
 torch's own rendezvous listen at all addresses of a machine and exchange pickles. `OneAddress` takes their place: a
 store at one address, loopback for a run on one machine, in which the nodes meet and later their ranks.
 
-The agent would answer a signal by ending the processes within 30 s and forget how they ended. So it runs in a thread
-of its own, and signals are passed on to the processes, which save and end by themselves, however long that takes.
+The agent would answer a signal by ending the processes and forget how they ended. So signals are passed on to the
+processes, which save and end by themselves.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed import DistError, PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -32,12 +32,12 @@ from volo.cluster.launch import Launch
 from volo.cluster.store import connect, serve
 
 LOST = 5
-# Bad input, divergence, a full disk, machines that are not fit: the same would happen again. 85 and 130: told to end.
-FINAL = (2, 3, 4, 6, 85, 130)
 _TOLD = (85, 130)
+FINAL = (2, 3, 4, 6, *_TOLD)  # bad input, divergence, full disk, machines that aren't fit: the same would happen again
 
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 _POLL_S = 0.1
+_SAME_S = 1.0  # one warning may come several times
 _END_S = 60  # for which a node that is done waits for the others
 
 
@@ -58,20 +58,19 @@ class OneAddress(RendezvousHandler):
 
     Args:
         name: Of this launcher, unlike all others.
-        check: Called while waiting; it may raise to end that.
     """
 
     use_agent_store = True  # the ranks meet in the same store
 
-    def __init__(self, launch: Launch, name: str, check: Callable[[], None]) -> None:
-        self._launch, self._name, self._check = launch, name, check
+    def __init__(self, launch: Launch, name: str) -> None:
+        self._launch, self._name, self._run_id = launch, name, name
         self._store: TCPStore | None = None  # ends with the object
 
     def get_backend(self) -> str:
         return "one-address"
 
     def get_run_id(self) -> str:
-        return self._launch.run_id
+        return self._run_id
 
     def is_closed(self) -> bool:
         return False
@@ -96,8 +95,7 @@ class OneAddress(RendezvousHandler):
         if store.compare_set(f"node/{launch.node_rank}", "", self._name).decode() != self._name:
             raise NotTogether(f"another machine has joined as NODE_RANK {launch.node_rank}, too: each needs its own", 2)
         self._wait_for_all(store, until)
-        # Before the processes are started, which inherit it: the name of the launch is that of node 0.
-        os.environ["LAUNCH_ID"] = store.get("node/0").decode()
+        self._run_id = store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
         where = RendezvousStoreInfo(launch.address, store.port)
         return RendezvousInfo(PrefixStore("agents", store), launch.node_rank, launch.nodes, where)
 
@@ -106,7 +104,7 @@ class OneAddress(RendezvousHandler):
         try:
             return serve(address, port)
         except OSError as error:
-            remedy = "another run uses it? Choose a MASTER_PORT"
+            remedy = "node 0 is the one that has MASTER_ADDR; where another run uses the port, choose a MASTER_PORT"
             raise NotTogether(f"can't listen at {address}, port {port} ({error.strerror}): {remedy}", code=2) from error
 
     def _reach(self, until: float) -> TCPStore:
@@ -115,23 +113,20 @@ class OneAddress(RendezvousHandler):
             try:
                 return connect(address, port)
             except (OSError, DistError) as error:
-                self._check()
                 if time.monotonic() > until:
                     raise NotTogether(
-                        f"node 0 did not answer at {address}:{port} within {self._launch.join_timeout:g} s: is it "
-                        "started there, with the same MASTER_ADDR and MASTER_PORT, and does a firewall keep the port "
-                        "shut?"
+                        f"node 0 did not answer at {address}:{port} within {self._launch.join_timeout} s: is it "
+                        "started there, with the same MASTER_ADDR and MASTER_PORT, and does a firewall keep it shut?"
                     ) from error
             time.sleep(_POLL_S)
 
     def _wait_for_all(self, store: TCPStore, until: float) -> None:
         missing = list(range(self._launch.nodes))
         while missing := [rank for rank in missing if not store.check([f"node/{rank}"])]:
-            self._check()
             if time.monotonic() > until:
                 raise NotTogether(
                     f"node {', '.join(map(str, missing))} did not join {self._launch.address}:{store.port} within "
-                    f"{self._launch.join_timeout:g} s: see what was printed there; NNODES, MASTER_ADDR and MASTER_PORT "
+                    f"{self._launch.join_timeout} s: see what was printed there; NNODES, MASTER_ADDR and MASTER_PORT "
                     "must be the same on all nodes"
                 )
             time.sleep(_POLL_S)
@@ -141,10 +136,10 @@ class Launcher:
     """This node's launcher: starts of its processes, one after the other, until one ends well or for good."""
 
     def __init__(self, launch: Launch) -> None:
-        self.launch, self.name = launch, uuid.uuid4().hex
-        self.signals: list[int] = []  # received so far
-        self._passed_on = 0
+        self.launch, self.name = launch, f"volo-{uuid.uuid4().hex[:12]}"
+        self.signals: list[int] = []  # passed on so far
         self._told_at = 0.0
+        self._agent: LocalElasticAgent | None = None
 
     def run(self) -> int:
         """Return the exit code of this node.
@@ -155,12 +150,16 @@ class Launcher:
         # What the agent reports is what the processes have said themselves.
         logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
         logging.getLogger("torch.distributed.elastic").propagate = False
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # by the agent; the others are handled here
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._received)
         for restart in range(self.launch.restarts + 1):
             os.environ["LAUNCH_RESTARTS"] = str(restart)
-            code = self._start()
+            try:
+                code = self._start()
+            except ToldToEnd:
+                return self._told_to_end()
             if code == 0 or code in FINAL or self.signals:
                 break
             if restart < self.launch.restarts:
@@ -170,58 +169,50 @@ class Launcher:
 
     def _start(self) -> int:
         """Run the processes once."""
+        launch = self.launch
         with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
             told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
             told.touch()
             os.environ |= {"LAUNCH_TOLD": str(told), "LAUNCH_PID": str(os.getpid())}
-            try:
-                result = self._run_agent(self._agent(self.launch.log_dir or scratch))
-            except ToldToEnd:
-                return self._told_to_end()
+            spec = WorkerSpec(
+                role="default",
+                local_world_size=launch.processes,
+                rdzv_handler=OneAddress(launch, self.name),
+                entrypoint=sys.executable,
+                args=("-u", *launch.program),
+                max_restarts=0,
+                monitor_interval=_POLL_S,
+            )
+            logs = DefaultLogsSpecs(launch.log_dir or scratch, tee=Std.ALL if launch.prefix else Std.NONE)
+            self._agent = LocalElasticAgent(
+                spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=launch.prefix
+            )
+            result, self._agent = self._agent.run(), None
         code = telling_code([failure.exitcode for failure in result.failures.values()])  # as they were seen
         # A process that was not yet there to handle the signal it got.
         return self._told_to_end() if self.signals and code == 128 + self.signals[0] else code
 
-    def _agent(self, log_dir: str) -> LocalElasticAgent:
-        launch = self.launch
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=launch.processes,
-            rdzv_handler=OneAddress(launch, self.name, self._check),
-            entrypoint=sys.executable,
-            args=("-u", *launch.program),
-            max_restarts=0,
-            monitor_interval=_POLL_S,
-        )
-        logs = DefaultLogsSpecs(log_dir, tee=Std.ALL if launch.prefix else Std.NONE)
-        return LocalElasticAgent(spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=launch.prefix)
-
-    def _run_agent(self, agent: LocalElasticAgent) -> RunResult:
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(agent.run)
-            while not running.done():
-                wait([running], timeout=_POLL_S)
-                processes = [worker.id for worker in agent.get_worker_group().workers]
-                while all(processes) and self._passed_on < len(self.signals):
-                    _send(processes, self.signals[self._passed_on])
-                    self._passed_on += 1
-                if self.signals and time.monotonic() > self._told_at + self.launch.patience:
-                    _send(processes, signal.SIGKILL)
-            return running.result()
-
     def _received(self, number: int, frame: FrameType | None) -> None:
+        processes = [worker.id for worker in self._agent.get_worker_group().workers] if self._agent else []
+        again = bool(self.signals) and time.monotonic() > self._told_at + _SAME_S
+        if processes and not all(processes):  # just being started
+            threading.Timer(_POLL_S, os.kill, (os.getpid(), number)).start()
+            return
         self._told_at = self._told_at if self.signals else time.monotonic()
         self.signals.append(number)
-
-    def _check(self) -> None:
-        if self.signals:
+        if not processes:
             raise ToldToEnd
+        _send(processes, number)
+        # Whoever is inside of C++ code does not hear a second signal.
+        killer = threading.Timer(_SAME_S if again else self.launch.patience, _send, (processes, signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
 
     def _told_to_end(self) -> int:
         return 130 if self.signals[0] == signal.SIGINT else 85
 
 
-def _send(processes: Iterable[int], number: int) -> None:
+def _send(processes: Sequence[int], number: int) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)

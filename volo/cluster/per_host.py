@@ -1,59 +1,43 @@
-"""What the first rank of each host finds out, and its other ranks read from a file: arrays, and plain data as JSON.
-
-Other users of the machine and of the network can't choose the file: it lies in a folder that is this user's alone, at a
-place that every rank derives by itself, under the hash of a number that the first rank draws for it.
-"""
+"""What the first rank of each host finds out, and sends to its other ranks: arrays, and plain data as JSON."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import io
 import json
-import os
 import socket
-import stat
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
-from uuid import uuid4
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from tlt.io.tensor_file import MappedTensors, write_tensors
-from volo.cluster.distributed import Told, from_all, poll, wait_for_hosts
+from volo.cluster.distributed import Told, finish, from_all, wait_for_hosts
 
 T = TypeVar("T")
 Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
-_CALLS = itertools.count()  # of `OncePerHost`, in the same order on every rank
-_LONG = timedelta(days=7)
-_FORMAT = "volo-tlt of the ranks of a host, version 1"
+_LONG = timedelta(hours=12)  # a file server may take long to list a data set
 
 
 class OncePerHost:
     """Has the first rank of each host make what takes long; `OncePerHost(alive)(make, pack, unpack)`.
 
-    A file server may take long to list a data set: a rank that waits is alive as long as another one makes steps. All
-    ranks make it, and call it, in the same order.
+    A rank that waits for another one is alive: its connections tell when that one has ended. All ranks make the object,
+    and call it, in the same order.
 
     Args:
-        alive: Called on every rank at each step of any rank.
+        alive: Called now and then while this rank waits.
     """
 
     def __init__(self, alive: Callable[[], None]) -> None:
-        self._alive, self._steps = alive, 0
-        # Its connections tell a rank that waits when one on another host has ended.
-        self._group = dist.new_group(timeout=_LONG, backend="gloo") if dist.is_initialized() else None
-
-    def step(self) -> None:
-        """Tell all ranks that this one has found something; `make` calls it."""
-        self._alive()
+        self._alive = alive
         if dist.is_initialized():
-            _store().add("steps", 1)
+            hosts, own = from_all(socket.gethostname()), socket.gethostname()
+            self._ranks = [rank for rank, host in enumerate(hosts) if host == own]
+            self._all = dist.new_group(timeout=_LONG, backend="gloo")
+            self._here: Any = dist.new_group(self._ranks, _LONG, "gloo", use_local_synchronization=True)
 
     def __call__(self, make: Callable[[], T], pack: Callable[[T], Packed | None], unpack: Callable[..., T]) -> T:
         """Return what `make` returns on the first rank of each host, and elsewhere an equal value that `unpack` makes.
@@ -63,62 +47,44 @@ class OncePerHost:
             make: Its UserError is raised on all ranks of the host.
             pack: Returns the two arguments of `unpack`; None: all ranks call `make`, the first of a host before the
                 others.
-            unpack: Its arrays are read only, in memory that the ranks share.
         """
         if not dist.is_initialized():
             return make()
-        rank, drawn = dist.get_rank(), from_all([socket.gethostname(), uuid4().hex])
-        hosts = [host for host, _ in drawn]
-        first, others = hosts.index(hosts[rank]), hosts.count(hosts[rank]) - 1
-        file = hashlib.sha256(drawn[first][1].encode()).hexdigest()
-        store, key = _store(), f"once/{next(_CALLS)}"
-        said = f"{key}/{first}"  # an error, or nothing
-        if rank == first:
+        if dist.get_rank() == self._ranks[0]:
             try:
                 value = make()
             except UserError as error:
-                store.set(said, json.dumps(str(error)))
-                # The store may end with this rank: first the others must have read the error.
-                poll(lambda: store.add(f"{said}/told", 0) == others, self._notice_steps, seconds=10.0)
+                self._share(str(error), None)
+                self._heard()
                 raise
-            if others and (packed := pack(value)):
-                with suppress(OSError):  # no room, or a folder that isn't this user's alone: the others call `make`
-                    write_tensors(str(_folder() / file), _FORMAT, *packed)
-            store.set(said, json.dumps(""))
+            self._share("", pack(value) if len(self._ranks) > 1 else None)
         else:
-            poll(lambda: store.check([said]), self._notice_steps)
-            if refused := json.loads(store.get(said)):
-                store.add(f"{said}/told", 1)
+            refused, packed = self._share("", None)
+            if refused:
+                self._heard()
                 raise Told(refused)
-            try:
-                shared = MappedTensors(str(_folder() / file), _FORMAT, "")
-            except (OSError, UserError):
-                value = make()
-            else:
-                value = unpack(shared.tensors, shared.description)
-        wait_for_hosts(self._group, self._notice_steps)
-        if rank == first and others:
-            with suppress(OSError):
-                (_folder() / file).unlink()
+            value = make() if packed is None else unpack(*packed)
+        wait_for_hosts(self._all, self._alive)
         return value
 
-    def _notice_steps(self) -> None:
-        if self._steps != (steps := _store().add("steps", 0)):
-            self._steps = steps
-            self._alive()
+    def _share(self, refused: str, packed: Packed | None) -> tuple[str, Packed | None]:
+        """Return on all ranks of this host what its first rank has called this with."""
+        arrays, plain = packed or ({}, None)
+        text, file = json.dumps([refused, packed is not None, plain]), io.BytesIO()
+        np.savez(file, allow_pickle=False, json=np.frombuffer(text.encode(), np.uint8), **dict(arrays))
+        content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        length = self._broadcast(torch.tensor(len(content)))
+        if dist.get_rank() != self._ranks[0]:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        self._broadcast(content)
+        found = dict(np.load(io.BytesIO(content.numpy().tobytes()), allow_pickle=False))
+        refused, is_packed, plain = json.loads(found.pop("json").tobytes())
+        return refused, (found, plain) if is_packed else None
 
+    def _broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        finish(dist.broadcast(values, self._ranks[0], self._here, async_op=True), self._alive)
+        return values
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _folder() -> Path:
-    """Return the folder, which is made where there is none. Raises OSError: it is a link, somebody else's, or open to
-    others."""
-    folder = Path(tempfile.gettempdir(), f"volo-{os.geteuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user alone")
-    return folder
+    def _heard(self) -> None:
+        """The first rank, which is about to end, waits until the others have received what it shared."""
+        finish(dist.reduce(torch.ones(()), self._ranks[0], group=self._here, async_op=True), self._alive)

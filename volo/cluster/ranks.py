@@ -1,4 +1,4 @@
-"""The rank of this process in a run, read from the variables of torchrun, srun or mpirun. Imports no torch."""
+"""The rank of this process in a run, by the variables of torchrun, mpirun or srun. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,38 @@ import math
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-# Rank, local rank, number of processes, number on this machine: variables of Open MPI; of MPICH and Intel MPI.
-_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
-_HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
 BOUND_GPU = "VOLO_BOUND_GPU"  # the PCI address of the GPU beside which a process was bound
-_PR_SET_PDEATHSIG = 1
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# What others call them; the first that is there counts: Slurm starts the daemons of Open MPI by srun, and sets MPICH's
+# variables beside its own.
+_OTHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "of srun"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+)
+_PR_SET_PDEATHSIG = 1
 
 
-def adopt_mpi(env: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of mpirun, unless torchrun has set them.
+def adopt_launcher(env: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables from those of mpirun or of an `srun` step of several tasks, unless torchrun has."""
+    theirs = {**env, **_tasks_here(env)}
+    for names in _OTHERS:
+        if "WORLD_SIZE" not in env and all(name in theirs for name in names[:3]) and int(theirs[names[2]]) > 1:
+            env.update({own: theirs[name] for own, name in zip(_TORCHRUN, names, strict=True) if name in theirs})
 
-    The variables of an `srun` step win over those that Slurm sets for MPI, but not over those of Open MPI, which starts
-    its daemons by `srun`.
-    """
-    names = _OPEN_MPI if _OPEN_MPI[0] in env else _HYDRA
-    if "RANK" in env or not all(name in env for name in names) or int(env[names[2]]) == 1:
-        return
-    if names is _OPEN_MPI or ranks_from_environment(env)[2] == 1:
-        env.update({own: env[theirs] for own, theirs in zip(_TORCHRUN, names, strict=True)})
-        # Runs on one machine must not meet at one port; mpirun is the parent of all its processes there.
-        env.setdefault("MASTER_PORT", str(20000 + os.getppid() % 20000))
+
+def _tasks_here(env: Mapping[str, str]) -> dict[str, str]:
+    """Return how many tasks of the `srun` step are on this machine, if Slurm tells it."""
+    # "4(x2),3": four tasks on each of the first two nodes, three on the next.
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", next((env[name] for name in names if name in env), ""))
+    per_node = [tasks for tasks, nodes in counts for _ in range(int(nodes or 1))]
+    return {"of srun": per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)]} if per_node else {}
 
 
 def end_with_launcher(env: Mapping[str, str]) -> None:
@@ -48,29 +53,16 @@ def end_with_launcher(env: Mapping[str, str]) -> None:
 
 
 def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) from torchrun's variables, else from an `srun` step, else (0, flag, 1)."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return int(env["RANK"]), int(env.get("LOCAL_RANK", local_rank_flag)), int(env["WORLD_SIZE"])
-    # SLURM_NTASKS is also set in a batch script that starts a single process; the step's count is set by srun alone.
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    return 0, int(env.get("LOCAL_RANK", local_rank_flag)), 1
+    """Return (rank, local rank, world size), without a launcher (0, flag, 1)."""
+    size = int(env.get("WORLD_SIZE", "1"))
+    return int(env["RANK"]) if size > 1 else 0, int(env.get("LOCAL_RANK", local_rank_flag)), size
 
 
 def local_size_from_environment(env: Mapping[str, str]) -> int | None:
-    """Return how many processes of the run are on this machine: from torchrun, else from an `srun` step, else 1.
-
-    None where there are several processes, and the launcher doesn't set it.
-    """
-    if "LOCAL_WORLD_SIZE" in env:
-        return int(env["LOCAL_WORLD_SIZE"])
-    if ranks_from_environment(env)[2] == 1:
-        return 1
-    # "4(x2),3": four tasks on each of the first two nodes, three on the next.
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", next((env[name] for name in names if name in env), ""))
-    per_node = [int(tasks) for tasks, nodes in counts for _ in range(int(nodes or 1))]
-    return per_node[min(int(env.get("SLURM_NODEID", "0")), len(per_node) - 1)] if per_node else None
+    """Return how many processes of the run are on this machine; None where there are several, and the launcher doesn't
+    tell."""
+    local_size = env.get("LOCAL_WORLD_SIZE") or ("1" if ranks_from_environment(env)[2] == 1 else None)
+    return int(local_size) if local_size else None
 
 
 def cpus_of_rank(env: Mapping[str, str], free: int = 0) -> int:
@@ -88,7 +80,7 @@ def cpus_of_ranks(env: Mapping[str, str]) -> tuple[int, float]:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1, os.cpu_count() or 1
     own = together = len(os.sched_getaffinity(0))
-    if "RANK" not in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_ON_NODE" in env:
+    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_CPUS_ON_NODE" in env:
         together = int(env["SLURM_CPUS_ON_NODE"])
     else:
         with suppress(OSError):
@@ -97,38 +89,16 @@ def cpus_of_ranks(env: Mapping[str, str]) -> tuple[int, float]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Return how many CPUs the cgroups of this process let it use at a time; infinity where they don't say."""
-    try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return math.inf
-    quotas = [math.inf]
-    for _, controllers, path in groups:
-        if controllers == "":
-            top, read = root / "sys/fs/cgroup", _quota
-        elif "cpu" in controllers.split(","):
-            top, read = root / "sys/fs/cgroup/cpu", _quota_v1
-        else:
-            continue
-        group = top / path.lstrip("/")
-        quotas += [read(each) for each in (group, *group.parents) if each.is_relative_to(top)]
+    """Return how many CPUs the cgroups (version 2) of this process let it use at a time; infinity without a limit."""
+    quotas, top = [math.inf], root / "sys/fs/cgroup"
+    with suppress(OSError, StopIteration):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        group = top / next(line[3:] for line in lines if line.startswith("0::")).lstrip("/")
+        for each in (group, *group.parents):
+            if each.is_relative_to(top) and (each / "cpu.max").exists():
+                quota, period = (each / "cpu.max").read_text().split()
+                quotas += [int(quota) / int(period)] if quota != "max" else []
     return min(quotas)
-
-
-def _quota(group: Path) -> float:
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf
-
-
-def _quota_v1(group: Path) -> float:
-    try:
-        quota = int((group / "cpu.cfs_quota_us").read_text())
-        return math.inf if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return math.inf
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:
@@ -138,17 +108,5 @@ def restarts(env: Mapping[str, str] = os.environ) -> int:
 
 def launch_id(env: Mapping[str, str] = os.environ) -> str | None:
     """Return the launcher's id, None without one; torchrun's is "none" unless the user sets it."""
-    found = env.get("LAUNCH_ID") or env.get("TORCHELASTIC_RUN_ID")
+    found = env.get("TORCHELASTIC_RUN_ID")
     return found if found != "none" else None
-
-
-def own_address(target: str) -> str:
-    """Return this machine's own address on the way to `target`.
-
-    Raises:
-        OSError: There is no route, or no such name.
-    """
-    family, *_, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)  # sends nothing
-        return str(probe.getsockname()[0])

@@ -1,39 +1,149 @@
-"""Stops a run between two updates or inside a validation, on all ranks at the same place.
+"""Ends a run by a signal: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP or SIGINT (Ctrl-C).
 
-Before each update, and once more after an epoch's last, the ranks agree by an all-reduce of one int on the hosts. That
-costs a fraction of a millisecond, waits for no GPU, and finds every rank with the same weights: none has begun the
-update. A rank whose data fails or hangs takes part, too, because an update begins only when its batch is there.
+The first signal is noted. Before each update, and once more after an epoch's last, the ranks agree whether one of them
+has to stop, by an all-reduce of one int on the hosts: it waits for no GPU, and finds every rank with the same weights.
+Then they save and exit. While a run is built, and while a batch does not come, a signal takes effect at once. A second
+signal ends the process at once, unless it is inside of C++ code: there the watchdog ends it, or whoever started it.
+
+Imports no torch: signals are handled before that is loaded.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
 
 from tlt.errors import UserError
-from volo.cluster.distributed import max_over_ranks
-from volo.cluster.preempt import Stopped, StopSignal
-from volo.cluster.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from volo.cluster.watchdog import Watchdog
 
 T = TypeVar("T")
 MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the update, batch
+
+PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
+INTERRUPTED = 130
+_SIGNALS = [  # Windows has but the first two
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGALRM") if hasattr(signal, name)
+]
+_ALARM = getattr(signal, "SIGALRM", None)  # for `patient` alone
+# Slurm, torchrun and process groups may deliver one warning several times.
+_SAME_WARNING_S = 1.0
+
+
+class Stopped(BaseException):
+    """Training ends here. It is no Exception, so that no handler between here and `main` catches it."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+class StopSignal:
+    """The signal that this process received. There is one object per process: `STOP`.
+
+    Attributes:
+        number: The first signal; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._since = 0.0
+        self._raises = self._patient = False
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of this process: 0 without a signal."""
+        if self.number is None:
+            return 0
+        return INTERRUPTED if self.number == signal.SIGINT else PREEMPTED
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle signals inside the block; SIGINT even where a script's `&` ignores it, SIGHUP not with nohup."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        hangup = getattr(signal, "SIGHUP", None)
+        nohup = {hangup} if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                # The run is ending already, so later signals (torchrun ends all ranks when one has ended) are ignored.
+                signal.signal(number, handler if self.number is None else signal.SIG_IGN)
+            self.number = None  # of this run
+
+    @contextmanager
+    def raising(self, patient: bool = False) -> Iterator[None]:
+        """Inside the block a signal, also one that has come before, raises Stopped at any place; use it only where
+        nothing can be left half done.
+
+        Args:
+            patient: Whether the block first gets a second to end by itself: both ends of an interrupted transfer of a
+                batch between processes would report errors.
+        """
+        self._raises, self._patient = True, patient
+        try:
+            self.check()
+            yield
+        finally:
+            self._raises = False
+
+    def only_noted(self) -> None:
+        """From here on a signal raises nothing."""
+        self._raises = False
+
+    def check(self) -> None:
+        """Raise Stopped if a signal has come."""
+        if self.number is not None:
+            raise Stopped(self.exit_code, f"stopped by {signal.Signals(self.number).name}")
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if number == _ALARM:
+            self._patient = False
+        elif self.number is None:
+            self.number, self._since = number, time.monotonic()
+            with suppress(OSError):  # the terminal may be gone; and print() may be what the signal has interrupted
+                told = "this run stops as soon as it has saved; once more: at once"
+                os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
+        elif time.monotonic() - self._since > _SAME_WARNING_S:
+            os._exit(128 + number)
+        if self._raises and self._patient and _ALARM is not None:
+            signal.alarm(1)
+        elif self._raises:
+            self.check()
+
+
+STOP = StopSignal()
 
 
 class StopGuard:
     """Yields batches until the run has to stop, and reports progress to the watchdog.
 
+    Args:
+        largest: Returns the largest of the ints that all ranks call it with.
+
     Attributes:
         waited: Seconds spent waiting for batches.
     """
 
-    def __init__(self, stop: StopSignal, watchdog: Watchdog) -> None:
-        self.stop, self.watchdog = stop, watchdog
+    def __init__(self, stop: StopSignal, watchdog: Watchdog, largest: Callable[[int], int]) -> None:
+        self.stop, self.watchdog, self._largest = stop, watchdog, largest
         self.waited = 0.0
 
     def updates(self, micro_batches: Iterable[MicroBatch[T]]) -> Iterator[MicroBatch[T]]:
-        """Yield training batches.
+        """Yield training batches. An update begins when all ranks have its first batch.
 
         Raises:
             Stopped: Between two updates, on all ranks: one of them received a signal, or its data failed (then that
@@ -55,35 +165,57 @@ class StopGuard:
         Raises:
             Stopped: As `updates`.
         """
-        iterator, failure = iter(loader), None
+        iterator = iter(loader)
         while True:
             item, failure = self._next(iterator, True)
-            if item is None or self.stop.number is not None:
+            if item is None:
                 break
             self.watchdog.at("validation")
             yield item
         self._agree(failure)
 
-    def _next(self, iterator: Iterator[T], interruptible: bool) -> tuple[T | None, UserError | Stopped | None]:
+    def _next(self, iterator: Iterator[T], between: bool) -> tuple[T | None, UserError | Stopped | None]:
         self.watchdog.at("data")
         began = time.perf_counter()
         try:
-            with self.stop.interruptible(patient=True) if interruptible else nullcontext():
+            with self.stop.raising(patient=True) if between else nullcontext():
                 return next(iterator, None), None
         except (UserError, Stopped) as error:
-            if not interruptible:
+            if not between:
                 raise
             return None, error
         finally:
             self.waited += time.perf_counter() - began
 
     def _agree(self, failure: UserError | Stopped | None) -> None:
-        own = self.stop.exit_code if failure is None else failure.exit_code
         self.watchdog.at("others")
-        code = max_over_ranks(own)
+        code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
         self.watchdog.at("step")
         if isinstance(failure, UserError):
             raise Stopped(failure.exit_code, str(failure)) from failure
         if code:
-            self.stop.follow(code)
-            raise Stopped(code, self.stop.reason)
+            self.stop.check()
+            raise Stopped(code, "stopped because another rank had to")
+
+
+def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
+    """Write the file REQUEUE_MARKER, one line of JSON, for the batch script that named it. Rank 0 calls it once it has
+    saved.
+
+    A script can't rely on the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
+    """
+    marker = os.environ.get("REQUEUE_MARKER")
+    if not marker or stop.exit_code != PREEMPTED:
+        return
+    record = {"reason": str(stop), "update": update, "checkpoint": str(checkpoint) if checkpoint.is_file() else None}
+    try:
+        Path(marker).write_text(json.dumps(record) + "\n")
+    except OSError as error:  # the checkpoint is safe: the run ends normally and has to be started by hand
+        print(f"REQUEUE_MARKER={marker} cannot be written ({error.strerror}): nobody requeues the job", file=sys.stderr)
+
+
+def tell_batch_script(state: str) -> None:
+    """Write "begun" or "done" to the file REQUEUE_MARKER.state for the batch script that named it; rank 0 calls it."""
+    if marker := os.environ.get("REQUEUE_MARKER"):
+        with suppress(OSError):
+            Path(f"{marker}.state").write_text(state)

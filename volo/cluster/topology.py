@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from volo.cluster.ranks import own_address
-
 Cores = tuple[tuple[int, ...], ...]
 _PCI = re.compile(r"(pci)?[0-9a-f]{4,}:[0-9a-f:.]+")
 _NVIDIA = "0x10de"
@@ -146,7 +144,10 @@ def interface_to(address: str) -> str | None:
     """Return the network interface on the way to a host or to this one, given by name or by IPv4 or IPv6 address; None
     for loopback, without a route, and on systems other than Linux."""
     try:
-        own = own_address(address).partition("%")[0]
+        family, *_, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            own = str(probe.getsockname()[0]).partition("%")[0]
         return next((name for name, its in _addresses() if its == own and name != "lo"), None)
     except (OSError, UnicodeError):
         return None

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from tlt.errors import UserError
 from tlt.io.text import printable, safe_text
 from volo.cluster.binding import bind_process
-from volo.cluster.preempt import STOP, Stopped
-from volo.cluster.ranks import adopt_mpi, end_with_launcher
+from volo.cluster.ranks import adopt_launcher, end_with_launcher
+from volo.cluster.stopping import STOP, Stopped
 
 
 def run_program(
@@ -36,7 +36,7 @@ def run_program(
     A rank whose process group stands ends here: a thread of gloo that frees a tensor while Python ends aborts the
     process ("terminate called without an active exception", exit code 134).
     """
-    adopt_mpi(os.environ)
+    adopt_launcher(os.environ)
     end_with_launcher(os.environ)
     # torch's remark on more workers than CPUs: where they cost time, `volo.record.slowdown` says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -106,20 +106,17 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
         args = parse(argv)
         if "bind" in args:
             args.notes += bind_process(args)
-        with STOP.deferred():  # what a signal raises while torch's C++ is loaded aborts the process
-            program = importlib.import_module(module)
-        with STOP.interruptible():
+        program = importlib.import_module(module)  # what a signal raises while torch's C++ is loaded aborts the process
+        with STOP.raising():
             return program.run(args)
     except UserError as error:
         if debug:
             raise
-        STOP.too_late()
         if not error.told:
             # What a message quotes (a flag, a file's name) may break lines.
             _tell(f"error: {printable(str(error))}")
         return error.exit_code
     except Stopped as stop:
-        STOP.too_late()
         _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")
         return stop.exit_code
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ mistake; 5: nodes do not come together.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
     if os.environ.get("DRY_RUN"):
-        print(launch)
+        print(f"{launch.processes} processes: {shlex.join((sys.executable, *launch.program))}")
         return 0
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe: a line when it comes
     from volo.cluster.elastic import Launcher, NotTogether  # imports torch

@@ -4,13 +4,12 @@
 #   PYTHON            default: python3 of the active environment, else of .venv beside the script
 #   MAX_RESTARTS      start all processes again, up to so many times, after one was lost (0; on one node only)
 #   SHUTDOWN_TIMEOUT  seconds that processes get to save and end after a signal (300; after another one failed: 30)
-#   LOG_DIR           what each process prints goes to LOG_DIR/RUN_ID_*/attempt_0/LOCAL_RANK/std{out,err}.log, too, a folder
+#   LOG_DIR           what each process prints goes to LOG_DIR/volo-*/attempt_0/LOCAL_RANK/std{out,err}.log, too, a folder
 #                     for each start; console lines get a prefix, [HOST:RANK], which they always have on several nodes
-#   RUN_ID            a name for these folders (volo)
-#   DRY_RUN=1         print what torchrun would be told, instead of starting anything
+#   DRY_RUN=1         print what would be started, instead of starting it
 # Several nodes: start the script on each, all with the same N and flags, and
 #   NNODES            how many there are (1)
-#   NODE_RANK         this one's number, from 0; ranks are numbered in this order (in an srun step: SLURM_NODEID)
+#   NODE_RANK         this one's number, from 0; ranks are numbered in this order
 #   MASTER_ADDR       IP address of node 0 that the others reach it by
 #   MASTER_PORT       a port of node 0 (29500)
 #   JOIN_TIMEOUT      seconds until all nodes must be there (60)

@@ -46,12 +46,12 @@ from volo.cluster.distributed import (
     World,
     init_world,
     lost_rank_explained,
+    max_over_ranks,
     primary_first,
 )
 from volo.cluster.per_host import OncePerHost, Packed
-from volo.cluster.preempt import STOP, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.shard import ShardedEma
-from volo.cluster.stopping import StopGuard
+from volo.cluster.stopping import STOP, StopGuard, Stopped, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
 from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.run_start import (
@@ -114,7 +114,7 @@ def run(args: TrainArgs) -> int:
     watchdog.start()
     try:
         with logger.end_noted(), lost_rank_explained(), compile_errors_told(args):
-            train(args, world, logger, StopGuard(STOP, watchdog))
+            train(args, world, logger, StopGuard(STOP, watchdog, max_over_ranks))
             leave_together(watchdog)
         if world.is_primary:
             tell_batch_script("done")
@@ -132,8 +132,8 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    once_per_host = OncePerHost(partial(guard.watchdog.at, "start"))
-    found = SearchProgress(logger.line, once_per_host.step)
+    alive = partial(guard.watchdog.at, "start")
+    once_per_host, found = OncePerHost(alive), SearchProgress(logger.line, alive)
     folders = once_per_host(lambda: open_folders(args, world.data_size, found), Folders.packed, Folders.unpacked)
     args = fitted_to(folders, args, world, logger)
     torch.manual_seed(args.seed)  # the same initial weights on every rank
@@ -319,7 +319,8 @@ def train_in(
     meter = Meter(state, training.precision, training.loader, logger, lambda: guard.waited, args.log_interval)
     on_save = partial(guard.watchdog.at, "saving")
     opened = open_run(args, training, directory, lock, resumed, world, logger, on_save)
-    with guard.stop.deferred(), opened as saver:
+    guard.stop.only_noted()
+    with opened as saver:
         begun = state.update
         if world.is_primary:
             tell_batch_script("begun")

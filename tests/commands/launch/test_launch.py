@@ -1,4 +1,4 @@
-"""The launcher with a program that ends as it is told: of one node, and of two, here on one machine."""
+"""The launcher with a program that ends as it is told: of one node, and of several, here on one machine."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.commands.conftest import ROOT, Running, children
-from tests.conftest import free_port, wait_until
+from tests.conftest import LIMIT, free_port, wait_until
 from volo.cluster.elastic import telling_code
+from volo.cluster.launch import Mistake, described
 
 # Ends with the code that is in the file RANK.START beside it, and tells what it was given.
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
 here, env = pathlib.Path(__file__).parent, os.environ
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "LAUNCH_ID")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
 me = f"{env['RANK']}.{env['LAUNCH_RESTARTS']}"
 (here / f"{me}.json").write_text(json.dumps({name: env[name] for name in names}))
 print("on stdout", flush=True)
@@ -40,8 +44,8 @@ import sys
 from volo.cluster.elastic import Launcher, NotTogether
 from volo.cluster.launch import Launch
 node, nodes, processes, port, logs, program = sys.argv[1:]
-launch = Launch(int(processes), (program,), "job", 0, 300, logs, "[here:${rank}] ", int(nodes), int(node),
-                port=int(port), join_timeout=int(__import__("os").environ.get("JOIN", 60)))
+join = int(__import__("os").environ.get("JOIN", 60))
+launch = Launch(int(processes), (program,), 0, 300, logs, int(nodes), int(node), "127.0.0.1", int(port), join)
 try:
     sys.exit(Launcher(launch).run())
 except NotTogether as error:
@@ -91,12 +95,12 @@ def test_nodes_number_their_ranks_in_order_and_their_lines_have_prefixes(
     given = told(tmp_path)
     assert [given[f"{rank}.0"]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "1"]
     assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in given.values()} == {("3", "127.0.0.1")}
-    assert len({one["LAUNCH_ID"] for one in given.values()}) == 1
+    assert len({one["TORCHELASTIC_RUN_ID"] for one in given.values()}) == 1
     for run, ranks in zip(runs, ([1, 2], [0]), strict=True):
         for rank in range(3):
             for stream in ("stdout", "stderr"):
-                assert (f"[here:{rank}] on {stream}\n" in run.output) == (rank in ranks)
-    logs = [file.read_text() for file in (tmp_path / "logs").rglob("job_*/attempt_0/*/std???.log")]
+                assert (f"[{socket.gethostname()}:{rank}] on {stream}\n" in run.output) == (rank in ranks)
+    logs = [file.read_text() for file in (tmp_path / "logs").rglob("volo-*/attempt_0/*/std???.log")]
     assert sorted(logs) == ["on stderr\n"] * 3 + ["on stdout\n"] * 3
 
 
@@ -105,11 +109,13 @@ def test_processes_start_again_unless_the_same_would_happen_again(
     alone: Callable[..., Running], tmp_path: Path, code: str, starts: int
 ) -> None:
     (tmp_path / "1.0.ends").write_text(code)
-    run = alone(2, MAX_RESTARTS="3")
+    (tmp_path / "scratch").mkdir()
+    run = alone(2, MAX_RESTARTS="3", TMPDIR=str(tmp_path / "scratch"))
     assert run.end() == (0 if starts == 2 else int(code)), run.output
     assert {name.split(".")[1] for name in told(tmp_path)} == set(map(str, range(starts)))
     assert run.output.count("restart 1 of 3") == starts - 1
-    assert len({one["LAUNCH_ID"] for one in told(tmp_path).values()}) == 1
+    assert not [*(tmp_path / "scratch").iterdir()]
+    assert len({one["TORCHELASTIC_RUN_ID"] for one in told(tmp_path).values()}) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,29 +159,7 @@ def test_a_mistake_of_several_ranks_is_told_once(alone: Callable[..., Running], 
     assert len(run.output.splitlines()) == 1  # nothing of torch's
 
 
-def test_nothing_stays_behind_in_the_temporary_directory(alone: Callable[..., Running], tmp_path: Path) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    run = alone(1, TMPDIR=str(scratch))
-    assert run.end() == 0, run.output
-    assert not [*scratch.iterdir()]
-
-
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 85),
-        (signal.SIGUSR1, 85),
-        pytest.param(
-            signal.SIGHUP,
-            85,
-            marks=pytest.mark.skipif(
-                signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="these tests run by nohup"
-            ),
-        ),
-        (signal.SIGINT, 130),
-    ],
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 85), (signal.SIGINT, 130)])
 def test_a_signal_before_a_process_can_handle_it_asks_for_another_start(
     alone: Callable[..., Running], tmp_path: Path, number: int, code: int
 ) -> None:
@@ -186,14 +170,19 @@ def test_a_signal_before_a_process_can_handle_it_asks_for_another_start(
     assert not children(run.process.pid)
 
 
-def test_processes_that_do_not_end_are_killed_after_the_shutdown_timeout(
-    alone: Callable[..., Running], tmp_path: Path
+@pytest.mark.parametrize("signals", [1, 2])
+def test_processes_that_do_not_end_are_killed_after_the_shutdown_timeout_or_a_second_signal(
+    alone: Callable[..., Running], tmp_path: Path, signals: int
 ) -> None:
     (tmp_path / "waits").touch()
     (tmp_path / "deaf").touch()
-    run = alone(2, SHUTDOWN_TIMEOUT="1")
+    run = alone(2, SHUTDOWN_TIMEOUT="1" if signals == 1 else "9999")
     wait_until(lambda: len([*tmp_path.glob("*.ready")]) == 2, lambda: run.output)
-    assert run.end(signal.SIGTERM) == 137, run.output
+    run.process.send_signal(signal.SIGTERM)
+    if signals == 2:
+        time.sleep(1.5)  # what comes within a second is the same warning
+        run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 137, run.output
 
 
 def test_a_node_that_does_not_come_is_named(nodes: Callable[..., list[Running]], tmp_path: Path) -> None:
@@ -228,3 +217,61 @@ def test_processes_are_told_when_their_launcher_is_killed(alone: Callable[..., R
     ranks = children(run.process.pid)
     assert len(ranks) == 2 and run.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
+
+
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "198.51.100.7"}  # an address for examples
+ONE = {"nodes": 1, "address": "127.0.0.1", "port": 0, "patience": 300, "restarts": 0, "prefix": None}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ONE),
+        ({"MAX_RESTARTS": "3", "SHUTDOWN_TIMEOUT": "60"}, {"restarts": 3, "patience": 60}),
+        (TWO, {"nodes": 2, "node_rank": 1, "address": "198.51.100.7", "port": 29500, "join_timeout": 60}),
+        (TWO | {"MASTER_PORT": "21000", "JOIN_TIMEOUT": "20"}, {"port": 21000, "join_timeout": 20}),
+        (TWO | {"MASTER_ADDR": "2001:db8::7"}, {"address": "2001:db8::7"}),
+    ],
+)
+def test_the_environment_is_heeded(environment: dict[str, str], expected: dict[str, object]) -> None:
+    launch = described(2, ["train.py"], environment)
+    assert {name: getattr(launch, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"NNODES": "two"}, "NNODES=two: a whole number of at least 1"),
+        ({"NNODES": "2"}, "needs NODE_RANK"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1: a whole number from 0 to 0"),
+        (TWO | {"NODE_RANK": "2"}, "NODE_RANK=2: a whole number from 0 to 1"),
+        (TWO | {"MASTER_ADDR": ""}, "needs MASTER_ADDR: give"),
+        (TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost is 127.0.0.1 on .*, which no other node can reach"),
+        (TWO | {"MASTER_ADDR": "0.0.0.0"}, "MASTER_ADDR=0.0.0.0 is"),
+        (TWO | {"MASTER_ADDR": "nowhere.invalid"}, "can't resolve"),
+        (TWO | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536: a whole number from 1 to 65535"),
+        ({"SHUTDOWN_TIMEOUT": "5s"}, "SHUTDOWN_TIMEOUT=5s"),
+        (TWO | {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: started by hand, several nodes"),
+        ({"LOG_DIR": "/proc/none"}, "LOG_DIR=/proc/none: "),
+    ],
+)
+def test_a_mistake_names_the_variable(environment: dict[str, str], named: str) -> None:
+    with pytest.raises(Mistake, match=named):
+        described(2, ["train.py"], environment)
+
+
+def test_a_mistake_is_one_line_and_a_dry_run_prints_what_would_be_started() -> None:
+    def run(program: str, **env: str) -> tuple[int, str, str]:
+        command = [str(ROOT / program), "2", "/data", "--output", "with space"]
+        env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **env}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+        return done.returncode, done.stdout, done.stderr
+
+    python = f"2 processes: {sys.executable} {ROOT}"
+    for name in ("train", "generate_label"):
+        expected = f"{python}/{name}.py /data --output 'with space'\n"
+        assert run(f"distributed_{name}.sh", DRY_RUN="1") == (0, expected, "")
+    other = {**TWO, "NODE_RANK": "0"}
+    for env, told in (({"NNODES": "0"}, "NNODES=0"), (other, "can't listen at 198.51.100.7, port 29500")):
+        code, out, err = run("distributed_train.sh", **env)
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(f"error: {told}"), err
