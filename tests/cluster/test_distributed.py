@@ -7,14 +7,13 @@ import os
 import socket
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn
 
+from tests.cluster.test_ddp import start_ranks
 from tlt.errors import UserError
 from volo.cluster import distributed, ranks
 from volo.cluster.distributed import (
@@ -30,7 +29,6 @@ from volo.cluster.distributed import (
 from volo.cluster.per_host import OncePerHost
 from volo.cluster.ranks import _OTHERS as OTHERS
 from volo.cluster.ranks import (
-    BOUND_GPU,
     adopt_launcher,
     cpu_quota,
     cpus_of_rank,
@@ -99,18 +97,6 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over(tmp_path: Path, monkeypa
     assert choose_device("cpu", 0) == torch.device("cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose_device(None, 0) == torch.device("cpu")
-
-
-def test_a_process_that_is_bound_beside_another_gpu_than_its_own_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0)
-    monkeypatch.setenv(BOUND_GPU, "0000:9d:00.0")
-    distributed._check_bound(gpu)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv(BOUND_GPU, "0000:1b:00.0")
-    distributed._check_bound(gpu)
-    assert "bound beside GPU 0000:1b:00.0, but CUDA computes on 0000:9d:00" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -210,7 +196,7 @@ def _refuse(rank: int) -> None:
 
 
 def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path) -> None:
-    spawn(one_rank, (str(tmp_path),), nprocs=3)
+    start_ranks(one_rank, tmp_path, 3)
     told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
     assert told == ["no images for 0", "no images for 1", "no images for 0"]
 
@@ -226,5 +212,5 @@ def _one_of_two_hosts(rank: int, path: str) -> None:
 
 
 def test_a_rank_that_waits_for_another_host_notices_its_end(tmp_path: Path) -> None:
-    spawn(_one_of_two_hosts, (str(tmp_path),), nprocs=2)
+    start_ranks(_one_of_two_hosts, tmp_path, 2)
     assert (tmp_path / "told").exists()

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing import spawn
 
 import volo  # noqa: F401  (registers the models)
-from tests.cluster.test_ddp import join
+from tests.cluster.test_ddp import join, start_ranks
 from tests.train.small_run import tensors
 from tlt.errors import UserError
 from volo.checkpoint.checkpoint import TrainState
@@ -109,7 +108,7 @@ def one_rank(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor")
-    spawn(one_rank, (str(folder),), nprocs=RANKS)
+    start_ranks(one_rank, folder, RANKS)
     return folder
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from tlt.io.text import table
 from volo.cluster.placement import LEVELS, BindingPlan, Share, distance, make_plan, variables
-from volo.cluster.ranks import BOUND_GPU, local_size_from_environment, ranks_from_environment
+from volo.cluster.ranks import local_size_from_environment, ranks_from_environment
 from volo.cluster.topology import listed, read_machine
 
 _COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
@@ -44,8 +44,8 @@ def bind_process(args: Namespace) -> list[str]:
     except (OSError, ValueError, LookupError) as error:  # this kernel's files have an unknown format
         return [f"binding: nothing is bound: {type(error).__name__}: {error}"] if rank == 0 else []
     share = plan.shares[local_rank]
-    if share.gpu is not None:
-        os.environ[BOUND_GPU] = share.gpu.name
+    if share.gpu is not None:  # CUDA would put the fastest GPU first
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     added, left_out = variables(plan, local_rank, os.environ)
     os.environ.update(added)
     failures = apply(share)

@@ -1,12 +1,11 @@
 """DistributedDataParallel as `train.py` uses it.
 
-The defaults are the settings that measurably matter (docs/performance.md). `static_graph` is off: with gradient
-accumulation (`no_sync`) torch then fails in the first backward pass, or no longer sums gradients.
+torch's defaults are kept where others don't measurably matter (docs/performance.md). `static_graph` is off: with
+gradient accumulation (`no_sync`) torch then fails in the first backward pass, or no longer sums gradients.
 """
 
 # Without `from __future__ import annotations`: DDP checks the annotations of the hook, which must not be strings.
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,45 +15,32 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 
-@dataclass(frozen=True)
-class DdpSettings:
-    """How gradients are summed over the ranks.
-
-    Attributes:
-        compression: `"bf16"` sends and sums gradients in bfloat16, which halves the bytes.
-        bucket_mb: MiB per bucket, which is sent in one piece; the first bucket has 1 MiB.
-        bucket_view: Whether gradients are views of the buckets, which saves a copy in time and memory.
-        static_graph: Whether every step uses the same parameters.
-    """
-
-    compression: str = "none"
-    bucket_mb: float = 25.0
-    bucket_view: bool = True
-    static_graph: bool = False
-
-
 def distribute(
-    model: nn.Module, device: torch.device, settings: DdpSettings, find_unused: bool = False
+    model: nn.Module,
+    device: torch.device,
+    compression: str = "none",
+    find_unused: bool = False,
+    bucket_mb: float = 25.0,
 ) -> DistributedDataParallel:
     """Return `model` with its gradients averaged over all ranks.
 
     Args:
+        compression: `"bf16"` sends and sums gradients in bfloat16, which halves the bytes.
         find_unused: Whether some parameters get no gradient.
+        bucket_mb: MiB of gradients that are sent in one piece.
     """
     # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
     known = inspect.signature(DistributedDataParallel).parameters
-    sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options: dict[str, Any] = {sync: False}
+    sync: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         find_unused_parameters=find_unused,
-        gradient_as_bucket_view=settings.bucket_view,
-        static_graph=settings.static_graph,
-        bucket_cap_mb=settings.bucket_mb,
-        **options,
+        gradient_as_bucket_view=True,  # saves a copy in time and memory
+        bucket_cap_mb=bucket_mb,
+        **sync,
     )
-    if settings.compression == "bf16":
+    if compression == "bf16":
         wrapped.register_comm_hook(None, send_bf16)
     _fill_buckets(wrapped)
     return wrapped

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.cluster.ranks import BOUND_GPU, cpus_of_rank, launch_id, ranks_from_environment, restarts
+from volo.cluster.ranks import cpus_of_rank, launch_id, ranks_from_environment, restarts
 from volo.cluster.store import connect, serve
 from volo.cluster.topology import interface_to
 
@@ -107,19 +106,7 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
         if device.index is None or device.index >= count:
             raise UserError(f"--device {name}: needs GPU {device.index}, this machine shows {count}; use --device cpu")
         torch.cuda.set_device(device)
-        _check_bound(torch.cuda.get_device_properties(device))
     return device
-
-
-def _check_bound(gpu: Any) -> None:
-    """Warn if this process computes on another GPU than the one beside which it was bound."""
-    bound = os.environ.get(BOUND_GPU)
-    if bound is None or not hasattr(gpu, "pci_bus_id"):
-        return
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
-    if not bound.startswith(address):
-        remedy = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA_VISIBLE_DEVICES to the GPUs of this job, or --bind none"
-        print(f"warning: bound beside GPU {bound}, but CUDA computes on {address}: {remedy}", file=sys.stderr)
 
 
 def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float = 600.0) -> World:

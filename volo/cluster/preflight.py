@@ -11,7 +11,6 @@ exit code: 0 fit, 6 not fit, 2 for a bad flag, 5 if a node does not come within 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -27,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from tlt._version import __version__
 from tlt.errors import UserError
 from tlt.io.text import some_names, table
-from volo.cluster.distributed import World, from_all, from_primary, init_world, shut_down
+from volo.cluster.distributed import World, from_all, init_world, shut_down
 from volo.cluster.ranks import cpus_of_ranks
 from volo.cluster.topology import read_machine
 
@@ -55,6 +54,9 @@ _REMEDIES = {  # by the first word of what differs
 }
 _SOFTWARE = "start all nodes from the same environment or image, and the same state of the checkout (git status)"
 _MOUNT = "mount it there, and check its name and permissions"
+
+
+Finding: TypeAlias = tuple[Sequence[str], str]  # nodes, or none for all together; the problem with its remedy
 
 
 class Unfit(UserError):
@@ -85,13 +87,6 @@ class Node:
     bandwidth: float | None = None
 
 
-class Finding(NamedTuple):
-    """A problem of some nodes, or of all together where none is named, with its remedy."""
-
-    nodes: Sequence[str]
-    text: str
-
-
 def run(args: Namespace) -> int:
     """Check the machines; return the exit code, the same on all ranks. Raises Unfit if the all-reduce fails."""
     world = init_world(args.device, timeout_s=args.timeout)
@@ -99,21 +94,10 @@ def run(args: Namespace) -> int:
         raise UserError("--min-bandwidth has no effect with one process: volo launch N preflight ... starts N")
     nodes, overall = examine(args, world)
     findings = list(find_problems(nodes, overall, args.min_bandwidth))
-    code, failure = Unfit.exit_code if findings else 0, ""
     if world.is_primary:
         print(*args.notes, *report(nodes, overall, findings), sep="\n", flush=True)
-        record = {"exit_code": code, "nodes": [asdict(node) for node in nodes], "bandwidth_gb_per_s": overall}
-        record["findings"] = [finding._asdict() for finding in findings]
-        try:
-            if args.json:
-                Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-        except OSError as error:
-            failure = f"--json {args.json}: {error.strerror}: name a file that rank 0 can write"
-    failure = from_primary(failure)
-    if failure and world.is_primary:
-        raise UserError(failure)
     shut_down()
-    return UserError.exit_code if failure else code
+    return Unfit.exit_code if findings else 0
 
 
 def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
@@ -259,16 +243,16 @@ def find_problems(nodes: Sequence[Node], overall: float | None, least: float | N
     """Yield how nodes differ, what is wrong on them, and what is slow; `least` is --min-bandwidth."""
     yield from _differences(nodes)
     for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
-        yield Finding([node.name for node in nodes if problem in node.problems], problem)
+        yield [node.name for node in nodes if problem in node.problems], problem
     measured = {node.name: node.bandwidth for node in nodes if node.bandwidth is not None}
     usual = median(measured.values()) if len(measured) > 2 else 0.0  # of two nobody knows which one is slow
     for name, bandwidth in measured.items():
         if bandwidth < _SLOW * usual:
             told = f"its ranks reach {bandwidth:.3g} GB/s among themselves, those of the median node {usual:.3g}"
-            yield Finding([name], f"{told}: see nvidia-smi topo -m and dmesg, run dcgmi diag -r 3, or leave it out")
+            yield [name], f"{told}: see nvidia-smi topo -m and dmesg, run dcgmi diag -r 3, or leave it out"
     if overall is not None and least is not None and overall < least:
         remedy = "see which network it takes (NCCL_DEBUG=INFO), measure that with nccl-tests"
-        yield Finding([], f"the all-reduce reaches {overall:.3g} GB/s, less than --min-bandwidth {least:g}: {remedy}")
+        yield [], f"the all-reduce reaches {overall:.3g} GB/s, less than --min-bandwidth {least:g}: {remedy}"
 
 
 def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -278,9 +262,10 @@ def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
             if what in node.equal or kind == "card":  # what has no size can't be read, which is told
                 names.setdefault(node.equal.get(what, "none"), []).append(node.name)
         if len(names) > 1:
-            fewer = [n for same in names.values() if len(same) < max(map(len, names.values())) for n in same]
             told = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
-            yield Finding(fewer or [node.name for node in nodes], f"{what}: {told}: {_REMEDIES.get(kind, _SOFTWARE)}")
+            most = max(map(len, names.values()))
+            fewer = [name for same in names.values() if len(same) < most for name in same]
+            yield fewer or [node.name for node in nodes], f"{what}: {told}: {_REMEDIES.get(kind, _SOFTWARE)}"
 
 
 def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[Finding]) -> Iterator[str]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-BOUND_GPU = "VOLO_BOUND_GPU"  # the PCI address of the GPU beside which a process was bound
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # What others call them; the first that is there counts: Slurm starts the daemons of Open MPI by srun, and sets MPICH's
 # variables beside its own.

@@ -303,7 +303,6 @@ _PREFLIGHT_GROUPS = (
             flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)"),
             BIND,
             flag("--timeout", default=120.0, type=_WAIT, metavar="S", help="wait this long for all ranks"),
-            flag("--json", default=None, metavar="FILE", help="write all of it there, too (rank 0)"),
             DEBUG,
         ),
     ),

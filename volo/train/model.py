@@ -17,7 +17,7 @@ from tlt.errors import UserError
 from tlt.io.processes import physical_memory
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
-from volo.cluster.ddp import DdpSettings, distribute
+from volo.cluster.ddp import distribute
 from volo.cluster.distributed import World
 from volo.cluster.shard import Meshes, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
@@ -277,7 +277,7 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
     if world.size > 1:
         # Without a class loss the class head and the class attention get no gradients.
         unused = args.token_label and args.cls_weight == 0
-        model = distribute(model, world.device, DdpSettings(args.grad_compression), unused)
+        model = distribute(model, world.device, args.grad_compression, unused)
     elif args.grad_compression != "none":
         raise UserError(f"--grad-compression {args.grad_compression} has no effect with one process: leave it out")
     elif args.dist_bn:
