@@ -24,11 +24,10 @@ import torch.distributed as dist
 
 from tlt.errors import UserError
 from volo.cluster.ranks import cpus_of_rank, launch_id, ranks_from_environment, restarts
-from volo.cluster.store import connect, serve
+from volo.cluster.store import connect, meet, serve
 from volo.cluster.topology import interface_to
 
 T = TypeVar("T")
-_POLL_S = 0.1
 _MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
@@ -211,13 +210,9 @@ def _meet(world: World, here: bool, seconds: float) -> dist.Store:
     until = time.monotonic() + seconds
     # An earlier start may have used the store of torchrun.
     store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", _store(world, here, until))
-    store.set(f"here/{world.rank}", "")
-    store.add("here", 1)
-    while store.add("here", 0) < world.size:
-        if time.monotonic() > until:
-            missing = [str(rank) for rank in range(world.size) if not store.check([f"here/{rank}"])]
-            raise RankLost(f"rank {', '.join(missing)} did not come within {seconds:.0f} s: see what it printed")
-        time.sleep(_POLL_S)
+    if missing := meet(store, world.rank, world.size, until):
+        ranks = ", ".join(map(str, missing))
+        raise RankLost(f"rank {ranks} did not come within {seconds:.0f} s: see what it printed")
     return store
 
 
@@ -234,13 +229,10 @@ def _store(world: World, here: bool, until: float) -> dist.TCPStore:
         except OSError as error:
             remedy = "give the IP address of the first node, or another port"
             raise UserError(f"MASTER_ADDR={address}, MASTER_PORT={port}: {error.strerror}: {remedy}") from error
-    while True:
-        try:
-            return connect(address, port)
-        except (OSError, dist.DistError) as error:
-            if time.monotonic() > until:
-                raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)") from error
-            time.sleep(_POLL_S)
+    store = connect(address, port, until)
+    if store is None:
+        raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)")
+    return store
 
 
 def limit_threads(world: World) -> None:

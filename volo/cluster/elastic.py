@@ -22,14 +22,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from volo.cluster.launch import Launch
-from volo.cluster.store import connect, serve
+from volo.cluster.store import connect, meet, serve
 
 LOST = 5
 _TOLD = (85, 130)
@@ -91,13 +91,23 @@ class OneAddress(RendezvousHandler):
             NotTogether: One does not come in time, has a number that another one has, or the port is in use.
         """
         launch, until = self._launch, time.monotonic() + self._launch.join_timeout
-        self._store = store = self._serve() if launch.node_rank == 0 else self._reach(until)
-        if store.compare_set(f"node/{launch.node_rank}", "", self._name).decode() != self._name:
+        within = f"{launch.address}:{launch.port} within {launch.join_timeout} s"
+        self._store = self._serve() if launch.node_rank == 0 else connect(launch.address, launch.port, until)
+        if self._store is None:
+            raise NotTogether(
+                f"node 0 did not answer at {within}: is it started there, with the same MASTER_ADDR and MASTER_PORT, "
+                "and does a firewall keep the port shut?"
+            )
+        if self._store.compare_set(f"node/{launch.node_rank}", "", self._name).decode() != self._name:
             raise NotTogether(f"another machine has joined as NODE_RANK {launch.node_rank}, too: each needs its own", 2)
-        self._wait_for_all(store, until)
-        self._run_id = store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
-        where = RendezvousStoreInfo(launch.address, store.port)
-        return RendezvousInfo(PrefixStore("agents", store), launch.node_rank, launch.nodes, where)
+        if missing := meet(self._store, launch.node_rank, launch.nodes, until):
+            raise NotTogether(
+                f"node {', '.join(map(str, missing))} did not join {within}: see what was printed there; NNODES, "
+                "MASTER_ADDR and MASTER_PORT must be the same on all nodes"
+            )
+        self._run_id = self._store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
+        where = RendezvousStoreInfo(launch.address, self._store.port)
+        return RendezvousInfo(PrefixStore("agents", self._store), launch.node_rank, launch.nodes, where)
 
     def _serve(self) -> TCPStore:
         address, port = self._launch.address, self._launch.port
@@ -106,30 +116,6 @@ class OneAddress(RendezvousHandler):
         except OSError as error:
             remedy = "node 0 is the one that has MASTER_ADDR; where another run uses the port, choose a MASTER_PORT"
             raise NotTogether(f"can't listen at {address}, port {port} ({error.strerror}): {remedy}", code=2) from error
-
-    def _reach(self, until: float) -> TCPStore:
-        address, port = self._launch.address, self._launch.port
-        while True:
-            try:
-                return connect(address, port)
-            except (OSError, DistError) as error:
-                if time.monotonic() > until:
-                    raise NotTogether(
-                        f"node 0 did not answer at {address}:{port} within {self._launch.join_timeout} s: is it "
-                        "started there, with the same MASTER_ADDR and MASTER_PORT, and does a firewall keep it shut?"
-                    ) from error
-            time.sleep(_POLL_S)
-
-    def _wait_for_all(self, store: TCPStore, until: float) -> None:
-        missing = list(range(self._launch.nodes))
-        while missing := [rank for rank in missing if not store.check([f"node/{rank}"])]:
-            if time.monotonic() > until:
-                raise NotTogether(
-                    f"node {', '.join(map(str, missing))} did not join {self._launch.address}:{store.port} within "
-                    f"{self._launch.join_timeout} s: see what was printed there; NNODES, MASTER_ADDR and MASTER_PORT "
-                    "must be the same on all nodes"
-                )
-            time.sleep(_POLL_S)
 
 
 class Launcher:

@@ -198,24 +198,22 @@ class StopGuard:
             raise Stopped(code, "stopped because another rank had to")
 
 
-def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
-    """Write the file REQUEUE_MARKER, one line of JSON, for the batch script that named it. Rank 0 calls it once it has
-    saved.
-
-    A script can't rely on the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
-    """
-    marker = os.environ.get("REQUEUE_MARKER")
-    if not marker or stop.exit_code != PREEMPTED:
-        return
-    record = {"reason": str(stop), "update": update, "checkpoint": str(checkpoint) if checkpoint.is_file() else None}
-    try:
-        Path(marker).write_text(json.dumps(record) + "\n")
-    except OSError as error:  # the checkpoint is safe: the run ends normally and has to be started by hand
-        print(f"REQUEUE_MARKER={marker} cannot be written ({error.strerror}): nobody requeues the job", file=sys.stderr)
-
-
 def tell_batch_script(state: str) -> None:
     """Write "begun" or "done" to the file REQUEUE_MARKER.state for the batch script that named it; rank 0 calls it."""
     if marker := os.environ.get("REQUEUE_MARKER"):
         with suppress(OSError):
             Path(f"{marker}.state").write_text(state)
+
+
+def ask_for_requeue(stop: Stopped, update: int, checkpoint: Path) -> None:
+    """Write the file REQUEUE_MARKER, one line of JSON, for the batch script; rank 0 calls it once it has saved.
+
+    A script can't rely on the exit code of `srun` or `torchrun`, which mixes the codes of many processes.
+    """
+    marker = os.environ.get("REQUEUE_MARKER")
+    if marker and stop.exit_code == PREEMPTED:
+        saved = str(checkpoint) if checkpoint.is_file() else None
+        try:
+            Path(marker).write_text(json.dumps({"reason": str(stop), "update": update, "checkpoint": saved}) + "\n")
+        except OSError as error:  # the checkpoint is safe: the run ends normally and has to be started by hand
+            print(f"REQUEUE_MARKER={marker}: {error.strerror}: nobody requeues the job", file=sys.stderr)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, Store, TCPStore
 
 _ANSWER = timedelta(seconds=60)
+_POLL_S = 0.1
 _BACKLOG = 4096  # connections that wait: all ranks of a large run come at once
 
 
@@ -23,13 +25,24 @@ def serve(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect(address: str, port: int) -> TCPStore:
-    """Return the store that listens there.
+def connect(address: str, port: int, until: float) -> TCPStore | None:
+    """Return the store that listens there; None if nobody has answered by then, by the monotonic clock."""
+    while time.monotonic() < until:
+        try:
+            # The store's own client would wait and let no signal through.
+            socket.create_connection((address, port), timeout=2).close()
+            return TCPStore(address, port, None, False, _ANSWER, wait_for_workers=False)
+        except (OSError, DistError):
+            time.sleep(_POLL_S)
+    return None
 
-    Raises:
-        OSError: Nobody listens, or a firewall keeps the port shut.
-        DistError: The connection breaks off.
-    """
-    # The store's own client would wait and let no signal through.
-    socket.create_connection((address, port), timeout=2).close()
-    return TCPStore(address, port, None, False, _ANSWER, wait_for_workers=False)
+
+def meet(store: Store, number: int, size: int, until: float) -> list[int]:
+    """Come as the `number`th of `size`; return the numbers that have not come by then, at once when all have."""
+    store.set(f"here/{number}", "")
+    store.add("here", 1)
+    while store.add("here", 0) < size:
+        if time.monotonic() > until:
+            return [each for each in range(size) if not store.check([f"here/{each}"])]
+        time.sleep(_POLL_S)
+    return []
