@@ -20,18 +20,14 @@ from volo.cluster.distributed import (
     RankLost,
     World,
     choose_device,
-    from_primary,
     init_world,
     lost_rank_explained,
-    primary_first,
-    sum_over_ranks,
 )
 from volo.cluster.per_host import OncePerHost
 from volo.cluster.ranks import _OTHERS as OTHERS
 from volo.cluster.ranks import (
     adopt_launcher,
     cpu_quota,
-    cpus_of_rank,
     local_size_from_environment,
     ranks_from_environment,
 )
@@ -128,17 +124,6 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     assert given == ([] if threads is None else [threads])
 
 
-@pytest.mark.parametrize(
-    ("quota", "free", "cpus"), [(math.inf, 0, 4), (5.0, 0, 2), (5.0, 1, 2), (4.0, 1, 1), (0.5, 0, 1)]
-)
-def test_ranks_share_the_quota_of_their_cgroup(
-    quota: float, free: int, cpus: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    monkeypatch.setattr(ranks, "cpu_quota", lambda: quota)
-    assert cpus_of_rank({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, free) == cpus
-
-
 def _tree(root: Path, cgroup: str, **files: str) -> Path:
     for name, text in {"proc/self/cgroup": cgroup, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,17 +142,6 @@ def test_the_quotas_of_all_cgroups_around_are_heeded(tmp_path: Path) -> None:
     assert cpu_quota(two) == 0.5
     container = _tree(tmp_path / "c", "0::/\n", **{f"{top}/cpu.max": "25000 100000"})
     assert cpu_quota(container) == 0.25
-
-
-def test_collectives_alone_change_nothing() -> None:
-    value = torch.tensor([1.0, 2.0])
-    assert torch.equal(sum_over_ranks(value), value)
-    assert from_primary("x") == "x"
-    with primary_first():
-        ran = True
-    assert ran
-    with pytest.raises(UserError, match="bad"), primary_first():
-        raise UserError("bad")
 
 
 def one_rank(rank: int, directory: str) -> None:

@@ -16,7 +16,6 @@ import torch
 from tests.commands.conftest import Running
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import LIMIT, free_port
-from tlt.errors import UserError
 from volo import cli
 from volo.cluster import preflight
 from volo.cluster.distributed import World
@@ -103,29 +102,12 @@ def test_a_node_that_differs_is_named(what: str, values: list[str | None], names
     assert list(found[0]) == names.split() and found[1].startswith(told)
 
 
-def test_what_can_not_be_read_is_told_once_for_all_nodes_and_is_no_difference() -> None:
-    nodes = [replace(node, problems=["can't read it"]) for node in cluster("size of /data", [None, None])]
-    found = find_problems([*nodes, *cluster("size of /data", [None, None, "12"])[2:]], None, None)
-    assert list(found) == [(["n1", "n2"], "can't read it")]
-
-
 @pytest.mark.parametrize(
     ("within", "slow"), [([10.0, 9.0, 4.0], ["n3"]), ([10.0, 9.0, 6.0], []), ([10.0, 1.0], []), ([None] * 3, [])]
 )
 def test_a_node_is_slow_below_half_the_median_of_three(within: list[float | None], slow: list[str]) -> None:
     nodes = [replace(cluster("torch", ["1"])[0], name=f"n{i}", bandwidth=each) for i, each in enumerate(within, 1)]
     assert [name for found in find_problems(nodes, 5.0, 5.0) for name in found[0]] == slow
-
-
-def test_a_stale_checkout_shows(tmp_path: Path) -> None:
-    for name in ("volo/a.py", "tlt/b.py", "volo/notes.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n")
-    before = preflight.code_digest(tmp_path)
-    (tmp_path / "volo/notes.txt").write_text("not code")
-    assert preflight.code_digest(tmp_path) == before
-    (tmp_path / "tlt/b.py").write_text("x = 2\n")
-    assert preflight.code_digest(tmp_path) != before
 
 
 def test_an_all_reduce_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,19 +118,6 @@ def test_an_all_reduce_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Unfit, match=r"the all-reduce fails \(NCCL error: unhandled system error\): ") as error:
         preflight.examine(parse_preflight([]), World(0, 0, 2, torch.device("cpu")))
     assert error.value.exit_code == 6
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--free-gb 5", "--free-gb 5.0 has no effect without --output"),
-        ("--dta /data", "did you mean --data"),
-        ("--timeout 0", "out of range"),
-    ],
-)
-def test_flags_without_effect(flags: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        parse_preflight(flags.split())
 
 
 def test_a_least_bandwidth_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,11 +181,6 @@ def test_a_mistake_is_one_line_before_any_step(
     assert ended.err.splitlines()[-1].startswith("error: ") and slurm.lines("asked") == []
 
 
-def test_a_model_without_a_recipe_for_large_images_is_told(slurm: FakeSlurm) -> None:
-    ended = slurm.run("finetune.sbatch", "--model=lvvit_m", FINETUNE=str(slurm.folder / "d5.pth.tar"))
-    assert (ended.code, ended.steps) == (2, []) and "no recipe none: set CONFIG=FILE.yaml" in ended.err
-
-
 BEGUN = "echo begun > $REQUEUE_MARKER.state"
 MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
 
@@ -211,17 +206,6 @@ def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict
     ended = slurm.run("pretrain.sbatch", DO=do, **env)
     assert slurm.lines("asked") == (["requeue 12345"] if asked else [])
     assert ended.code == int(do.split()[-1]) and not marker.exists()
-
-
-def test_one_task_of_an_array_is_requeued(slurm: FakeSlurm) -> None:
-    slurm.run("pretrain.sbatch", DO=f"{MARKED} 85", SLURM_ARRAY_JOB_ID="40", SLURM_ARRAY_TASK_ID="3")
-    assert slurm.lines("asked") == ["requeue 40_3"]
-
-
-def test_a_busy_controller_is_asked_again(slurm: FakeSlurm) -> None:
-    ended = slurm.run("pretrain.sbatch", DO=f"{MARKED} 85", REFUSED="1")
-    assert slurm.lines("asked") == ["requeue 12345"] * 3
-    assert "could not requeue job 12345 (attempt 3 of 3)" in ended.err
 
 
 def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> None:
@@ -274,34 +258,10 @@ def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_tim
     assert asked == 5 and "two starts in a row before they had done an update: ask for more (--time)" in error
 
 
-def test_machines_that_are_not_fit_end_the_job(slurm: FakeSlurm) -> None:
-    ended = slurm.run("pretrain.sbatch", DO="exit 6")
-    assert ended.code == 6 and len(ended.steps) == 1
-
-
 def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSlurm) -> None:
     for do in ("exit 0", BEGUN):
         ended = slurm.run("pretrain.sbatch", DO=do)
         assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
-
-
-def test_what_cannot_be_written_is_told_before_any_step(slurm: FakeSlurm) -> None:
-    (slurm.folder / "file").touch()
-    ended = slurm.run("pretrain.sbatch", LOGS=str(slurm.folder / "file" / "logs"))
-    assert ended.code == 2 and ended.steps == [] and "cannot be written" in ended.err.splitlines()[-1]
-
-
-def test_relative_names_are_those_of_the_nodes_and_containers(slurm: FakeSlurm) -> None:
-    image = slurm.folder / "volo.sqsh"
-    image.touch()
-    ended = slurm.run(
-        "finetune.sbatch", DATA="tests/golden", FINETUNE="README.md", LABELS=".", CONTAINER_IMAGE=str(image)
-    )
-    (mounts,) = [word for word in ended.steps[-1].split() if word.startswith("--container-mounts=")]
-    pairs = [pair.split(":") for pair in mounts.removeprefix("--container-mounts=").split(",")]
-    assert all(source == target and source.startswith("/") for source, target in pairs), pairs
-    assert f"{ROOT}/tests/golden:{ROOT}/tests/golden" in mounts
-    assert f" {ROOT}/tests/golden " in ended.steps[-1] and f"--finetune {ROOT}/README.md" in ended.steps[-1]
 
 
 def test_data_that_change_in_a_folder_are_staged_again(slurm: FakeSlurm) -> None:
@@ -351,16 +311,6 @@ def test_data_are_staged_whole_or_not_at_all(stage: Callable[..., Ended], tmp_pa
     (target / "train" / "one.png").write_text("kept")
     assert "data are staged" in stage(source, target).out
     assert (target / "train" / "one.png").read_text() == "kept"
-
-
-def test_another_job_that_stages_the_same_may_be_quicker(stage: Callable[..., Ended], tmp_path: Path) -> None:
-    target, sync = tmp_path / "raid" / "digits-1", tmp_path / "bin" / "sync"
-    sync.parent.mkdir()
-    sync.write_text(f"#!/bin/sh\nls {target} && exit\nmkdir -p {target}/train\necho other > {target}/train/one.png\n")
-    sync.chmod(0o755)
-    ended = stage(tmp_path / "digits", target, PATH=f"{sync.parent}:{os.environ['PATH']}")
-    assert (ended.code, os.listdir(tmp_path / "raid")) == (0, ["digits-1"])
-    assert os.listdir(target) == ["train"] and (target / "train" / "one.png").read_text() == "other\n"
 
 
 def test_what_cannot_be_staged_is_one_line_that_names_the_node(stage: Callable[..., Ended], tmp_path: Path) -> None:

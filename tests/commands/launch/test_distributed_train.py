@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
-from tests.conftest import LIMIT
 from tests.train.steps import loss_of_step
 from tlt.data.loader import TrainLoader
 from volo.cluster.distributed import World
@@ -132,10 +129,6 @@ def test_with_batchnorm_and_mixtoken_two_ranks_equal_the_two_halves_computed_apa
     assert [r["loss"] for r in metrics(tmp_path / "two")] == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_launcher_says_how_it_is_called() -> None:
-    assert "usage" in launch(0, "", code=2)
-
-
 def test_a_mistake_ends_all_processes_with_its_line_and_exit_code(dataset: tuple[Path, Path]) -> None:
     out = launch(2, f"{FLAGS} --model volo_d9", dataset[0], code=2)
     assert len(re.findall(r"^\[rank [01]\] error: --model volo_d9", out, re.MULTILINE)) == 1 and "Traceback" not in out
@@ -155,19 +148,3 @@ def test_gradients_in_bfloat16_move_the_weights_by_their_rounding(dataset: tuple
     assert two[0]["loss"] == one[0]["loss"] and two[0]["grad_norm"] != one[0]["grad_norm"]
     assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=0.01)
     assert [r["grad_norm"] for r in three] == pytest.approx([r["grad_norm"] for r in one], rel=0.03)
-
-
-@pytest.mark.parametrize("flag", ["--grad-compression bf16", "--dist-bn reduce", "--dist-bn broadcast"])
-def test_one_process_has_nobody_to_share_with(
-    call: Callable[..., Ended], dataset: tuple[Path, Path], tmp_path: Path, flag: str
-) -> None:
-    ended = call("train", f"{dataset[0]} {QUICK} --epochs 1 --output {tmp_path} {flag}")
-    assert ended.code == 2 and f"{flag} has no effect with one process: leave it out" in ended.err
-
-
-def test_a_folder_that_is_missing_is_told_once_whatever_starts_the_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = [str(ROOT / "train.py"), str(tmp_path / "missing"), *QUICK.split()]
-    env = {name: value for name, value in os.environ.items() if name != "LAUNCH_TOLD"} | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *flags], env=env, capture_output=True, text=True, timeout=LIMIT)
-    assert ended.returncode and ended.stderr.count("error: data folder ") == 1, ended.stderr
