@@ -23,8 +23,8 @@ for folder in OUTPUT LOGS; do
 done
 OUTPUT=$(realpath "$OUTPUT") LOGS=$(realpath "$LOGS")
 REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # where containers and all nodes see it
-# shellcheck source=steps.sh
-. "$REPO/slurm/steps.sh"
+# shellcheck source=requeue.sh
+. "$REPO/slurm/requeue.sh"
 
 # FLAGS...: the model that they name.
 model_of() {
@@ -66,8 +66,6 @@ choose_container() {
   case $CONTAINER_IMAGE in
     /*) [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it" ;;
   esac
-  [[ $(srun --help) == *--container-image* ]] ||
-    fail "CONTAINER_IMAGE is set, but srun has no --container-image: this cluster has no pyxis"
   mounts=$REPO:$REPO
   for path in "$OUTPUT" "$LOGS" "$@"; do
     [ -z "$path" ] || mounts+=,$path:$path
@@ -112,9 +110,7 @@ run_job() {
     echo "rank 0 is at $MASTER_ADDR, port $MASTER_PORT"
   fi
 
-  if [ -n "$CONTAINER_IMAGE$STAGE_TO" ]; then
-    on_nodes 1 slurm/prepare_node.sh ${STAGE_TO:+"$DATA" "$data"} || finish $?
-  fi
+  [ -z "$STAGE_TO" ] || on_nodes 1 slurm/stage.sh "$DATA" "$data" || finish $?
   [ "$PREFLIGHT" = 0 ] || preflight=(--data "$data" ${LABELS:+"$LABELS"} --output "$OUTPUT" --timeout 600)
   # A hang must last longer than Slurm needs to see that a node is lost, or the job fails before it is requeued.
   hang=$(scontrol show config | awk '$1 == "SlurmdTimeout" { print 2 * $3 }')

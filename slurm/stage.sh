@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On each node, outside of the container, before the training: can it read the image, are the data on its own disk?
+# Bring the data to a node's own disk, before the training and outside of its container.
 #
-#     prepare_node.sh [SOURCE TARGET]     copy the folder SOURCE, or unpack the tar SOURCE, to the folder TARGET
+#     stage.sh SOURCE TARGET     copy the folder SOURCE, or unpack the tar SOURCE, to the folder TARGET
 #
-# Environment: CONTAINER_IMAGE (a file or nothing). TARGET appears when it is whole; where it exists nothing is done.
+# TARGET appears when it is whole; where it exists nothing is done.
 set -uo pipefail
 node=$(hostname)
 
@@ -11,11 +11,6 @@ fail() {
   echo "error: $node: $*" >&2
   exit 2
 }
-
-case ${CONTAINER_IMAGE:-} in
-  /*) [ -r "$CONTAINER_IMAGE" ] || fail "cannot read CONTAINER_IMAGE=$CONTAINER_IMAGE: put it on a file system of all nodes" ;;
-esac
-[ $# = 2 ] || exit 0
 
 source=$1 target=$2
 if [ -d "$target" ]; then
