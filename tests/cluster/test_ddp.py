@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn, start_processes
 
 from volo.cluster.ddp import distribute
-from volo.train.precision import WorkingCopy
 
 RANKS, STEPS = 2, 3
 CPU = torch.device("cpu")
@@ -51,19 +50,12 @@ def loss_of(model: nn.Module, rank: int, step: int, micro_batch: int, whole: boo
     return loss
 
 
-def accumulate(
-    model: nn.Module, rank: int, step: int, accumulated: int, whole: bool, copy: WorkingCopy | None = None
-) -> None:
+def accumulate(model: nn.Module, rank: int, step: int, accumulated: int, whole: bool) -> None:
     """The gradients of some micro-batches, of which the last one sums them over the ranks."""
     for micro_batch in range(accumulated):
         last = micro_batch == accumulated - 1
         with nullcontext() if last else getattr(model, "no_sync", nullcontext)():
-            loss = loss_of(model, rank, step, micro_batch, whole)
-            if copy is not None and last:
-                copy.take_gradients_back()
-            loss.backward()
-            if copy is not None:
-                copy.give_gradients()
+            loss_of(model, rank, step, micro_batch, whole).backward()
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -80,18 +72,6 @@ def case(name: str, rank: int, accumulated: int, whole: bool) -> list[Tensor]:
     return found if whole else found[:4]
 
 
-def copied(name: str, rank: int, accumulated: int, whole: bool) -> list[Tensor]:
-    """As `case`, where a bfloat16 copy computes."""
-    master = net()
-    copy = WorkingCopy(master)
-    model = distribute(copy.module, CPU, find_unused=not whole, **SETTINGS[name])
-    for step in range(STEPS):
-        master.zero_grad()
-        accumulate(model, rank, step, accumulated, whole, copy)
-    return gradients(master)
-
-
-COPIED = [("default", 8, True), ("bf16", 3, False)]
 CASES = [(name, *rest) for name in SETTINGS for rest in ((1, True), (3, True), (1, False))]
 
 
@@ -110,7 +90,6 @@ def start_ranks(function: Callable[[int, str], None], directory: Path, ranks: in
 def one_rank(rank: int, directory: str) -> None:
     join(rank, RANKS, directory)
     found = {(name, *rest): case(name, rank, *rest) for name, *rest in CASES}
-    found |= {("copied", name, *rest): copied(name, rank, *rest) for name, *rest in COPIED}
     torch.save(found, f"{directory}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -154,31 +133,6 @@ def test_gradients_over_two_ranks(found: list[Any], name: str, accumulated: int,
         expected = [((a.bfloat16() / 2).float() + (b.bfloat16() / 2).float()).bfloat16().float() for a, b in pairs]
     assert len(first) == (6 if whole else 4)
     assert all(torch.equal(a, b) for a, b in zip(first, expected, strict=True))
-
-
-def local_parts(rank: int, accumulated: int, whole: bool) -> list[list[Tensor]]:
-    """The bfloat16 gradients of each parameter of a copy, one for each micro-batch."""
-    parts = []
-    for micro_batch in range(accumulated):
-        copy = WorkingCopy(net()).module
-        loss_of(copy, rank, STEPS - 1, micro_batch, whole).backward()
-        parts.append(gradients(copy))
-    return [list(each) for each in zip(*parts, strict=True)]
-
-
-@pytest.mark.parametrize(("name", "accumulated", "whole"), COPIED)
-def test_a_copy_adds_its_micro_batches_in_float32_and_rounds_their_sum_to_send_it(
-    found: list[Any], name: str, accumulated: int, whole: bool
-) -> None:
-    first, second = (ranks["copied", name, accumulated, whole] for ranks in found)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    ranks = zip(local_parts(0, accumulated, whole), local_parts(1, accumulated, whole), strict=True)
-    assert len(first) == (6 if whole else 4)
-    for a, pair in zip(first, ranks, strict=True):
-        sent = [(sum(p.float() for p in parts[:-1]) + torch.zeros(())).bfloat16() + parts[-1] for parts in pair]
-        assert a.dtype is torch.float32 and torch.equal(a, (sent[0] / 2 + sent[1] / 2).float())
-        exact = sum(part.double() for parts in pair for part in parts) / 2  # of one rank with all micro-batches
-        assert (a - exact).norm() < 2**-8 * exact.norm()
 
 
 def test_three_ranks_sum_in_the_first_step_as_in_every_other(tmp_path: Path) -> None:

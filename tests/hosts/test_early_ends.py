@@ -30,10 +30,9 @@ def pair(hosts: list[Host], data: Path) -> Callable[..., list[Running]]:
     return start
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
 @pytest.mark.parametrize(
-    ("flag", "told"),
-    [("--no-such-flag", "error: unknown flag --no-such-flag"), ("--device cuda", "this machine shows 0")],
+    ("wrong", "flag", "told"),
+    [(0, "--device cuda", "this machine shows 0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
 )
 def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     pair: Callable[..., list[Running]], wrong: int, flag: str, told: str

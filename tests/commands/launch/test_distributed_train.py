@@ -11,17 +11,6 @@ import pytest
 import torch
 
 from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
-from tests.train.steps import loss_of_step
-from tlt.data.loader import TrainLoader
-from volo.cluster.distributed import World
-from volo.cluster.shard import total_norm
-from volo.config.args import parse_train
-from volo.train import data as data_factory
-from volo.train.criterion import StepKey, make_criterion
-from volo.train.data import open_folders, open_labels
-from volo.train.model import build_model, eval_settings
-from volo.train.optim import create_optimizer, set_lr
-from volo.train.schedule import LrSchedule, resolve_lr
 
 CPU = torch.device("cpu")
 # 40 images, 8 an update: 20 updates. A larger rate without warm-up would amplify rounding beyond any tolerance.
@@ -86,49 +75,6 @@ def parameters(told: str) -> list[str]:
     return re.findall(r"[\d.]+ M parameters", told)
 
 
-def _halves(argv: list[str]) -> list[float]:
-    """Losses of one process that computes what two ranks compute apart, and steps on the mean of their gradients."""
-    args = parse_train(argv)
-    torch.manual_seed(args.seed)
-    model = build_model(args).train()
-    settings = eval_settings(args, model)
-    folders = open_folders(args, 2)
-    labels, _ = open_labels(args, folders.train, model.num_classes)
-    criterion = make_criterion(args, model, settings["input_size"][1:])
-    optimizer = create_optimizer(args, model, CPU)
-    loaders: list[TrainLoader] = [
-        data_factory.train_loader(args, folders.train, labels, settings, World(rank, rank, 2, CPU)) for rank in (0, 1)
-    ]
-    schedule = LrSchedule(args, resolve_lr(args, 8)[0], len(loaders[0]))
-    losses, update = [], 0
-    for epoch in range(schedule.total_epochs):
-        for halves in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
-            terms = []
-            for rank, (_, _, batch) in enumerate(halves):
-                step = StepKey(args.seed, update, 0, rank)
-                step.seed_torch()
-                terms.append(loss_of_step(criterion, model, batch, step).total)
-            (sum(terms) / 2).backward()
-            set_lr(optimizer, schedule(update))
-            assert torch.isfinite(total_norm(model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(sum(float(term.detach()) for term in terms) / 2)
-            update += 1
-    return losses
-
-
-def test_with_batchnorm_and_mixtoken_two_ranks_equal_the_two_halves_computed_apart(
-    dataset: tuple[Path, Path], tmp_path: Path
-) -> None:
-    data, labels = dataset
-    flags = f"{FLAGS} -b 4 --drop-path 0.1 --output {tmp_path} --experiment two --token-label-data {labels}"
-    launch(2, flags, data)
-    expected = _halves([str(data), *flags.split()])
-    assert len(expected) == 20
-    assert [r["loss"] for r in metrics(tmp_path / "two")] == pytest.approx(expected, abs=1e-5)
-
-
 def test_a_mistake_ends_all_processes_with_its_line_and_exit_code(dataset: tuple[Path, Path]) -> None:
     out = launch(2, f"{FLAGS} --model volo_d9", dataset[0], code=2)
     assert len(re.findall(r"^\[rank [01]\] error: --model volo_d9", out, re.MULTILINE)) == 1 and "Traceback" not in out
@@ -141,10 +87,8 @@ def test_gradients_in_bfloat16_move_the_weights_by_their_rounding(dataset: tuple
     flags += f" --token-label --token-label-data {labels} --output {tmp_path} --experiment"
     launch(2, f"{flags} exact", data)
     launch(2, f"{flags} rounded --grad-compression bf16", data)
-    launch(2, f"{flags} copied --model-dtype bfloat16", data)
     exact, rounded = (torch.load(tmp_path / run / "last.pth.tar", weights_only=True) for run in ("exact", "rounded"))
     assert (exact["args"]["grad_compression"], rounded["args"]["grad_compression"]) == ("none", "bf16")
-    one, two, three = (metrics(tmp_path / run) for run in ("exact", "rounded", "copied"))
+    one, two = (metrics(tmp_path / run) for run in ("exact", "rounded"))
     assert two[0]["loss"] == one[0]["loss"] and two[0]["grad_norm"] != one[0]["grad_norm"]
     assert [r["grad_norm"] for r in two] == pytest.approx([r["grad_norm"] for r in one], rel=0.01)
-    assert [r["grad_norm"] for r in three] == pytest.approx([r["grad_norm"] for r in one], rel=0.03)
