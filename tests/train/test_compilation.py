@@ -23,7 +23,7 @@ from tests.conftest import imagined_gpu
 from tlt.errors import UserError
 from tlt.models.drop_path import drop_path_layer
 from tlt.models.layers import ResidualBlock
-from volo.cluster.ddp import DdpSettings, distribute
+from volo.cluster.ddp import distribute
 from volo.cluster.distributed import World
 from volo.config.args import parse_train
 from volo.train import compilation
@@ -137,7 +137,7 @@ def process_group() -> Iterator[None]:
 @pytest.mark.parametrize("scope", ["blocks", "model"])
 def test_distributed_data_parallel_takes_both_scopes(process_group: None, scope: str) -> None:
     cpu = torch.device("cpu")
-    eager, model = (distribute(small("lvvit_test"), cpu, DdpSettings()) for _ in range(2))
+    eager, model = (distribute(small("lvvit_test"), cpu) for _ in range(2))
     called = compile_model(model, flags(torchcompile_scope=scope))
     for step in range(2):
         with called.no_sync() if step else nullcontext():
