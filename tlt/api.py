@@ -43,8 +43,6 @@ from tlt.targets import Targets, make_targets
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tlt.upstream.behaviour import TargetMaker
-
 Grid = tuple[int, int]
 
 # Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream) and of
@@ -95,7 +93,6 @@ class TokenLabelLoss:
         cls_weight, dense_weight, ground_truth, gt_weight_agree, gt_weight_disagree: See `tlt.loss.token_label_loss`.
         uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
         window: The part of an image that the tokens cover (`tlt.models.token_places`).
-        make_targets: Makes the targets; `--compat` has others.
     """
 
     grid: Grid
@@ -109,7 +106,6 @@ class TokenLabelLoss:
     gt_weight_disagree: float = 0.1
     uncovered: str = "ignore"
     window: Area = FULL_AREA
-    make_targets: TargetMaker = make_targets
 
     @classmethod
     def of(cls, model: Any, img_size: tuple[int, int], **settings: Any) -> Self:
@@ -129,7 +125,7 @@ class TokenLabelLoss:
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, whose images are not mixed yet, on its device."""
-        return self.make_targets(
+        return make_targets(
             batch.labels,
             batch.affine,
             batch.visible,
