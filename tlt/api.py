@@ -35,7 +35,7 @@ from tlt.label_map import FULL_AREA, Area
 from tlt.label_map import LabelBatch as LabelBatch
 from tlt.labels.store import open_labels as open_labels
 from tlt.loss import LossTerms, token_label_loss
-from tlt.mix import Shares
+from tlt.mix import MixRatios
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.models.wrap import with_dense_head as with_dense_head
 from tlt.targets import Targets, make_targets
@@ -143,14 +143,14 @@ class TokenLabelLoss:
         outputs: tuple[Tensor, Tensor | None],
         targets: Targets,
         box: mixtoken.Box | None = None,
-        shares: Shares | None = None,
+        ratios: MixRatios | None = None,
     ) -> LossTerms:
         """Return the losses, scalars: means over the batch.
 
         Args:
             outputs: Of `model(images, dense=True, mix_box=box)`: class logits (B, C), token logits (B, N, C) or None.
             box: The box of that forward pass; None for no MixToken.
-            shares: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix.
+            ratios: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix.
         """
         cls_logits, token_logits = outputs
         return token_label_loss(
@@ -158,7 +158,7 @@ class TokenLabelLoss:
             token_logits,
             targets,
             box,
-            shares,
+            ratios,
             cls_weight=self.cls_weight,
             dense_weight=self.dense_weight,
             ground_truth=self.ground_truth,

@@ -21,7 +21,7 @@ from tlt.api import StepKey, TokenLabelLoss, draw_box
 from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.loss import LossTerms
-from tlt.mix import Mixup, Shares
+from tlt.mix import MixRatios, Mixup
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
 from tlt.upstream.behaviour import summing_to_more
@@ -39,12 +39,12 @@ class Mixed:
 
     Attributes:
         images: (B, 3, H, W), mixed if Mixup or CutMix is on.
-        shares: How Mixup or CutMix mixed the images; None without them.
+        ratios: How Mixup or CutMix mixed the images; None without them.
         box: MixToken's box, an int tensor (4,) on the device; None without MixToken.
     """
 
     images: Tensor
-    shares: Shares | None = None
+    ratios: MixRatios | None = None
     box: Tensor | None = None
 
 
@@ -93,15 +93,15 @@ class TokenLabelCriterion(TokenLabelLoss):
         box = _on_device(draw_box(step, self.grid), batch.images.device) if self.mix_token else None
         if self.mix is None:
             return Mixed(batch.images, box=box)
-        shares = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
-        return Mixed(shares.blend_images(batch.images), shares, box)
+        ratios = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        return Mixed(ratios.blend_images(batch.images), ratios, box)
 
     def arguments(self, mixed: Mixed) -> dict[str, Any]:
         return {"dense": True, "mix_box": mixed.box} if self.dense else {"mix_box": mixed.box}
 
     def __call__(self, outputs: Any, targets: Targets, mixed: Mixed) -> LossTerms:  # type: ignore[override]
         cls_logits, token_logits = outputs if self.dense else (outputs, None)
-        return super().__call__((cls_logits, token_logits), targets, mixed.box, mixed.shares)
+        return super().__call__((cls_logits, token_logits), targets, mixed.box, mixed.ratios)
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,16 @@ class ClassCriterion:
     def draw(self, batch: Batch, step: StepKey) -> Mixed:
         if self.mix is None:
             return Mixed(batch.images)
-        shares = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
-        return Mixed(shares.blend_images(batch.images), shares)
+        ratios = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        return Mixed(ratios.blend_images(batch.images), ratios)
 
     def arguments(self, mixed: Mixed) -> dict[str, Any]:
         return {}
 
     def __call__(self, outputs: Tensor, targets: Tensor, mixed: Mixed) -> LossTerms:
         smoothing = self.smoothing
-        if self.mix is not None and mixed.shares is not None:
-            targets, smoothing = self.mix.soft_targets(targets, mixed.shares, mixed.images.dtype), 0.0
+        if self.mix is not None and mixed.ratios is not None:
+            targets, smoothing = self.mix.soft_targets(targets, mixed.ratios, mixed.images.dtype), 0.0
         if self.bce is not None:
             loss = self.bce(outputs.float(), targets)
         else:
