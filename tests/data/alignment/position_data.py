@@ -85,7 +85,7 @@ def load_batch(
     backend: Backend | None = None,
     device: str = "cpu",
 ) -> tuple[Tensor, Batch]:
-    """Return the images (S, B, 3, H, W) of all shots, grey levels in [0, 1], and the augmented batch of the first shot."""
+    """Return the images (S, B, 3, H, W) of all shots, grey levels in [0, 1], and the batch of the first shot."""
     batches = []
     for folder in shots:
         stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
