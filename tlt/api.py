@@ -35,15 +35,13 @@ from tlt.label_map import FULL_AREA, Area
 from tlt.label_map import LabelBatch as LabelBatch
 from tlt.labels.store import open_labels as open_labels
 from tlt.loss import LossTerms, token_label_loss
-from tlt.mix import Shares
+from tlt.mix import MixRatios
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.models.wrap import with_dense_head as with_dense_head
 from tlt.targets import Targets, make_targets
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from tlt.upstream.behaviour import TargetMaker
 
 Grid = tuple[int, int]
 
@@ -95,7 +93,6 @@ class TokenLabelLoss:
         cls_weight, dense_weight, ground_truth, gt_weight_agree, gt_weight_disagree: See `tlt.loss.token_label_loss`.
         uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
         window: The part of an image that the tokens cover (`tlt.models.token_places`).
-        make_targets: Makes the targets; `--compat` has others.
     """
 
     grid: Grid
@@ -109,7 +106,6 @@ class TokenLabelLoss:
     gt_weight_disagree: float = 0.1
     uncovered: str = "ignore"
     window: Area = FULL_AREA
-    make_targets: TargetMaker = make_targets
 
     @classmethod
     def of(cls, model: Any, img_size: tuple[int, int], **settings: Any) -> Self:
@@ -129,7 +125,7 @@ class TokenLabelLoss:
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, whose images are not mixed yet, on its device."""
-        return self.make_targets(
+        return make_targets(
             batch.labels,
             batch.affine,
             batch.visible,
@@ -147,14 +143,14 @@ class TokenLabelLoss:
         outputs: tuple[Tensor, Tensor | None],
         targets: Targets,
         box: mixtoken.Box | None = None,
-        shares: Shares | None = None,
+        ratios: MixRatios | None = None,
     ) -> LossTerms:
         """Return the losses, scalars: means over the batch.
 
         Args:
             outputs: Of `model(images, dense=True, mix_box=box)`: class logits (B, C), token logits (B, N, C) or None.
             box: The box of that forward pass; None for no MixToken.
-            shares: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix.
+            ratios: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix.
         """
         cls_logits, token_logits = outputs
         return token_label_loss(
@@ -162,7 +158,7 @@ class TokenLabelLoss:
             token_logits,
             targets,
             box,
-            shares,
+            ratios,
             cls_weight=self.cls_weight,
             dense_weight=self.dense_weight,
             ground_truth=self.ground_truth,

@@ -13,7 +13,7 @@ class UserError(Exception):
     """
 
     exit_code = 2
-    told = False  # whether another process of this machine prints it, so that this one need not
+    reported = False  # whether another process of this machine prints it, so that this one need not
 
 
 class MissingSplit(UserError):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.io.chunks import image_chunks
-from tlt.mix import Shares
+from tlt.mix import MixRatios
 from tlt.mixtoken import Box, mixed_share
 from tlt.targets import SparseLabels, Targets
 
@@ -34,7 +34,7 @@ def token_label_loss(
     token_logits: Tensor | None,
     targets: Targets,
     mix_box: Box | None = None,
-    shares: Shares | None = None,
+    ratios: MixRatios | None = None,
     *,
     cls_weight: float = 1.0,
     dense_weight: float = 0.5,
@@ -50,7 +50,7 @@ def token_label_loss(
         targets: Of the images before they were mixed. Without token targets (label size 1) the dense loss is 0.
         mix_box: MixToken's box `(row0, col0, row1, col1)` in tokens, ints or an int tensor; None for no mixing. The
             class target is mixed with the partner's (sample B - 1 - i) by the share of tokens the box covers.
-        shares: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix. MixToken's box
+        ratios: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix. MixToken's box
             mixes what they mixed already: a token inside it shows the partner's mixture.
         cls_weight, dense_weight: A term of weight 0 is not computed, so that a head which is not trained can't spoil
             the total with an infinity.
@@ -64,13 +64,13 @@ def token_label_loss(
     cls_target = targets.cls
     if ground_truth:
         cls_target = blend_truth(cls_target, targets.truth_target(), gt_weight_agree, gt_weight_disagree)
-    if shares is not None:
-        cls_target = shares.blend_labels(cls_target)
+    if ratios is not None:
+        cls_target = ratios.blend_labels(cls_target)
     share = 0.0 if mix_box is None else mixed_share(mix_box, targets.grid)
     cls = _class_loss(cls_logits, cls_target, share) if cls_weight else _zero(cls_logits)
     dense = _zero(cls_logits)
     if dense_weight and token_logits is not None and targets.tokens is not None:
-        dense = _dense_loss(token_logits, targets, shares)
+        dense = _dense_loss(token_logits, targets, ratios)
     return LossTerms(cls_weight * cls + dense_weight * dense, cls, dense)
 
 
@@ -80,7 +80,7 @@ def _class_loss(logits: Tensor, target: Tensor, share: float | Tensor) -> Tensor
     return soft_cross_entropy(logits, target * (1 - share) + target.flip(0) * share).mean()
 
 
-def _dense_loss(logits: Tensor, targets: Targets, shares: Shares | None) -> Tensor:
+def _dense_loss(logits: Tensor, targets: Targets, ratios: MixRatios | None) -> Tensor:
     """Mean over images and tokens, each token weighing its coverage.
 
     A label that is a mixture of two costs what the two cost, each by its share: cross-entropy is linear in the label.
@@ -88,9 +88,9 @@ def _dense_loss(logits: Tensor, targets: Targets, shares: Shares | None) -> Tens
     does by the rest, each by its own coverage. No mixed labels are built.
     """
     assert targets.tokens is not None and targets.weight is not None
-    if shares is None:
+    if ratios is None:
         return (sparse_cross_entropy(logits, targets.tokens) * targets.weight).mean()
-    stays = shares.of_tokens(targets.grid, targets.window, targets.weight)  # (B or 1, N)
+    stays = ratios.of_tokens(targets.grid, targets.window, targets.weight)  # (B or 1, N)
     own = (sparse_cross_entropy(logits, targets.tokens) * (targets.weight * stays)).mean()
     rest = targets.weight * (1 - stays.flip(0))
     return own + (sparse_cross_entropy(logits.flip(0), targets.tokens) * rest).mean()

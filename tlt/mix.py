@@ -28,31 +28,31 @@ MODES = ("batch", "pair", "elem")
 
 
 @dataclass(frozen=True)
-class Shares:
+class MixRatios:
     """The share that each sample keeps in a mixed batch; the rest is its partner's.
 
     Attributes:
-        samples: (R, 1) of each sample's label.
-        pixels: (R, 1, H or 1, W or 1) of each pixel.
+        label: (R, 1) of its label.
+        image: (R, 1, H or 1, W or 1) of each pixel of its image.
     """
 
-    samples: Tensor
-    pixels: Tensor
+    label: Tensor
+    image: Tensor
 
     def blend_images(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) -> the mixed images."""
-        return _blend(images, self.pixels.to(images.dtype))
+        return _blend(images, self.image.to(images.dtype))
 
     def blend_labels(self, labels: Tensor) -> Tensor:
         """(B, C) soft labels of the images -> those of the mixed ones."""
-        return _blend(labels, self.samples.to(labels.dtype))
+        return _blend(labels, self.label.to(labels.dtype))
 
     def of_tokens(self, grid: tuple[int, int], window: Area, like: Tensor) -> Tensor:
         """(R, N) of each token of a grid that covers `window` of the image (see `tlt.targets.make_targets`): the mean
         over its pixels, in the dtype of `like`."""
-        if self.pixels.shape[2:] == (1, 1):
-            return self.samples.to(like.dtype).expand(-1, grid[0] * grid[1])
-        pixels = self.pixels.to(like.dtype)
+        if self.image.shape[2:] == (1, 1):
+            return self.label.to(like.dtype).expand(-1, grid[0] * grid[1])
+        pixels = self.image.to(like.dtype)
         rows, cols = (
             _pixels_of_tokens(count, low, high, side, like)
             for count, low, high, side in zip(grid, window[1::-1], window[:1:-1], pixels.shape[2:], strict=True)
@@ -108,18 +108,18 @@ class Mixup:
         Returns:
             Mixed images (B, 3, H, W) and targets (B, C).
         """
-        shares = self.draw(images, generator)
-        return shares.blend_images(images), self.soft_targets(classes, shares, images.dtype)
+        ratios = self.draw(images, generator)
+        return ratios.blend_images(images), self.soft_targets(classes, ratios, images.dtype)
 
-    def soft_targets(self, classes: Tensor, shares: Shares, dtype: torch.dtype) -> Tensor:
+    def soft_targets(self, classes: Tensor, ratios: MixRatios, dtype: torch.dtype) -> Tensor:
         """(B, C) smoothed and mixed targets of (B,) classes."""
-        return shares.blend_labels(one_hot(classes, self.num_classes, self.label_smoothing, dtype))
+        return ratios.blend_labels(one_hot(classes, self.num_classes, self.label_smoothing, dtype))
 
-    def draw(self, images: Tensor, generator: np.random.Generator) -> Shares:
+    def draw(self, images: Tensor, generator: np.random.Generator) -> MixRatios:
         """Decide how a batch is mixed, (B, 3, H, W); images are not changed, and nothing waits for them."""
         size = (images.shape[-2], images.shape[-1])
         lam, boxes = self._draw(len(images), size, generator)
-        return _shares(lam, boxes, size, images)
+        return _mix_ratios(lam, boxes, size, images)
 
     def _draw(
         self, batch: int, size: tuple[int, int], generator: np.random.Generator
@@ -172,21 +172,22 @@ class Mixup:
         return np.concatenate([(centre - cut // 2).clip(0), np.minimum(centre + (cut + 1) // 2, sides)])
 
 
-def _shares(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], images: Tensor) -> Shares:
+def _mix_ratios(lam: Floats, boxes: Sequence[Ints | None], size: tuple[int, int], images: Tensor) -> MixRatios:
     """The share that stays, on the device of the images and in their dtype; a box's sample keeps the area around it."""
     height, width = size
     cut = np.array([box is not None for box in boxes])
     edges = np.array([[0] * 4 if box is None else box for box in boxes], np.float64)
     area = (edges[:, 2] - edges[:, 0]) * (edges[:, 3] - edges[:, 1])
     table = np.column_stack([np.where(cut, 1.0 - area / (height * width), lam), cut, edges])
-    samples, is_cut, *sides = send(table, images.device)[..., None].unbind(1)  # (R, 1) each
-    samples = samples.to(images.dtype)
+    label, is_cut, *sides = send(table, images.device)[..., None].unbind(1)  # (R, 1) each
+    label = label.to(images.dtype)
     if not cut.any():
-        return Shares(samples, samples[..., None, None])
+        return MixRatios(label, label[..., None, None])
     top, left, bottom, right = (side[..., None] for side in sides)  # (R, 1, 1)
     y, x = (torch.arange(length, device=images.device) for length in size)
     outside = ((y < top) | (y >= bottom))[..., None] | ((x < left) | (x >= right))[..., None, :]  # (R, 1, H, W)
-    return Shares(samples, torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), samples[..., None, None]))
+    kept = torch.where(is_cut[..., None, None] > 0, outside.to(images.dtype), label[..., None, None])
+    return MixRatios(label, kept)
 
 
 def _pixels_of_tokens(count: int, low: float, high: float, side: int, like: Tensor) -> Tensor:

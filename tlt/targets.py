@@ -126,7 +126,7 @@ def make_targets(
     Raises:
         UserError: `token_label_size` or `uncovered` is unknown, or a class id too large (`LabelBatch.check_ids`).
     """
-    check_size(token_label_size, grid)
+    check_token_label_size(token_label_size, grid)
     check_uncovered(uncovered)
     dtype = torch.promote_types(affine.dtype, torch.float32)
     classes = classes.long()
@@ -173,7 +173,7 @@ def entries_per_token(labels: LabelBatch | None, grid: tuple[int, int]) -> int:
     return 4 * points_per_token((h, w), grid) ** 2 * k
 
 
-def check_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
+def check_token_label_size(token_label_size: int | None, grid: tuple[int, int]) -> None:
     if token_label_size not in (None, 1) and (token_label_size, token_label_size) != tuple(grid):
         raise UserError(
             f"--token-label-size {token_label_size} does not fit the model's {grid[0]} x {grid[1]} tokens; "

@@ -31,7 +31,7 @@ import tlt
 import volo.models  # noqa: F401  registers them
 from benchmarks.rounds import OUTPUT, Range, Rows
 from tlt.models.token_labeling import DENSE_SHARE
-from tlt.upstream.behaviour import views
+from tlt.upstream.behaviour import label_view
 from volo.config.flag_table import POSITIVE, Group, Number, flag
 
 VALIDATION, BATCH, RATE = 1000, 20, 1e-3
@@ -249,7 +249,7 @@ def open_loader(data: Path, how: Arm, seed: int) -> tlt.Loader:
         labels = tlt.open_labels(str(data / f"train-{how.labels}"), images.paths, num_classes=CLASSES)
     plain: dict[str, Any] = {"hflip": 0.0, "auto_augment": None, "color_jitter": None, "reprob": 0.0}
     config = tlt.AugmentConfig((SIDE, SIDE), mean=(MEAN,) * 3, **plain)
-    options: dict[str, Any] = {"std": (STD,) * 3, "workers": 0, "label_view": views(how.compat)}
+    options: dict[str, Any] = {"std": (STD,) * 3, "workers": 0, "label_view": label_view(how.compat)}
     return tlt.Loader(images, labels, config, BATCH, seed, **options)
 
 

@@ -289,29 +289,16 @@ def test_data_dir_as_a_flag() -> None:
         ("--token-label --token-label-data l --token-label-size 1 --dense-weight 1", "without dense targets"),
         ("--token-label --uncovered uniform", "--uncovered uniform has no effect without --token-label-data"),
         ("--compat label-corp", "--compat label-corp: unknown row, did you mean label-crop"),
-        ("--compat zzzz", "unknown row, there are upstream, aug-order, label-crop"),
+        ("--compat zzzz", "unknown row, there are upstream, label-crop"),
         ("--compat no-label-crop", "--compat no-label-crop takes a row out of upstream"),
         ("--compat upstream label-crop no-label-crop", "keep one of them"),
         ("--compat label-crop", "--compat label-crop has no effect without --token-label-data"),
         ("--amp --model-dtype bfloat16", "--amp and --model-dtype bfloat16 both set the precision: keep one of them"),
         ("--model-dtype bfloat16 --amp-dtype bfloat16", "--amp-dtype bfloat16 has no effect without --amp"),
-        ("--token-label --compat half-ids", "--compat half-ids has no effect without --token-label-data"),
-        ("--compat mixtoken-rng", "--compat mixtoken-rng has no effect without MixToken"),
-        ("--token-label --no-mix-token --compat mixtoken-rng", "has no effect without MixToken"),
-        ("--no-aug --compat aug-order", "--compat aug-order has no effect without augmentation (--no-aug)"),
         (f"{LABELS} --smoothing 0 --compat target-sum", "--compat target-sum has no effect without --smoothing"),
-        (f"{LABELS} --compat untrained-dense-head", "has no effect without --dense-weight 0"),
-        (f"{LABELS} --data-backend synthetic --compat label-names", "has no effect without label files"),
-        (f"{LABELS} --compat label-affine", "needs the published order: add --compat aug-order"),
-        (f"{LABELS} --compat roi-align", "add --compat label-affine"),
-        (f"{LABELS} --compat upstream no-label-affine", "add --compat label-affine"),
-        (f"{LABELS} --compat upstream no-uncovered", "add --compat uncovered"),
-        (f"{LABELS} --compat upstream --mixup 0.8", "roi-align and --mixup or --cutmix"),
-        (f"{LABELS} --compat upstream --cutmix-minmax 0.2 0.8", "leave the row out (no-roi-align)"),
-        (f"{LABELS} --no-aug --uncovered uniform --compat roi-align --cutmix 1", "roi-align and --mixup or --cutmix"),
-        (f"{LABELS} --compat upstream --aug-order timm", "--aug-order timm contradicts --compat aug-order"),
+        (f"{LABELS} --compat half-ids", "--compat half-ids: unknown row, there are upstream, label-crop"),
         (f"{LABELS} --uncovered ignore --compat uncovered", "--uncovered ignore contradicts --compat uncovered"),
-        ("--no-aug --compat upstream", "--compat upstream changes nothing here"),
+        ("--token-label --compat upstream", "--compat upstream has no effect without --token-label-data"),
         ("--token-label --bad-label skip", "--bad-label skip has no effect without --token-label-data"),
         ("--token-label --token-label-data l --gt-weight-agree 0.7", "without --ground-truth"),
         ("--token-label --cls-weight 0", "--cls-weight 0 leaves nothing to train"),
@@ -320,7 +307,6 @@ def test_data_dir_as_a_flag() -> None:
             "--cls-weight 0 leaves nothing to train",
         ),
         ("--no-aug --hflip 0.3", "--hflip 0.3 has no effect without augmentation (--no-aug)"),
-        ("--no-aug --aug-order published", "--aug-order published has no effect without augmentation (--no-aug)"),
         ("--outlooker-drop-path", "without --drop-path above 0"),
         ("--drop-path-mode subset", "--drop-path-mode subset has no effect without --drop-path above 0"),
         ("--drop-path-mode subset --drop-path 0.75 -b 1", "drops nothing at --drop-path 0.75 with --batch-size 1"),
@@ -353,29 +339,14 @@ def test_refused_in_one_line(line: str, message: str) -> None:
 
 
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
-    every = ["label-crop", "label-scale", "label-area", "label-affine", "token-places", "roi-align"]
-    rest = ["target-sum", "half-ids", "label-names"]
     args = parse_train(["/data", *LABELS.split(), "--compat", "upstream"])
-    assert args.compat == ["aug-order", *every, "uncovered", *rest, "mixtoken-rng"]
-    assert (args.aug_order, args.uncovered) == ("published", "uniform")
-    assert any("nothing to change: untrained-dense-head" in note for note in args.notes)
-    args = parse_train(["/data", *LABELS.split(), "--dense-weight", "0", "--compat", "upstream", "no-label-crop"])
-    assert args.compat == ["aug-order", *every[1:], "uncovered", *rest, "untrained-dense-head", "mixtoken-rng"]
-    args = parse_train(["/data", *LABELS.split(), "--no-aug", "--compat", "upstream"])
-    assert "label-affine" not in args.compat and "roi-align" in args.compat and args.aug_order == "timm"
-    args = parse_train(["/data", *LABELS.split(), "--mixup", "0.8", "--compat", "upstream", "no-roi-align"])
-    assert "roi-align" not in args.compat and "label-affine" in args.compat
-    one = parse_train(["/data", *LABELS.split(), "--compat", "label-scale"])
-    assert (one.compat, one.aug_order, one.uncovered) == (["label-scale"], "timm", "ignore")
-    assert parse_train(["/data", "--compat", "aug-order"]).aug_order == "published"
-    assert parse_train(["/data"]).compat is None
-
-
-def test_every_row_of_compat_can_stand_alone() -> None:
-    flags = f"{LABELS} --dense-weight 0 --aug-order published --uncovered uniform"
+    assert (args.compat, args.uncovered) == (list(ROWS_OF_COMPAT), "uniform")
+    args = parse_train(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream", "no-label-crop"])
+    assert args.compat == ["label-scale", "label-area", "uncovered"]
     for row in ROWS_OF_COMPAT:
-        with_it = ["label-affine", row] if row == "roi-align" else [row]
-        assert parse_train(["/data", *flags.split(), "--compat", *with_it]).compat == with_it
+        one = parse_train(["/data", *LABELS.split(), "--compat", row])
+        assert (one.compat, one.uncovered) == ([row], "uniform" if row == "uncovered" else "ignore")
+    assert parse_train(["/data"]).compat is None
 
 
 def test_data_dir_is_needed_but_for_synthetic_data() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.targets import hat_weights, known, one_hot, points_per_token, smooth, source_points
-from tlt.upstream.behaviour import dense_maps
 
 
 class DenseTargets(NamedTuple):
@@ -81,4 +80,6 @@ def sample_tokens(
         weights += (down * inside[..., None])[..., None] * across[..., None, :]
         count += inside
     weights = (weights / count.clamp(min=1)[..., None, None]).flatten(2)
-    return weights @ dense_maps(labels, num_classes, affine.dtype).flatten(2).transpose(1, 2), count / (n * n)
+    ids, values = labels.ids.long().flatten(2), labels.values.to(affine.dtype).flatten(2)  # (B, k, h * w)
+    maps = values.new_zeros(len(ids), num_classes, h * w).scatter_reduce_(1, ids, values, "amax", include_self=False)
+    return weights @ maps.transpose(1, 2), count / (n * n)

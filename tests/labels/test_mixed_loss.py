@@ -65,14 +65,14 @@ def test_token_targets_are_mixed_as_the_images_are(mode: str, batch: int, settin
     mixup = Mixup(**settings, mode=mode, num_classes=CLASSES)
     for seed in range(3):
         # What stays of each pixel is read off the mixed images: each image is 1 and its partner 0, one after another.
-        shares = mixup.draw(torch.zeros(batch, 3, *SIZE, dtype=torch.float64), np.random.default_rng(seed))
+        ratios = mixup.draw(torch.zeros(batch, 3, *SIZE, dtype=torch.float64), np.random.default_rng(seed))
         stays = np.ones((batch, *SIZE))
         for i in range(batch):
             if i != batch - 1 - i:
                 lone = torch.zeros(batch, 3, *SIZE, dtype=torch.float64)
                 lone[i] = 1.0
-                stays[i] = shares.blend_images(lone)[i, 0].numpy()
-        terms = token_label_loss(cls, tokens, targets, shares=shares, cls_weight=0.7, dense_weight=0.3)
+                stays[i] = ratios.blend_images(lone)[i, 0].numpy()
+        terms = token_label_loss(cls, tokens, targets, ratios=ratios, cls_weight=0.7, dense_weight=0.3)
         want = expected(cls, tokens, targets, stays)
         assert (terms.cls.item(), terms.dense.item()) == pytest.approx(want, rel=1e-9)
         assert terms.total.item() == pytest.approx(0.7 * want[0] + 0.3 * want[1], rel=1e-9)
@@ -83,23 +83,23 @@ def test_the_class_label_is_the_one_that_plain_mixup_gives() -> None:
     images, classes = torch.randn(6, 3, *SIZE).double(), torch.arange(6) % CLASSES
     mixup = Mixup(0.8, 1.0, mode="elem", num_classes=CLASSES)
     mixed, labels = mixup(images, classes, np.random.default_rng(4))
-    shares = mixup.draw(images, np.random.default_rng(4))
-    assert torch.equal(shares.blend_images(images), mixed)
+    ratios = mixup.draw(images, np.random.default_rng(4))
+    assert torch.equal(ratios.blend_images(images), mixed)
     one_hot = F.one_hot(classes, CLASSES).double() * 0.9 + 0.1 / CLASSES
     hard = replace(targets, cls=one_hot, tokens=None, weight=None)
-    got = token_label_loss(cls, None, hard, shares=shares)
+    got = token_label_loss(cls, None, hard, ratios=ratios)
     torch.testing.assert_close(got.total, F.cross_entropy(cls, labels))
 
 
 def test_mixtoken_mixes_the_mixtures() -> None:
     """A token of the box shows the partner's mixture; its logits come back un-mixed: only the class label changes."""
     cls, tokens, targets = problem(4)
-    shares = Mixup(0.8, mode="elem", num_classes=CLASSES).draw(
+    ratios = Mixup(0.8, mode="elem", num_classes=CLASSES).draw(
         torch.zeros(4, 3, *SIZE).double(), np.random.default_rng(0)
     )
-    plain = token_label_loss(cls, tokens, targets, shares=shares)
-    boxed = token_label_loss(cls, tokens, targets, (0, 0, 2, 1), shares=shares)
-    mixture = shares.blend_labels(targets.cls)
+    plain = token_label_loss(cls, tokens, targets, ratios=ratios)
+    boxed = token_label_loss(cls, tokens, targets, (0, 0, 2, 1), ratios=ratios)
+    mixture = ratios.blend_labels(targets.cls)
     want = F.cross_entropy(cls, mixture * (1 - 2 / 6) + mixture.flip(0) * (2 / 6))
     torch.testing.assert_close(boxed.cls, want)
     torch.testing.assert_close(boxed.dense, plain.dense)
@@ -110,6 +110,6 @@ def test_unmixed_batches_have_the_ordinary_loss(ground_truth: bool) -> None:
     cls, tokens, targets = problem(4)
     want = token_label_loss(cls, tokens, targets, (0, 0, 1, 2), ground_truth=ground_truth)
     never = Mixup(0.8, prob=0.0, num_classes=CLASSES).draw(torch.zeros(4, 3, *SIZE).double(), np.random.default_rng(0))
-    for shares in (None, never):
-        got = token_label_loss(cls, tokens, targets, (0, 0, 1, 2), shares=shares, ground_truth=ground_truth)
+    for ratios in (None, never):
+        got = token_label_loss(cls, tokens, targets, (0, 0, 1, 2), ratios=ratios, ground_truth=ground_truth)
         torch.testing.assert_close(tuple(got), tuple(want))

@@ -14,7 +14,7 @@ import volo  # noqa: F401
 from tests.labels.dense_targets import dense_targets, sample_tokens
 from tests.models.token_looks import measure
 from tlt.label_map import FULL_AREA, LabelBatch
-from tlt.mix import Shares
+from tlt.mix import MixRatios
 from tlt.models.token_places import TokenPlaces, places_of, shrinking_layers
 from tlt.models.wrap import with_dense_head
 from tlt.targets import make_targets
@@ -157,15 +157,15 @@ def test_targets_of_a_window_are_those_of_their_definition_and_the_class_is_that
 
 def test_shares_of_mixed_images_are_those_of_the_pixels_of_a_token() -> None:
     pixels = torch.rand(2, 1, 20, 30, dtype=torch.float64)
-    shares = Shares(torch.rand(2, 1), pixels)
+    ratios = MixRatios(torch.rand(2, 1), pixels)
     window = (-0.1, 0.05, 0.8, 1.2)
     fine = pixels[:, 0].repeat_interleave(60, 1).repeat_interleave(60, 2)  # (2, 1200, 1800)
     edges = [np.clip(np.linspace(low, high, 4) * side, 0, side).round().astype(int)
              for low, high, side in ((0.05, 1.2, 1200), (-0.1, 0.8, 1800))]  # fmt: skip
-    for token, found in enumerate(shares.of_tokens((3, 3), window, pixels).unbind(1)):
+    for token, found in enumerate(ratios.of_tokens((3, 3), window, pixels).unbind(1)):
         (top, bottom), (left, right) = (
             each[place : place + 2] for each, place in zip(edges, divmod(token, 3), strict=True)
         )
         torch.testing.assert_close(found, fine[:, top:bottom, left:right].mean((1, 2)), rtol=0, atol=1e-3)
-    whole = shares.of_tokens((4, 5), FULL_AREA, pixels)
+    whole = ratios.of_tokens((4, 5), FULL_AREA, pixels)
     torch.testing.assert_close(whole, nn.functional.adaptive_avg_pool2d(pixels, (4, 5)).flatten(1))

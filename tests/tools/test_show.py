@@ -26,7 +26,7 @@ from tlt.tools.cli import main, parser
 from tlt.tools.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
 from tlt.tools.label_page import Example, draw_page, read_examples
 from tlt.tools.show import find_images, load_batch, spread
-from tlt.upstream.behaviour import views
+from tlt.upstream.behaviour import label_view
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
 GRID = (4, 6)
@@ -216,7 +216,7 @@ def test_flags_mean_what_train_py_means() -> None:
     shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), train_parser().defaults()
     assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])
     assert shown.aa == train["aa"]
-    assert (shown.aug_order, shown.uncovered) == (train["aug_order"], train["uncovered"])
+    assert shown.uncovered == train["uncovered"]
 
 
 def test_the_window_is_the_images_also_where_the_labels_have_another(data: tuple[Path, Path]) -> None:
@@ -224,7 +224,7 @@ def test_the_window_is_the_images_also_where_the_labels_have_another(data: tuple
     store = open_labels(data[1], folder.paths)
     usual, _ = load_batch(TrainDataset(folder, CONFIG, 1, store), [0, 1, 2], epoch=2)
     labels, shown = load_batch(
-        TrainDataset(folder, CONFIG, 1, store, label_view=views(["label-crop"])), [0, 1, 2], epoch=2
+        TrainDataset(folder, CONFIG, 1, store, label_view=label_view(["label-crop"])), [0, 1, 2], epoch=2
     )
     assert torch.equal(shown.affine, usual.affine) and torch.equal(shown.visible, usual.visible)
     assert not torch.allclose(labels.affine, usual.affine, atol=0.01)

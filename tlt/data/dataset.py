@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from tlt.data.augment.counter import uniform
-from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, Steps, draw_steps, make_plan
+from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
 from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.sources.image_file import BadImage, check_size
@@ -52,9 +52,9 @@ class Fault:
     kind: type[UserError] = UserError
 
 
-# From the configuration, the steps that a plan was composed of, the plan and the labels of a batch: the labels, and the
-# affine (B, 2, 3) and visible part (B, 4) with which they are read in place of the plan's.
-LabelView = Callable[[AugmentConfig, Steps, Plan, LabelBatch], tuple[LabelBatch, Tensor, Tensor]]
+# From the plan and the labels of a batch: the labels, and the affine (B, 2, 3) and visible part (B, 4) with which they
+# are read in place of the plan's.
+LabelView = Callable[[Plan, LabelBatch], tuple[LabelBatch, Tensor, Tensor]]
 
 
 class LabelReader(Protocol):
@@ -144,7 +144,7 @@ class TrainDataset(BatchDataset):
         seed: Of crops, augmentation and replacements.
         labels: Token labels in the folder's order, or None.
         backend: Decoder; None: torchvision's.
-        label_view: How the maps of a batch are read in place of the plan's own way (`tlt.upstream.behaviour.views`).
+        label_view: How the maps of a batch are read in place of the plan's own way, as `tlt.upstream.behaviour` does.
     """
 
     def __init__(
@@ -201,8 +201,7 @@ class TrainDataset(BatchDataset):
         labels, bad_labels = self._labels(shown, plan.source.tolist())
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
         if labels is not None and self.label_view is not None:
-            steps = draw_steps(self.config, self.seed, key.epoch, np.array(slots.indices), plan.source)
-            labels, affine, visible = self.label_view(self.config, steps, plan, labels)
+            labels, affine, visible = self.label_view(plan, labels)
         return Batch(
             key=key,
             images=images,

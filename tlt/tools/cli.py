@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from tlt._version import __version__
 from tlt.errors import UserError
-from tlt.upstream.rows import LABEL_ROWS
+from tlt.upstream.rows import WINDOW_ROWS
 
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
@@ -103,9 +103,8 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--scale", type=_amount, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
     command.add_argument("--hflip", type=_amount, default=0.5, metavar="P", help="as train.py's (0.5)")
     command.add_argument("--reprob", type=_amount, default=0.25, metavar="P", help="as train.py's (0.25)")
-    command.add_argument("--aug-order", choices=("timm", "published"), default="timm", help="as train.py's (timm)")
     command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="as train.py's (ignore)")
-    command.add_argument("--compat", nargs="+", choices=LABEL_ROWS, default=(), help="as train.py's, for these labels")
+    command.add_argument("--compat", nargs="+", choices=WINDOW_ROWS, default=(), help="as train.py's, for these labels")
     command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the augmentation (0)")
     command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
 

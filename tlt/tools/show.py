@@ -25,7 +25,7 @@ from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, save_figure
 from tlt.tools.label_page import MAX_IMAGES, draw_page, read_examples
-from tlt.upstream.behaviour import views
+from tlt.upstream.behaviour import label_view
 
 _IMAGES = 8  # where nobody says how many
 _TOKEN_PIXELS = 16
@@ -48,11 +48,8 @@ def show(args: Namespace) -> list[str]:
         hflip=args.hflip,
         auto_augment=None if args.aa in ("", "none") else args.aa,
         reprob=args.reprob,
-        aug_order=args.aug_order,
     )
-    if "label-affine" in args.compat and args.aug_order != "published":
-        raise UserError("--compat label-affine needs the published order: add --aug-order published")
-    dataset = TrainDataset(folder, config, args.seed, store, label_view=views(args.compat))
+    dataset = TrainDataset(folder, config, args.seed, store, label_view=label_view(args.compat))
     batch, shown = load_batch(dataset, rows, args.epoch)
     assert batch.labels is not None
     num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)

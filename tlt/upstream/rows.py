@@ -1,4 +1,4 @@
-"""The rows of `--compat`, each a difference to the published code; `tlt.upstream.behaviour` implements them.
+"""The rows of `--compat`: differences to the published code that change what is learned (`behaviour.py`).
 
 Imports nothing heavy: the command line is checked with it.
 """
@@ -6,29 +6,20 @@ Imports nothing heavy: the command line is checked with it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tlt.errors import UserError
 
 UPSTREAM = "upstream"
 ROWS: Mapping[str, str] = {
-    "aug-order": "flip, RandAugment on the full image, crop, as --aug-order published",
     "label-crop": "the crop's (y, x, h, w) is read as (x, y, w, h) for the label",
     "label-scale": "both axes of the label window are scaled by the map's width",
     "label-area": "every map is taken to cover the whole image",
-    "label-affine": "flips and operations move the map's cells, one after the other, by nearest neighbour",
-    "token-places": "tokens are the image cut into equal parts, whatever the model shows them",
-    "roi-align": "as many points per token as roi_align finds right for the crop",
     "uncovered": "where nothing is known all classes are equally likely, as --uncovered uniform",
     "target-sum": "smoothed token targets sum to 1 + s / C",
-    "half-ids": "class ids are rounded to half precision",
-    "label-names": "the label file is the text before the first dot of the image's path",
-    "untrained-dense-head": "--dense-weight 0 leaves the dense head on, untrained",
-    "mixtoken-rng": "MixToken's boxes come from numpy's legacy generator",
 }
-
-# Rows that change which part of a map a token is given, or the map.
-LABEL_ROWS = ("label-crop", "label-scale", "label-area", "label-affine", "half-ids")
+# Rows that change which part of a map a token is given.
+WINDOW_ROWS = ("label-crop", "label-scale", "label-area")
 
 
 def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
@@ -50,10 +41,5 @@ def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
     both = removed & asked
     if both:
         raise UserError(f"--compat {sorted(both)[0]} and no-{sorted(both)[0]}: keep one of them")
-    return in_order((set(ROWS) if everything else asked) - removed), everything
-
-
-def in_order(rows: Iterable[str]) -> list[str]:
-    """The rows in the table's order."""
-    chosen = set(rows)
-    return [row for row in ROWS if row in chosen]
+    chosen = (set(ROWS) if everything else asked) - removed
+    return [row for row in ROWS if row in chosen], everything

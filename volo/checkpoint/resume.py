@@ -22,8 +22,10 @@ from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.labels.store import LabelStore
+from tlt.upstream.rows import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import restarts
+from volo.config.recipes import GONE
 from volo.record.run_directory import DEFAULT_ROOT, launch_record
 
 
@@ -89,6 +91,19 @@ def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list
     configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, metadata)]
     was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
     return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
+
+
+def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
+    """Raise UserError if the run that wrote the checkpoint went by published behaviour that can't be set back now."""
+    args = checkpoint.get("args")
+    args = args if isinstance(args, dict) else {}
+    gone = [f"--compat {row}" for row in args.get("compat") or () if row not in ROWS]
+    gone += [f"--{dest.replace('_', '-')} {args[dest]}" for dest, none in GONE.items() if args.get(dest, none) != none]
+    if gone:
+        raise UserError(
+            f"{path} is of a run with {', '.join(gone)}, which this version has no more (docs/parity.md): "
+            "finish the run with the version that began it, or begin a new one with --finetune"
+        )
 
 
 class RestartedRun(NamedTuple):

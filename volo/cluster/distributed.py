@@ -35,7 +35,7 @@ _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Conn
 class Told(UserError):
     """A mistake that another rank of this machine meets, too, and prints; this rank prints nothing."""
 
-    told = True
+    reported = True
 
 
 class RankLost(UserError):

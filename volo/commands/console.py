@@ -112,7 +112,7 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
     except UserError as error:
         if debug:
             raise
-        if not error.told:
+        if not error.reported:
             # What a message quotes (a flag, a file's name) may break lines.
             _tell(f"error: {printable(str(error))}")
         return error.exit_code

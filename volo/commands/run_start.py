@@ -22,6 +22,7 @@ from volo.checkpoint.resume import (
     RestartedRun,
     Resume,
     changed_labels,
+    check_behaviour,
     check_same_data,
     continued_run,
     find_resume,
@@ -113,6 +114,7 @@ def go_on_from(resume: Resume, args: Namespace, training: Training, world: World
     """
     state, messages = training.state, list(resume.messages)
     if resume.checkpoint is not None and resume.path is not None:
+        check_behaviour(resume.checkpoint, resume.path)
         data = state.metadata[DATA_KEY]
         messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
         messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)

@@ -202,7 +202,7 @@ def build(
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
     teacher = find_teacher(args, model, settings, folders.train.class_names, world)
-    criterion = make_criterion(args, model, input_size[1:], world.data_rank, teacher)
+    criterion = make_criterion(args, model, input_size[1:], teacher)
     model = prepare_model(model, args, world)
     dtype = compute_dtype(args, world.device)
     if args.freeze:

@@ -73,10 +73,10 @@ def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
     join_data_dir(args, "DATA_DIR", "data_dir")
     args.notes = resolve_aliases(args) + check_train(args, parser.flags)
-    for dest in ("aug_order", "uncovered"):
-        if given.get(dest, getattr(args, dest)) != getattr(args, dest):
-            row = dest.replace("_", "-")
-            raise UserError(f"--{row} {given[dest]} contradicts --compat {row}: keep one of them (no-{row})")
+    if given.get("uncovered", args.uncovered) != args.uncovered:
+        raise UserError(
+            f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them (no-uncovered)"
+        )
     return args
 
 

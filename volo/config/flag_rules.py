@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import NamedTuple
 
 from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
@@ -14,42 +13,6 @@ from volo.config.flag_table import Flag, check_flags, nearest
 from volo.config.flags_data import DENSE, LABELS
 from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
 from volo.config.flags_train import CUDA_GRAPH_MODES, TRACKERS, mixes
-
-
-class _CompatNeed(NamedTuple):
-    rows: tuple[str, ...]
-    of: str
-    met: Callable[[Namespace], bool]
-
-
-# Rows of --compat, what each of them needs to have an effect, and whether the arguments have it.
-_COMPAT_NEEDS = (
-    _CompatNeed(
-        (
-            "label-crop",
-            "label-scale",
-            "label-area",
-            "label-affine",
-            "roi-align",
-            "uncovered",
-            "target-sum",
-            "half-ids",
-            "label-names",
-        ),
-        "--token-label-data",
-        lambda a: a.token_label and bool(a.token_label_data),
-    ),
-    _CompatNeed(("token-places",), "--token-label", lambda a: a.token_label),
-    _CompatNeed(("label-names",), "label files", lambda a: a.data_backend != "synthetic"),
-    _CompatNeed(("aug-order", "label-affine"), "augmentation (--no-aug)", lambda a: not a.no_aug),
-    _CompatNeed(("target-sum",), "--smoothing above 0 and below 1", lambda a: 0 < a.smoothing < 1),
-    _CompatNeed(
-        ("untrained-dense-head",),
-        "--dense-weight 0 and a --token-label-size other than 1",
-        lambda a: a.token_label and a.dense_weight == 0 and a.token_label_size != 1,
-    ),
-    _CompatNeed(("mixtoken-rng",), "MixToken (--token-label)", lambda a: a.token_label and not a.no_mix_token),
-)
 
 
 def resolve_aliases(args: Namespace) -> list[str]:
@@ -89,9 +52,6 @@ def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
     _check_compile(args)
     if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
         raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
-    if args.train_crop_mode != "rrc" and (args.scale, args.ratio) == (flags["scale"].default, flags["ratio"].default):
-        args.scale, args.ratio = [0.8, 1.0], [0.9, 1 / 0.9]
-        notes.append(f"--train-crop-mode {args.train_crop_mode}: --scale 0.8 1 --ratio 0.9 1.11, as in timm")
     if args.in_chans == 2 or (args.token_label_teacher and args.in_chans == 1):
         raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read")
     if args.freeze and args.grad_checkpointing:
@@ -279,37 +239,19 @@ def _settle_token_labels(args: Namespace) -> list[str]:
 
 
 def _settle_compat(args: Namespace) -> list[str]:
-    """Reduce `--compat` to the rows that have an effect in this run, and set the flags that are rows of it."""
+    """Reduce `--compat` to the rows that have an effect in this run, and set the flag that is a row of it."""
     if args.compat is None:
         return []
     rows, everything = resolve(args.compat)
-    idle = {row: need.of for need in reversed(_COMPAT_NEEDS) if not need.met(args) for row in need.rows if row in rows}
-    if idle and not everything:
-        row, of = next(iter(idle.items()))
-        raise UserError(f"--compat {row} has no effect without {of}")
-    args.compat = [row for row in rows if row not in idle]
-    if not args.compat:
-        raise UserError("--compat upstream changes nothing here: there are neither token labels nor augmentation")
-    args.aug_order = "published" if "aug-order" in args.compat else args.aug_order
-    args.uncovered = "uniform" if "uncovered" in args.compat else args.uncovered
-    if "label-affine" in args.compat and args.aug_order != "published":
-        raise UserError(
-            "--compat label-affine needs the published order: add --compat aug-order (--aug-order published)"
-        )
-    if "roi-align" in args.compat and not (args.no_aug or "label-affine" in args.compat):
-        raise UserError(
-            "--compat roi-align reads plain windows: add --compat label-affine, which moves the maps instead"
-        )
-    if "roi-align" in args.compat and args.uncovered != "uniform":
-        raise UserError("--compat roi-align leaves nothing out: add --compat uncovered (--uncovered uniform)")
-    if "roi-align" in args.compat and mixes(args):
-        raise UserError(
-            "--compat roi-align and --mixup or --cutmix: its targets do not say where tokens lie in the other image; "
-            "leave the row out (no-roi-align)"
-        )
-    return [
-        f"--compat: {', '.join(args.compat)}" + (f" (nothing to change: {', '.join(idle)})" if idle else ""),
-    ]
+    if not (args.token_label and args.token_label_data):
+        raise UserError(f"--compat {args.compat[0]} has no effect without --token-label-data")
+    if "target-sum" in rows and not 0 < args.smoothing < 1:
+        if not everything:
+            raise UserError("--compat target-sum has no effect without --smoothing above 0 and below 1")
+        rows.remove("target-sum")
+    args.compat = rows
+    args.uncovered = "uniform" if "uncovered" in rows else args.uncovered
+    return [f"--compat: {', '.join(rows)}"]
 
 
 def _check_compile(args: Namespace) -> None:

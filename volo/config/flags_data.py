@@ -190,7 +190,7 @@ TOKEN_LABELS = Group(
             default=None,
             nargs="+",
             metavar="ROW",
-            help="do as the published code does: upstream, or rows of docs/parity.md; no-ROW takes one out of upstream",
+            help="repeat the published code's mistakes: rows of docs/parity.md, or upstream for all (no-ROW: but this)",
         ),
         flag(
             "--dense-weight",
@@ -258,18 +258,6 @@ AUGMENTATION = Group(
         switch("--no-aug", help="squash the image to its size and do nothing else to it; not with the flags below"),
         *needing(
             AUGMENTED,
-            flag(
-                "--aug-order",
-                default="timm",
-                choices=("timm", "published"),
-                help="timm: crop, flip, RandAugment; published: flip, RandAugment on the full image, crop",
-            ),
-            flag(
-                "--train-crop-mode",
-                default="rrc",
-                choices=("rrc", "rkrc", "rkrr"),
-                help="rrc: random area and ratio; rkrc, rkrr: near the image's own ratio, from its centre or anywhere",
-            ),
             flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
             flag(
                 "--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"

@@ -47,6 +47,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# Flags that are gone, with the value that changes nothing: what older runs have written down holds them.
+GONE = {"aug_order": "timm", "train_crop_mode": "rrc"}
+
+
 def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
     """Read a recipe: a mapping from flag names (dashes or underscores) to values.
 
@@ -68,6 +72,8 @@ def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in _mapping(path).items():
         dest = str(key).replace("-", "_")
+        if dest in GONE and value == GONE[dest]:
+            continue
         if dest not in allowed:
             near = nearest(dest, allowed)
             raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))

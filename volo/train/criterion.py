@@ -8,7 +8,7 @@ random, so that a resumed run draws the same numbers.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,15 +17,14 @@ import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
-from tlt.api import Grid, StepKey, TokenLabelLoss, draw_box
+from tlt.api import StepKey, TokenLabelLoss, draw_box
 from tlt.data.batch import Batch
 from tlt.errors import UserError
-from tlt.label_map import FULL_AREA
 from tlt.loss import LossTerms
-from tlt.mix import Mixup, Shares
+from tlt.mix import MixRatios, Mixup
 from tlt.models.wrap import TOKEN_LABEL_MODELS
-from tlt.targets import Targets, make_targets
-from tlt.upstream import behaviour
+from tlt.targets import Targets
+from tlt.upstream.behaviour import summing_to_more
 from volo.train.model import TimmModel
 
 if TYPE_CHECKING:
@@ -40,12 +39,12 @@ class Mixed:
 
     Attributes:
         images: (B, 3, H, W), mixed if Mixup or CutMix is on.
-        shares: How Mixup or CutMix mixed the images; None without them.
+        ratios: How Mixup or CutMix mixed the images; None without them.
         box: MixToken's box, an int tensor (4,) on the device; None without MixToken.
     """
 
     images: Tensor
-    shares: Shares | None = None
+    ratios: MixRatios | None = None
     box: Tensor | None = None
 
 
@@ -73,7 +72,7 @@ class TokenLabelCriterion(TokenLabelLoss):
         dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
-        draw_box: Draws boxes; `--compat` has another.
+        published_sum: Let smoothed targets sum to 1 + s / C (`--compat target-sum`).
         teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
         The others: as `tlt.api.TokenLabelLoss`.
     """
@@ -81,30 +80,28 @@ class TokenLabelCriterion(TokenLabelLoss):
     dense: bool = True
     mix_token: bool = True
     mix: Mixup | None = None
-    draw_box: Callable[[StepKey, Grid], Sequence[int]] = draw_box
+    published_sum: bool = False
     teacher: Teacher | None = None
 
     def targets(self, batch: Batch) -> Targets:
         # Before the forward pass, so that the memory of the teacher's activations is free again.
-        return super().targets(batch if self.teacher is None else self.teacher.label(batch))
+        batch = batch if self.teacher is None else self.teacher.label(batch)
+        targets = super().targets(batch)
+        return summing_to_more(targets, batch.labels) if self.published_sum and batch.labels is not None else targets
 
     def draw(self, batch: Batch, step: StepKey) -> Mixed:
-        box = _on_device(self.draw_box(step, self.grid), batch.images.device) if self.mix_token else None
+        box = _on_device(draw_box(step, self.grid), batch.images.device) if self.mix_token else None
         if self.mix is None:
             return Mixed(batch.images, box=box)
-        shares = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
-        return Mixed(shares.blend_images(batch.images), shares, box)
+        ratios = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        return Mixed(ratios.blend_images(batch.images), ratios, box)
 
     def arguments(self, mixed: Mixed) -> dict[str, Any]:
         return {"dense": True, "mix_box": mixed.box} if self.dense else {"mix_box": mixed.box}
 
     def __call__(self, outputs: Any, targets: Targets, mixed: Mixed) -> LossTerms:  # type: ignore[override]
         cls_logits, token_logits = outputs if self.dense else (outputs, None)
-        terms = super().__call__((cls_logits, token_logits), targets, mixed.box, mixed.shares)
-        if token_logits is not None and not self.dense_weight:
-            # A dense head that is on but not trained gets zero gradients, as published: weight decay still shrinks it.
-            terms = terms._replace(total=terms.total + 0 * token_logits.sum())
-        return terms
+        return super().__call__((cls_logits, token_logits), targets, mixed.box, mixed.ratios)
 
 
 @dataclass(frozen=True)
@@ -126,16 +123,16 @@ class ClassCriterion:
     def draw(self, batch: Batch, step: StepKey) -> Mixed:
         if self.mix is None:
             return Mixed(batch.images)
-        shares = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
-        return Mixed(shares.blend_images(batch.images), shares)
+        ratios = self.mix.draw(batch.images, step.generator(_MIXUP_STREAM))
+        return Mixed(ratios.blend_images(batch.images), ratios)
 
     def arguments(self, mixed: Mixed) -> dict[str, Any]:
         return {}
 
     def __call__(self, outputs: Tensor, targets: Tensor, mixed: Mixed) -> LossTerms:
         smoothing = self.smoothing
-        if self.mix is not None and mixed.shares is not None:
-            targets, smoothing = self.mix.soft_targets(targets, mixed.shares, mixed.images.dtype), 0.0
+        if self.mix is not None and mixed.ratios is not None:
+            targets, smoothing = self.mix.soft_targets(targets, mixed.ratios, mixed.images.dtype), 0.0
         if self.bce is not None:
             loss = self.bce(outputs.float(), targets)
         else:
@@ -150,7 +147,7 @@ def _on_device(box: Sequence[int], device: torch.device) -> Tensor:
 
 
 def make_criterion(
-    args: Namespace, model: TimmModel, image_size: tuple[int, int], rank: int = 0, teacher: Teacher | None = None
+    args: Namespace, model: TimmModel, image_size: tuple[int, int], teacher: Teacher | None = None
 ) -> Criterion:
     """Choose the criterion from the flags and prepare `model` for it: a dense head of weight 0 is switched off.
 
@@ -167,8 +164,7 @@ def make_criterion(
             f"--token-label-size {args.token_label_size} doesn't fit: {args.model} has {grid[0]} x {grid[1]} tokens at "
             f"{image_size[0]} x {image_size[1]} px; leave the flag out"
         )
-    rows = args.compat or ()
-    if not args.dense_weight and "untrained-dense-head" not in rows:
+    if not args.dense_weight:
         model.set_dense_head(False)
     return TokenLabelCriterion(
         grid,
@@ -184,9 +180,8 @@ def make_criterion(
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         uncovered=args.uncovered,
-        window=FULL_AREA if "token-places" in rows else model.token_places(image_size).window(grid, image_size),
-        make_targets=behaviour.target_maker(rows, make_targets),
-        draw_box=_upstream_boxes(args, grid, rank) if "mixtoken-rng" in rows else draw_box,
+        window=model.token_places(image_size).window(grid, image_size),
+        published_sum="target-sum" in (args.compat or ()),
         teacher=teacher,
     )
 
@@ -196,12 +191,6 @@ def _bce(args: Namespace) -> nn.Module | None:
         return None
     weight = args.bce_pos_weight
     return BinaryCrossEntropy(args.smoothing, args.bce_target_thresh, sum_classes=args.bce_sum, pos_weight=weight)
-
-
-def _upstream_boxes(args: Namespace, grid: Grid, rank: int) -> Callable[[StepKey, Grid], Sequence[int]]:
-    """Draw the published boxes, which follow from the number of this rank's forward passes so far."""
-    boxes = behaviour.UpstreamBoxes(args.seed, rank, grid)
-    return lambda step, grid: boxes(step.update * args.grad_accum_steps + step.micro_batch)
 
 
 def _mixup(args: Namespace, num_classes: int) -> Mixup | None:

@@ -25,7 +25,7 @@ from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
 from tlt.labels.label_files import LabelMatches
 from tlt.labels.store import open_labels as open_label_store
-from tlt.upstream.behaviour import check_half_ids, views
+from tlt.upstream.behaviour import label_view
 from volo.cluster.distributed import World
 from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
@@ -124,9 +124,6 @@ def open_labels(
         return SyntheticLabels(folder), [
             f"--token-label-data {args.token_label_data}: synthetic images, synthetic maps"
         ]
-    rows = args.compat or ()
-    if "half-ids" in rows:
-        check_half_ids(num_classes)
     labels = open_label_store(
         args.token_label_data,
         folder.paths,
@@ -134,7 +131,6 @@ def open_labels(
         num_classes=num_classes,
         bad_label=args.bad_label,
         class_names=folder.class_names,
-        published_names="label-names" in rows,
         label_tail=args.label_tail,
         found=found,
         matches=matches,
@@ -148,7 +144,6 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         size=settings["input_size"][1:],
         scale=tuple(args.scale),
         ratio=tuple(args.ratio),
-        crop_mode=args.train_crop_mode,
         hflip=args.hflip,
         vflip=args.vflip,
         auto_augment=None if args.aa in ("", "none") else args.aa,
@@ -159,7 +154,6 @@ def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfi
         recount=args.recount,
         mean=_rgb(settings["mean"]),
         no_aug=args.no_aug,
-        aug_order=args.aug_order,
     )
 
 
@@ -186,7 +180,7 @@ def train_loader(
         drop_last=args.drop_last,
         micro_batches=args.grad_accum_steps,
         repeats=args.aug_repeats or 1,
-        label_view=views(args.compat or ()),
+        label_view=label_view(args.compat or ()),
         persistent_workers=args.use_multi_epochs_loader,
         **_loading(args),
     )

@@ -33,7 +33,7 @@ TimmModel = Any
 _SMALL = 10_000_000  # weights of a model that is built whatever its checkpoint says
 _MANY_CLASSES = 100_000
 _TF_BATCHNORM = {"momentum": 0.01, "eps": 1e-3}  # --bn-tf
-_LABEL_SETTINGS = ("aug_order", "uncovered", "label_tail")
+_LABEL_SETTINGS = ("uncovered", "label_tail")
 
 
 def image_size_of(args: Namespace) -> tuple[int, int] | None:

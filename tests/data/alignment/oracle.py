@@ -1,13 +1,13 @@
 """The measure of the alignment tests: the same for what must agree and for planted mistakes.
 
 Image and label files whose values say where they are (`position_code`) go through the training loader, the device stage
-and the target makers. What a token shows is read off its pixels, what it is said to show off its
-target, dense and sparse. Neither reading knows anything of the geometry in between.
+and the target maker. What a token shows is read off its pixels, what it is said to show off its target. Neither reading
+knows anything of the geometry in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,19 @@ import torch
 from torch import Tensor
 
 from tests.data.alignment.position_code import Comparison, Size, compare, position_classes, position_map, read_images
-from tests.data.alignment.position_data import GEOMETRIC, SHOTS, load_batch, write_images, write_maps
+from tests.data.alignment.position_data import load_batch, write_images, write_maps
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch
 from tlt.data.sources.folder import ImageFolder
 from tlt.labels.store import LabelStore, open_labels
 from tlt.targets import make_targets
 from tlt.tools.pack import pack
-from tlt.upstream.behaviour import target_maker
 
 SIZES = [(500, 375), (375, 500), (420, 420)]  # width, height
 GRID = (14, 14)
 PIXELS = (112, 112)
 PIXEL_LIMIT = 0.05
 SHARE_LIMIT = 0.01  # of the side; half of an 18 x 18 map's cell is 0.028
-
-CASES: dict[str, dict[str, Any]] = {
-    "crop": {},
-    "hflip": {"hflip": 1.0},
-    "vflip": {"vflip": 1.0},
-    **{name: {"operations": (name,)} for name in GEOMETRIC},
-    "two": {"hflip": 0.5, "operations": GEOMETRIC, "layers": 2},
-    "turns": {"hflip": 0.5, "operations": GEOMETRIC[:3], "layers": 2},
-    "everything": {"hflip": 0.5, "vflip": 0.3, "operations": GEOMETRIC, "layers": 3, "magnitude": 5.0},
-    "no_aug": {"no_aug": True},
-}
 
 
 @dataclass(frozen=True)
@@ -52,10 +40,10 @@ class Scene:
     sizes: list[Size]
 
     @classmethod
-    def write(cls, root: Path, sizes: list[Size], count: int, shots: int = SHOTS) -> Scene:
-        return cls(root, write_images(root / "images", sizes, count, shots), sizes)
+    def write(cls, root: Path, sizes: list[Size], count: int) -> Scene:
+        return cls(root, write_images(root / "images", sizes, count), sizes)
 
-    def labels(self, cells: Size, area: str = "full", archive: bool = False) -> LabelStore:
+    def labels(self, cells: Size, area: str, archive: bool) -> LabelStore:
         names, classes = self.shots[0].paths, position_classes(*cells)
         tree = self.root / f"{cells[0]}x{cells[1]}"
         if not tree.exists():
@@ -110,30 +98,24 @@ def measure(
     archive: bool = False,
     grid: Size = GRID,
     mistake: Callable[[Batch], Batch] | None = None,
-    labels: LabelStore | None = None,
     only: Tensor | None = None,
-    rows: Sequence[str] = (),
     **loading: Any,
 ) -> Measured:
     """Load all images of a scene once and compare them with their targets.
 
     Args:
         mistake: Spoils the batch before targets are made.
-        labels: Instead of the scene's.
         only: (images,) bool, by index: the others are left out.
-        rows: Of `--compat`.
     """
-    labels = labels or scene.labels(cells, area, archive)
-    images, batch = load_batch(scene.shots, labels, config, rows=rows, **loading)
+    images, batch = load_batch(scene.shots, scene.labels(cells, area, archive), config, **loading)
     batch = mistake(batch) if mistake else batch
     classes = position_classes(*cells)
-    request = batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0
-    made = target_maker(rows, make_targets)(*request)
+    made = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0)
     assert made.tokens is not None and made.weight is not None
     kept = torch.ones(batch.size, dtype=torch.bool) if only is None else only[batch.indices.cpu()]
+    areas, source = (part[kept] for part in scene.areas(batch, area))
     shown = read_images(images[:, kept].cpu())
-    places = [part[kept] for part in scene.areas(batch, area)]
-    compared = compare(shown, made.tokens.dense(classes).cpu()[kept], grid, cells, *places)
+    compared = compare(shown, made.tokens.dense(classes).cpu()[kept], grid, cells, areas, source)
     return Measured(compared, made.weight.cpu()[kept], batch.classes.cpu()[kept])
 
 

@@ -23,11 +23,10 @@ from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.label_map import LabelMap
 from tlt.labels.store import LabelStore
 from tlt.labels.tree import write_map
-from tlt.upstream.behaviour import views
 
 SHOTS = 8
 SEED = 3
-GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel", "TranslateX", "TranslateY")
+GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 
 
 @dataclass(frozen=True)
@@ -85,17 +84,13 @@ def load_batch(
     workers: int = 0,
     backend: Backend | None = None,
     device: str = "cpu",
-    rows: Sequence[str] = (),
 ) -> tuple[Tensor, Batch]:
-    """Return the images (S, B, 3, H, W) of all shots, grey levels in [0, 1], and the augmented batch of the first shot.
-
-    `rows`: names of `tlt.upstream.rows.ROWS`.
-    """
+    """Return the images (S, B, 3, H, W) of all shots, grey levels in [0, 1], and the batch of the first shot."""
     batches = []
     for folder in shots:
         stage = DeviceStage(config, mean=(0, 0, 0), std=(1, 1, 1)).to(device)
         stream = IndexStream(len(folder), len(folder), seed=SEED)
-        dataset = TrainDataset(folder, config, SEED, labels, backend, views(rows))
+        dataset = TrainDataset(folder, config, SEED, labels, backend)
         loader = TrainLoader(dataset, stream, stage, device=device, workers=workers)
         ((_, _, batch),) = loader.epoch(1)
         batches.append(batch)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from timm.data import auto_augment
 
 from tlt.data.augment import photometric
@@ -21,7 +21,6 @@ ARGUMENTS = {
     Kernel.CONTRAST: FACTORS,
     Kernel.BRIGHTNESS: FACTORS,
     Kernel.SHARPNESS: FACTORS,
-    Kernel.GAUSSIAN_BLUR: [0.1, 0.3, 0.5, 0.83, 1.0, 1.3, 1.7, 1.99, 2.0],
 }
 TIMM = {
     Kernel.AUTO_CONTRAST: lambda image, _: auto_augment.auto_contrast(image),
@@ -34,7 +33,6 @@ TIMM = {
     Kernel.CONTRAST: auto_augment.contrast,
     Kernel.BRIGHTNESS: auto_augment.brightness,
     Kernel.SHARPNESS: auto_augment.sharpness,
-    Kernel.GAUSSIAN_BLUR: auto_augment.gaussian_blur,
 }
 
 
@@ -81,11 +79,8 @@ def test_every_colour_kernel_has_its_operation():
 
 @pytest.mark.parametrize("bits", [0.0, -1.0])
 def test_posterize_without_bits_is_black(bits):
-    """timm 1.0.31 crashes here with Pillow 13; one bit fewer than PIL's last legal value must be darker still."""
-    batch = as_batch(pictures(8, 8))
-    assert not photometric.posterize(batch, torch.full((6,), bits)).any()
-    one_bit = np.asarray(ImageOps.posterize(Image.fromarray(pictures(8, 8)[0]), 1))
-    assert one_bit.any()
+    """timm 1.0.31 crashes here with Pillow 13."""
+    assert not photometric.posterize(as_batch(pictures(8, 8)), torch.full((6,), bits)).any()
 
 
 @pytest.mark.parametrize("kernel", list(ARGUMENTS))

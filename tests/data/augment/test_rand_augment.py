@@ -1,7 +1,6 @@
 """RandAugment strings and tables against timm's own."""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import timm
 from packaging.version import Version
 from timm.data import auto_augment
 
-from tlt.data.augment import rand_augment
 from tlt.data.augment.rand_augment import NAMES, OPS, Kernel, RandAugmentPolicy, arguments, parse, sample_layers
 from tlt.errors import UserError
 
@@ -22,8 +20,6 @@ POLICIES = [
     "rand-m7-mstd101-inc1",
     "rand-mstd1-tweights",
     "rand-m9-mstd0.5-inc0",
-    "rand-n1-t3a",
-    "rand-n2-m6-t3aw-p1.0",
 ]
 
 
@@ -50,10 +46,11 @@ REJECTED = {
     "rand-m9-mstdinf": "'mstdinf' is not a section",
     "rand-inc": "'inc' is not a section",
     "rand-m9-m5": "'m' is given twice",
-    "rand-tfoo": "'tfoo' is not an operation set",
+    "rand-n1-t3a": "'t3a' is not a section.*tweights",
     "rand-m9.5": "whole numbers",
     "rand-mstd0.5x": "numbers",
     "rand-n20-tweights": "can't draw 20 of 15",
+    "rand-mmax-1": "'mmax' is not a section",
 }
 
 
@@ -63,75 +60,17 @@ def test_what_timm_ignores_or_this_loader_lacks_is_an_error(text):
         parse(text)
 
 
-def test_policies_of_any_known_operations_can_be_made():
-    assert RandAugmentPolicy(ops=("TranslateX", "GaussianBlurRand")).layers == 2
-    with pytest.raises(UserError, match="Cutout"):
-        RandAugmentPolicy(ops=("Cutout",))
-
-
-def kernel_argument(name: str, timm_arguments: tuple, const: int) -> float:
-    """timm's argument in the units of our kernels."""
-    if not timm_arguments:
-        return 0.0
-    (value,) = timm_arguments
-    if name == "Desaturate":
-        return min(1.0, max(0.0, 1.0 - value))
-    return value / const if name in ("TranslateX", "TranslateY") else value
-
-
-def test_every_operation_of_timm_is_there():
-    assert set(NAMES) == set(auto_augment.LEVEL_TO_ARG)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "GaussianBlurRand"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("negate", [False, True])
-def test_levels_give_timms_arguments(name, negate, monkeypatch):
+def test_operations_and_arguments_are_timms(name, negate, monkeypatch):
+    assert auto_augment.NAME_TO_OP[name].__name__.removesuffix("_rel").upper() == OPS[name].kernel.name
     draw = 0.75 if negate else 0.25
     monkeypatch.setattr(auto_augment.random, "random", lambda: draw)
     level_to_arg = auto_augment.LEVEL_TO_ARG[name]
-    const = 100
     for level in [*np.linspace(0, 10, 41), 13.7, 30.0]:
-        theirs = level_to_arg(level, {"translate_const": const}) if level_to_arg else ()
-        mine = arguments(np.array([NAMES.index(name)]), np.array([level]), np.array([draw]), np.array([0.5]))
-        assert mine[0] == pytest.approx(kernel_argument(name, theirs, const), abs=1e-12), level
-
-
-def test_random_blur_draws_its_radius_as_timm(monkeypatch):
-    number = np.array([NAMES.index("GaussianBlurRand")])
-    radii = []
-    monkeypatch.setattr(auto_augment.random, "uniform", lambda low, high: radii.append(low + 0.3 * (high - low)) or 1.0)
-    image = auto_augment.Image.new("RGB", (4, 4))
-    for level in (0.0, 2.0, 9.0, 12.0):
-        auto_augment.gaussian_blur_rand(image, *auto_augment.LEVEL_TO_ARG["GaussianBlurRand"](level, {}))
-        mine = arguments(number, np.array([level]), np.array([0.1]), np.array([0.3]))
-        assert mine[0] == pytest.approx(radii[-1])
-
-
-def test_kernels_are_those_of_timms_functions():
-    function_kernels = {
-        "auto_contrast": Kernel.AUTO_CONTRAST,
-        "equalize": Kernel.EQUALIZE,
-        "invert": Kernel.INVERT,
-        "rotate": Kernel.ROTATE,
-        "posterize": Kernel.POSTERIZE,
-        "solarize": Kernel.SOLARIZE,
-        "solarize_add": Kernel.SOLARIZE_ADD,
-        "color": Kernel.COLOR,
-        "contrast": Kernel.CONTRAST,
-        "brightness": Kernel.BRIGHTNESS,
-        "sharpness": Kernel.SHARPNESS,
-        "shear_x": Kernel.SHEAR_X,
-        "shear_y": Kernel.SHEAR_Y,
-        "translate_x_abs": Kernel.TRANSLATE_X_CONST,
-        "translate_y_abs": Kernel.TRANSLATE_Y_CONST,
-        "translate_x_rel": Kernel.TRANSLATE_X,
-        "translate_y_rel": Kernel.TRANSLATE_Y,
-        "desaturate": Kernel.COLOR,
-        "gaussian_blur": Kernel.GAUSSIAN_BLUR,
-        "gaussian_blur_rand": Kernel.GAUSSIAN_BLUR,
-    }
-    for name, op in OPS.items():
-        assert op.kernel == function_kernels[auto_augment.NAME_TO_OP[name].__name__], name
+        theirs = level_to_arg(level, {"translate_const": 100}) if level_to_arg else ()
+        mine = arguments(np.array([NAMES.index(name)]), np.array([level]), np.array([draw]))
+        assert mine.tolist() == pytest.approx(list(theirs) or [0.0], abs=1e-12), level
 
 
 def layers_of(policy: RandAugmentPolicy, count: int = 20000):
@@ -143,34 +82,28 @@ def near(share, expected, count) -> bool:
 
 
 def test_each_operation_is_as_frequent_as_the_others_and_skipped_half_the_time():
-    kernels, _ = layers_of(parse("rand-m9-mstd0.5-inc1"))
-    assert kernels.shape == (20000, 2)
+    kernels, values = layers_of(parse("rand-m9-mstd0.5-inc1"))
+    assert kernels.shape == (20000, 2) and not values[kernels == Kernel.NONE].any()
     for kernel in {OPS[name].kernel for name in parse("rand-m9-mstd0.5-inc1").ops}:
         for layer in (0, 1):
             assert near((kernels[:, layer] == kernel).mean(), 0.5 / 15, 20000), kernel
-    both = (kernels > 0).all(axis=1).mean()
-    assert near(both, 0.25, 20000)
+    assert near((kernels > 0).all(axis=1).mean(), 0.25, 20000)
 
 
-def test_magnitudes_have_timms_distribution(monkeypatch):
+def test_magnitudes_have_timms_distribution():
     policy = RandAugmentPolicy(ops=("ShearX",), layers=1, magnitude=9, magnitude_std=0.5, probability=1.0)
     _, shear = layers_of(policy)
-    rng = random.Random(0)
-    theirs = np.array([max(0.0, min(rng.gauss(9, 0.5), 10.0)) * 0.03 for _ in range(20000)])
+    theirs = np.random.default_rng(1).normal(9, 0.5, 20000).clip(0, 10) * 0.03
     assert near((shear < 0).mean(), 0.5, 20000)
     for quantile in (0.01, 0.1, 0.5, 0.9, 0.99):
         assert np.quantile(abs(shear), quantile) == pytest.approx(np.quantile(theirs, quantile), abs=1e-3)
-    assert near((abs(shear) == 0.3).mean(), (theirs == 0.3).mean(), 5000)
-
-
-def test_infinite_std_is_uniform():
     policy = RandAugmentPolicy(ops=("ShearX",), layers=1, magnitude=8, magnitude_std=math.inf, probability=1.0)
-    _, shear = layers_of(policy)
-    assert abs(shear).max() <= 0.24 and abs(shear).mean() == pytest.approx(0.12, abs=2e-3)
+    _, even = layers_of(policy)
+    assert abs(even).max() <= 0.24 and abs(even).mean() == pytest.approx(0.12, abs=2e-3)
 
 
 def test_weighted_choice_is_numpys_without_replacement():
-    policy = parse("rand-n2-m5-t3aw-p1.0")
+    policy = parse("rand-n2-m5-tweights-p1.0")
     kernels, _ = layers_of(policy)
     rng = np.random.default_rng(1)
     names = np.array([rng.choice(policy.ops, 2, replace=False, p=policy.weights) for _ in range(5000)])
@@ -179,11 +112,4 @@ def test_weighted_choice_is_numpys_without_replacement():
         for layer in (0, 1):
             expected = (theirs[:, layer] == kernel).mean()
             assert near((kernels[:, layer] == kernel).mean(), expected, 4000), (kernel, layer)
-    repeated = kernels[kernels[:, 0] == kernels[:, 1], 0]
-    assert set(repeated.tolist()) <= {Kernel.COLOR}  # two operations of this set share that kernel
-
-
-def test_skipped_layers_have_no_kernel_and_no_argument():
-    kernels, values = layers_of(RandAugmentPolicy(probability=0.0), 100)
-    assert not kernels.any() and not values.any()
-    assert rand_augment.parse("rand-n0").uniforms == 0
+    assert not (kernels[:, 0] == kernels[:, 1]).any()

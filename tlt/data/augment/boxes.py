@@ -1,4 +1,4 @@
-"""Boxes in images: random resized crops and erased areas by timm's rules, and the window that a warped crop needs.
+"""Boxes in images: random resized crops and erased areas, by timm's rules.
 
 Legend: B samples, R erased boxes, (H, W) output size. Draws are uniform numbers in [0, 1).
 """
@@ -9,8 +9,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-
-from tlt import geometry
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -56,37 +54,6 @@ def crop_windows(scale: Range, ratio: Range, draws: Floats, source: Ints) -> Int
     return windows
 
 
-def keep_ratio_windows(
-    scale: Range, ratio: Range, draws: Floats, source: Ints, size: tuple[int, int], centred: bool
-) -> Ints:
-    """Windows of the output's shape as large as the image allows, half of them zoomed in, half of them stretched.
-
-    timm's crop modes rkrc and rkrr, but for images that a stretched window exceeds: it is cut to the image, where timm
-    pads with reflections, whose tokens would need labels.
-
-    Args:
-        scale: Smallest and largest share of the window's area that a zoom keeps.
-        ratio: Smallest and largest change of width / height.
-        draws: (B, 6 or more).
-        source: (B, 2) width and height of the image.
-        size: (H, W) of the output.
-        centred: Cut the centre out of the image; else from a random place.
-
-    Returns:
-        (B, 4) x, y, w, h.
-    """
-    sides = np.array(size[::-1], np.float64)
-    (small, large), (low, high) = scale, ratio
-    zoom = np.where(draws[:, 0] < 0.5, np.sqrt(small + (large - small) * draws[:, 1]), 1.0)
-    stretch = np.exp(0.5 * (math.log(low) + (math.log(high) - math.log(low)) * draws[:, 3]))
-    stretch = np.where(draws[:, 2] < 0.5, stretch, 1.0)
-    largest = (source / sides).min(axis=1, keepdims=True) * sides  # (B, 2)
-    window = np.clip(np.rint(largest * np.stack([zoom / stretch, zoom * stretch], axis=1)), 1, source)
-    free = source - window
-    corner = free // 2 if centred else _integers(draws[:, 4:6], free)
-    return np.concatenate([corner, window], axis=1).astype(np.int64)
-
-
 def _central_crops(ratio: Range, source: Ints) -> Ints:
     """The largest central window (B, 4) whose aspect ratio is allowed."""
     width, height = source.astype(np.float64).T
@@ -94,18 +61,6 @@ def _central_crops(ratio: Range, source: Ints) -> Ints:
     w = np.where(width / height > high, np.rint(height * high), width)
     h = np.where(width / height < low, np.rint(width / low), height)
     return np.stack([(width - w) // 2, (height - h) // 2, w, h], axis=1).astype(np.int64)
-
-
-def enclosing_windows(windows: Ints, maps: geometry.Affine, source: Ints) -> Ints:
-    """The smallest windows (B, 4) of whole image pixels that hold all of the image that `maps` (B, 2, 3) takes
-    `windows` (B, 4) to; a single row or column at the edge where they are taken past it. `source` (B, 2) width, height.
-    """
-    x, y, w, h = windows.T.astype(np.float64)
-    corners = np.stack([np.stack([x, x + w, x, x + w], 1), np.stack([y, y, y + h, y + h], 1)], axis=2)  # (B, 4, 2)
-    places = geometry.apply(maps, corners)
-    start = np.clip(np.floor(places.min(axis=1)), 0, source - 1)
-    end = np.clip(np.ceil(places.max(axis=1)), start + 1, source)
-    return np.concatenate([start, end - start], axis=1).astype(np.int64)
 
 
 def erased_boxes(size: tuple[int, int], probability: float, recount: int, draws: Floats) -> Ints:

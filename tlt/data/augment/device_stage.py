@@ -8,8 +8,9 @@ Legend: B images of H x W pixels, b rows of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -17,106 +18,110 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from tlt import geometry
 from tlt.data.augment import on_device
 from tlt.data.augment.erase import erase
 from tlt.data.augment.photometric import OPERATIONS, luma
-from tlt.data.augment.plan import BICUBIC, AugmentConfig, Plan
-from tlt.data.augment.warp import Along, Warp, chosen_warp
+from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
+from tlt.data.augment.warp import LineAxis, Warp, chosen_warp
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-
-class Step(IntEnum):
-    """Geometric steps; their codes continue those of `rand_augment.Kernel`. To a warp's, its `Along` is added."""
-
-    FLIP_X = 100
-    FLIP_Y = 101
-    FLIP_XY = 102
-    WARP_BILINEAR = 110
-    WARP_BICUBIC = 120
-
-
-_FLIPS: dict[int, tuple[int, ...]] = {int(Step.FLIP_X): (3,), int(Step.FLIP_Y): (2,), int(Step.FLIP_XY): (2, 3)}
-_WARPS = {
-    int(kind) + along: (kind == Step.WARP_BICUBIC, along)
-    for kind in (Step.WARP_BILINEAR, Step.WARP_BICUBIC)
-    for along in Along
-}
+# (mirrored left and right, mirrored top and bottom) -> dimensions to flip
+_FLIPS: dict[tuple[bool, bool], list[int]] = {(True, False): [3], (False, True): [2], (True, True): [2, 3]}
 
 
 class Work(NamedTuple):
-    """One step on some rows of the batch."""
+    """One operation on some rows of the batch."""
 
-    code: int
+    run: Callable[[Tensor, Tensor], Tensor]  # from images (b, 3, H, W) uint8 and their arguments (b, A) to new images
     rows: Ints  # (b,)
-    arguments: Floats  # (b, 1) of a colour layer, (b, 6) of a warp, (b, 0) of a flip
+    arguments: Floats  # (b, A)
 
 
-def schedule(plan: Plan) -> list[Work]:
-    """The steps of a plan in the order that gives each sample its layers and its warp in the plan's order."""
-    position = np.arange(plan.op.shape[1])
-    early = position < plan.warp_at[:, None]
-    return [*_colour_work(plan, early), *_warp_work(plan), *_colour_work(plan, ~early)]
+def schedule(plan: Plan, fill: Sequence[int], warp: Warp) -> list[Work]:
+    """The operations of a plan in the order that gives each sample its layers and its warp in the plan's order."""
+    early = np.arange(plan.op.shape[1]) < plan.warp_at[:, None]
+    return [*_colour_work(plan, early), *_warp_work(plan, fill, warp), *_colour_work(plan, ~early)]
 
 
 def _colour_work(plan: Plan, when: npt.NDArray[np.bool_]) -> list[Work]:
-    """Layer by layer, one step per kernel, of the layers that `when` (B, L) marks."""
+    """The layers that `when` (B, L) marks, one after the other."""
     work = []
     for layer in range(plan.op.shape[1]):
         codes = np.where(when[:, layer], plan.op[:, layer], 0)
-        for code in np.unique(codes[codes > 0]):
+        for code in np.unique(codes[codes > 0]).tolist():
             rows = np.flatnonzero(codes == code)
-            work.append(Work(int(code), rows, plan.argument[rows, layer, None]))
+            run = partial(_run_colour, OPERATIONS[code])
+            work.append(Work(run, rows, plan.argument[rows, layer, None]))
     return work
 
 
-def _warp_work(plan: Plan) -> list[Work]:
-    """Flips alone are exact and cheap; every other map that isn't the identity is a warp."""
+def _run_colour(operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, arguments: Tensor) -> Tensor:
+    return operation(images, arguments[:, 0].float())
+
+
+def _warp_work(plan: Plan, fill: Sequence[int], warp: Warp) -> list[Work]:
+    """Flips alone are exact and cheap; every other map that isn't the identity is a warp.
+
+    Where lines are moved, a mirrored image is flipped first, as PIL's is, and moved as if it had not been mirrored.
+    """
     height, width = plan.size
-    kind = np.where(plan.warp_interpolation == BICUBIC, Step.WARP_BICUBIC, Step.WARP_BILINEAR) + _axes(plan.warp)
-    for flip, (x, y) in {0: (1, 1), Step.FLIP_X: (-1, 1), Step.FLIP_Y: (1, -1), Step.FLIP_XY: (-1, -1)}.items():
-        exact = np.array([[x, 0, width * (x < 0)], [0, y, height * (y < 0)]])
-        # Operations that cancel out leave rounding behind, in pixels.
-        kind[np.all(np.abs(plan.warp - exact) < 1e-9, axis=(1, 2))] = flip
+    axes, mirrored = line_axes(plan.warp), plan.warp[:, [0, 1], [0, 1]] < 0  # (B,), (B, 2) x, y
+    flips = geometry.compose(geometry.vflip(mirrored[:, 1], height), geometry.hflip(mirrored[:, 0], width))
+    # Operations that cancel out leave rounding behind, in pixels.
+    only_flipped = np.all(np.abs(plan.warp - flips) < 1e-9, axis=(1, 2))
+    flipped = mirrored & (only_flipped | (axes != LineAxis.BOTH))[:, None]
+    maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp).reshape(-1, 6)
     work = []
-    for code in np.unique(kind[kind > 0]):
-        rows = np.flatnonzero(kind == code)
-        arguments = plan.warp[rows].reshape(-1, 6) if code in _WARPS else np.zeros((len(rows), 0))
-        work.append(Work(int(code), rows, arguments))
-    return work
+    for x, y in _FLIPS:
+        rows = np.flatnonzero((flipped == (x, y)).all(1))
+        work.append(Work(partial(_run_flip, _FLIPS[x, y]), rows, np.zeros((len(rows), 0))))
+    for interpolation, axis in product((BILINEAR, BICUBIC), LineAxis):
+        rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == interpolation) & (axes == axis))
+        run = partial(_run_warp, partial(warp, fill=fill, cubic=interpolation == BICUBIC, axis=axis))
+        work.append(Work(run, rows, maps[rows]))
+    return [each for each in work if len(each.rows)]
 
 
-def _axes(maps: Floats) -> Ints:
-    """`Along` of each map (B, 2, 3)."""
+def _run_flip(dimensions: list[int], images: Tensor, _: Tensor) -> Tensor:
+    return images.flip(dimensions)
+
+
+def _run_warp(warp: Callable[[Tensor, Tensor], Tensor], images: Tensor, arguments: Tensor) -> Tensor:
+    return warp(images, arguments.view(-1, 2, 3))
+
+
+def line_axes(maps: Floats) -> Ints:
+    """`LineAxis` of each map (B, 2, 3)."""
     plain = np.all(np.abs(maps[:, [0, 1], [0, 1]]) == 1, axis=1, keepdims=True)  # neither axis is stretched
     x_stays, y_stays = (plain & (maps[:, [0, 1], [1, 0]] == 0) & (maps[:, :, 2] == np.round(maps[:, :, 2]))).T
-    return np.where(y_stays, Along.X, np.where(x_stays, Along.Y, Along.BOTH))
+    return np.where(y_stays, LineAxis.X, np.where(x_stays, LineAxis.Y, LineAxis.BOTH))
 
 
-def _run_schedule(images: Tensor, work: list[Work], fill: Sequence[int], warp: Warp) -> Tensor:
-    """Apply the steps to a copy of the images (B, 3, H, W) uint8."""
+def _run_schedule(images: Tensor, work: list[Work]) -> Tensor:
+    """Apply the work to a copy of the images (B, 3, H, W) uint8."""
     if not work:
         return images
     images = images.clone()
-    all_rows = on_device.send(np.concatenate([step.rows for step in work]), images.device)
-    all_arguments = on_device.send(np.concatenate([step.arguments.ravel() for step in work]), images.device)
-    rows_of = all_rows.split([len(step.rows) for step in work])
-    arguments_of = all_arguments.split([step.arguments.size for step in work])
+    all_rows = on_device.send(np.concatenate([each.rows for each in work]), images.device)
+    all_arguments = on_device.send(np.concatenate([each.arguments.ravel() for each in work]), images.device)
+    rows_of = all_rows.split([len(each.rows) for each in work])
+    arguments_of = all_arguments.split([each.arguments.size for each in work])
     size = on_device.portion(images)
-    for step, rows, arguments in zip(work, rows_of, arguments_of, strict=True):
-        by_row = arguments.view(step.arguments.shape)
+    for each, rows, arguments in zip(work, rows_of, arguments_of, strict=True):
+        by_row = arguments.view(each.arguments.shape)
         for some, values in zip(rows.split(size), by_row.split(size), strict=True):
-            _put_back(images, some, _run_step(step.code, _taken(images, some), values, fill, warp))
+            _put_back(images, some, each.run(_taken(images, some), values))
     return images
 
 
 def _taken(images: Tensor, rows: Tensor) -> Tensor:
-    """`images[rows]`, not to be written to."""
-    # There index_select takes five times as long as copies, index_copy_ twenty times.
+    """`images[rows]`."""
+    # On a CPU index_select takes five times as long as copies, index_copy_ twenty times.
     if on_device.in_small_pieces(images.device):
-        taken = [images[row] for row in rows.tolist()]
-        return taken[0][None] if len(taken) == 1 else torch.stack(taken)
+        return torch.stack([images[row] for row in rows.tolist()])
     return images.index_select(0, rows)
 
 
@@ -127,15 +132,6 @@ def _put_back(images: Tensor, rows: Tensor, changed: Tensor) -> None:
             images[row] = image
     else:
         images.index_copy_(0, rows, changed)
-
-
-def _run_step(code: int, images: Tensor, arguments: Tensor, fill: Sequence[int], warp: Warp) -> Tensor:
-    if code in _FLIPS:
-        return images.flip(_FLIPS[code])
-    if code in _WARPS:
-        cubic, along = _WARPS[code]
-        return warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic, along=along)
-    return OPERATIONS[code](images, arguments[:, 0].float())
 
 
 class EvalStage(nn.Module):
@@ -186,5 +182,5 @@ class DeviceStage(EvalStage):
         """
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
-        images = _run_schedule(images, schedule(plan), self.fill, self.warp)
+        images = _run_schedule(images, schedule(plan, self.fill, self.warp))
         return erase(super().forward(images), plan, self.remode)

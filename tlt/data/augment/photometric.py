@@ -1,7 +1,7 @@
 """Colour operations on batches of uint8 images, on any device, as PIL does them on one image.
 
 Every function takes images (B, 3, H, W) uint8 and an argument per sample (B,) float32 and returns new images; rows
-don't touch each other. The results are within one grey level of Pillow's (ImageOps, ImageEnhance, ImageFilter) as timm
+don't touch each other. The results are within one grey level of Pillow's (ImageOps, ImageEnhance) as timm
 calls them. Nothing here synchronises with the host.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.data.augment.on_device import precise_dtype
@@ -136,43 +135,6 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
     return _blend(smooth, values, factor)
 
 
-def _box_radius(sigma: Tensor, passes: int = 3) -> Tensor:
-    """The box whose `passes`-fold application has the Gaussian's variance (Gwosdek et al. 2011, as PIL) -> radius."""
-    variance = sigma * sigma / passes
-    whole = ((torch.sqrt(12 * variance + 1) - 1) / 2).floor()
-    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1) ** 2))
-    return whole + part
-
-
-def _box_blur(values: Tensor, radius: Tensor) -> Tensor:
-    """PIL's box blur along the last dimension, once, in its 24-bit fixed point: rounding breaks ties the other way.
-
-    `values` (B, 3, H, W) int32, grey levels less 128 so that no sum leaves 32 bits; `radius` (B, 1, 1, 1) in [0, 2).
-    """
-    padded = F.pad(values.float(), (2, 2, 0, 0), mode="replicate").int()
-    width = values.shape[3]
-    wide = radius >= 1
-    inner = ((1 << 24) / (2 * radius + 1)).int()
-    outer = ((1 << 24) - torch.where(wide, 3, 1) * inner) // 2
-    lost = (1 << 24) - torch.where(wide, 3, 1) * inner - 2 * outer  # the weights' sum is so much short of 1
-    total = inner * values
-    total += (padded[..., 1 : 1 + width] + padded[..., 3 : 3 + width]).mul_(torch.where(wide, inner, outer))
-    total += (padded[..., :width] + padded[..., 4:]).mul_(torch.where(wide, outer, 0))
-    total += (1 << 23) - 128 * lost
-    return total.bitwise_right_shift_(24)
-
-
-def gaussian_blur(images: Tensor, sigma: Tensor) -> Tensor:
-    """`ImageFilter.GaussianBlur(sigma)`, PIL's three box blurs per axis; `sigma` in (0, 2] pixels."""
-    radius = _per_sample(_box_radius(sigma))
-    values = images.int() - 128
-    for _ in range(2):
-        for _ in range(3):
-            values = _box_blur(values, radius)
-        values = values.transpose(2, 3).contiguous()
-    return (values + 128).to(torch.uint8)
-
-
 OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     int(Kernel.AUTO_CONTRAST): auto_contrast,
     int(Kernel.EQUALIZE): equalize,
@@ -184,5 +146,4 @@ OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     int(Kernel.CONTRAST): contrast,
     int(Kernel.BRIGHTNESS): brightness,
     int(Kernel.SHARPNESS): sharpness,
-    int(Kernel.GAUSSIAN_BLUR): gaussian_blur,
 }

@@ -5,9 +5,7 @@ on the batch it is in. The backend executes `crop` and `interpolation` (decode, 
 `warp`, the colour layers and `erase`; labels follow `affine`. Numbers mean what they mean in timm 1.0
 (`create_transform(is_training=True)`, `RandomErasing`).
 
-Two orders. timm's: crop, flip, RandAugment on the resized crop; its operations are the warp. The published one: flip,
-RandAugment on the full image, crop. Then flip, operations and crop are composed first, the backend cuts the window of
-the image that the result shows, and what is left from the resized window to the output is the warp.
+The order is timm's: crop, flip, RandAugment on the resized crop, whose geometric operations are the warp.
 
 Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of affines: see `tlt.geometry`.
 """
@@ -34,9 +32,6 @@ Bools = npt.NDArray[np.bool_]
 BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
 INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
 ERASE_MODES = ("const", "rand", "pixel")
-AUG_ORDERS = ("timm", "published")
-CROP_MODES = ("rrc", "rkrc", "rkrr")
-TRANSLATE_SHARE = 0.45  # of the output's shorter side: timm's translate_const
 
 
 class Stream(IntEnum):
@@ -71,8 +66,6 @@ class AugmentConfig:
     recount: int = 1
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # in [0, 1]; what a warp shows outside the image
     no_aug: bool = False  # squash the whole image to `size` and do nothing else, as timm's --no-aug
-    crop_mode: str = "rrc"  # random resized crop; "rkrc", "rkrr": the image's own ratio, from its centre or anywhere
-    aug_order: str = "timm"  # crop, flip, RandAugment; "published": flip, RandAugment on the full image, crop
 
     def __post_init__(self) -> None:
         checks = {
@@ -83,8 +76,6 @@ class AugmentConfig:
             f"--vflip {self.vflip}: a probability lies in [0, 1]": 0 <= self.vflip <= 1,
             f"--reprob {self.reprob}: a probability lies in [0, 1]": 0 <= self.reprob <= 1,
             f"--recount {self.recount}: erase at least one box, or set --reprob 0": self.recount >= 1,
-            f"--aug-order {self.aug_order}: choose from {', '.join(AUG_ORDERS)}": self.aug_order in AUG_ORDERS,
-            f"--train-crop-mode {self.crop_mode}: choose from {', '.join(CROP_MODES)}": self.crop_mode in CROP_MODES,
             f"--remode {self.remode}: choose from {', '.join(ERASE_MODES)}": self.remode in ERASE_MODES,
             f"--train-interpolation {self.interpolation}: choose from {', '.join(INTERPOLATIONS)}": self.interpolation
             in INTERPOLATIONS,
@@ -110,10 +101,8 @@ class AugmentConfig:
 
     @property
     def jitter(self) -> tuple[float, ...] | None:
-        """Strengths of (brightness, contrast, saturation) where colour jitter applies: timm switches it off with
-        RandAugment, but not with the 3a operation sets."""
-        applies = not self.auto_augment or "3a" in self.auto_augment
-        if self.no_aug or not applies or not self.color_jitter:
+        """Strengths of (brightness, contrast, saturation) where colour jitter applies: not with RandAugment."""
+        if self.no_aug or self.auto_augment or not self.color_jitter:
             return None
         return self.color_jitter if isinstance(self.color_jitter, tuple) else (float(self.color_jitter),) * 3
 
@@ -166,16 +155,6 @@ class Plan:
         return np.stack([x / width, y / height, (x + w) / width, (y + h) / height], axis=1)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What is done to each of B images, one after the other: what the plan is composed of."""
-
-    crop: Ints  # (B, 4) x, y, w, h in pixels of the image, or, in the published order, of the flipped and moved image
-    mirrored: Bools  # (B, 2) left and right, top and bottom
-    kernels: Ints  # (B, layers) rand_augment.Kernel of every operation in its order, NONE for those left out
-    values: Floats  # (B, layers) their arguments
-
-
 _ARRAYS = tuple(field.name for field in fields(Plan) if field.name != "size")
 
 
@@ -187,17 +166,19 @@ def make_plan(
     count = len(indices)
     source = np.stack([np.broadcast_to(np.asarray(side, np.int64), count) for side in (widths, heights)], axis=1)
     draw = _Draws(seed, epoch, indices)
-    flip_draws = draw(Stream.FLIP, 4)
-    steps = draw_steps(config, seed, epoch, indices, source)
-    window, warp = _windows_and_warps(config, steps, source)
-    op, argument, warp_at = _colour_layers(steps.kernels, steps.values)
+    flip_draws = draw(Stream.FLIP, 4)  # left and right, top and bottom, filter of the resize, filter of the warp
+    kernels, values = _layers(config, draw, count)
+    crop = _crops(config, draw, source)
+    warp = _warps(config, flip_draws[:, :2], kernels, values)
+    op, argument, warp_at = _colour_layers(kernels, values)
+    x, y, w, h = crop.T
     return Plan(
         size=config.size,
         source=source,
-        crop=window,
+        crop=crop,
         interpolation=_interpolations(config, flip_draws[:, 2]),
         warp=warp,
-        affine=geometry.compose(warp, _crop_map(window, config.size)),
+        affine=geometry.compose(warp, geometry.crop(x, y, w, h, config.size[1], config.size[0])),
         warp_interpolation=_interpolations(config, flip_draws[:, 3]),
         op=op,
         argument=argument,
@@ -205,21 +186,6 @@ def make_plan(
         erase=_erased_boxes(config, draw, count),
         erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
     )
-
-
-def draw_steps(config: AugmentConfig, seed: int, epoch: int, indices: Ints, source: Ints) -> Steps:
-    """Draw the steps of the images `indices` (B,), whose widths and heights are `source` (B, 2)."""
-    draw, count = _Draws(seed, epoch, indices), len(indices)
-    kernels, values = _layers(config, draw, count)
-    if config.no_aug:
-        return Steps(boxes.whole(source), np.zeros((count, 2), bool), kernels, values)
-    draws = draw(Stream.CROP, boxes.CROP_DRAWS)
-    if config.crop_mode == "rrc":
-        crop = boxes.crop_windows(config.scale, config.ratio, draws, source)
-    else:
-        centred = config.crop_mode == "rkrc"
-        crop = boxes.keep_ratio_windows(config.scale, config.ratio, draws, source, config.size, centred)
-    return Steps(crop, draw(Stream.FLIP, 2) < np.array([config.hflip, config.vflip]), kernels, values)
 
 
 @dataclass(frozen=True)
@@ -240,9 +206,10 @@ def _interpolations(config: AugmentConfig, draws: Floats) -> Ints:
     return np.array(choices, np.int64)[(draws * len(choices)).astype(np.int64)]
 
 
-def _crop_map(windows: Ints, size: tuple[int, int]) -> geometry.Affine:
-    x, y, w, h = (windows[:, k] for k in range(4))
-    return geometry.crop(x, y, w, h, size[1], size[0])
+def _crops(config: AugmentConfig, draw: _Draws, source: Ints) -> Ints:
+    if config.no_aug:
+        return boxes.whole(source)
+    return boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
 
 
 def _layers(config: AugmentConfig, draw: _Draws, count: int) -> tuple[Ints, Floats]:
@@ -268,62 +235,32 @@ def _jitter_layers(strengths: tuple[float, ...], draws: Floats) -> tuple[Ints, F
     return kernels[order], np.take_along_axis(factors, order, axis=1)
 
 
-# (arguments, width, height, translate_const) -> maps, per geometric kernel
-_MAPS: dict[int, Callable[[Floats, Floats, Floats, int], geometry.Affine]] = {
-    int(Kernel.ROTATE): lambda degrees, width, height, const: geometry.rotate(degrees, width, height),
-    int(Kernel.SHEAR_X): lambda factor, width, height, const: geometry.shear_x(factor),
-    int(Kernel.SHEAR_Y): lambda factor, width, height, const: geometry.shear_y(factor),
-    int(Kernel.TRANSLATE_X): lambda share, width, height, const: geometry.translate(share * width, 0.0),
-    int(Kernel.TRANSLATE_Y): lambda share, width, height, const: geometry.translate(0.0, share * height),
-    int(Kernel.TRANSLATE_X_CONST): lambda share, width, height, const: geometry.translate(share * const, 0.0),
-    int(Kernel.TRANSLATE_Y_CONST): lambda share, width, height, const: geometry.translate(0.0, share * const),
+# (arguments, width, height) -> maps, per geometric kernel
+_MAPS: dict[int, Callable[[Floats, int, int], geometry.Affine]] = {
+    int(Kernel.ROTATE): geometry.rotate,
+    int(Kernel.SHEAR_X): lambda factor, width, height: geometry.shear_x(factor),
+    int(Kernel.SHEAR_Y): lambda factor, width, height: geometry.shear_y(factor),
+    int(Kernel.TRANSLATE_X): lambda share, width, height: geometry.translate(share * width, 0.0),
+    int(Kernel.TRANSLATE_Y): lambda share, width, height: geometry.translate(0.0, share * height),
 }
 
 
-def _windows_and_warps(config: AugmentConfig, steps: Steps, source: Ints) -> tuple[Ints, Floats]:
-    """Windows (B, 4) to cut out of the images, and warps (B, 2, 3) output px -> resized window px."""
-    output = np.broadcast_to(np.array(config.size[::-1], np.int64), source.shape)
-    if config.aug_order == "timm":
-        return steps.crop, flips_and_operations(config, steps, output)
-    before_crop = flips_and_operations(config, steps, source)
-    window = boxes.enclosing_windows(steps.crop, before_crop, source)
-    composed = geometry.compose(_crop_map(steps.crop, config.size), before_crop)
-    warp = geometry.compose(composed, geometry.invert(_crop_map(window, config.size)))
-    # A flip of the crop is the flip of the window, without any rounding: the device stage knows it by that.
-    plain = ~np.any(steps.kernels >= Kernel.ROTATE, axis=1)
-    return window, np.where(plain[:, None, None], _flips(steps, output), warp)
-
-
-def _flips(steps: Steps, canvas: Ints) -> Floats:
-    """(B, 2, 3) maps of the flips of images whose widths and heights are `canvas` (B, 2)."""
-    width, height = canvas.T
-    across = geometry.hflip(steps.mirrored[:, 0], width)
-    return geometry.compose(geometry.vflip(steps.mirrored[:, 1], height), across)
-
-
-def flips_and_operations(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
-    """(B, 2, 3) map of the flips, then the geometric layers, on images of `canvas` (B, 2) width and height.
+def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Floats) -> Floats:
+    """(B, 2, 3) output px -> resized crop px: the flips, then the geometric layers.
 
     A later operation of the image is an earlier step of the map, which goes from output to source.
     """
-    result, maps = _flips(steps, canvas), _operation_maps(config, steps, canvas)
-    for layer in range(maps.shape[1]):
-        result = geometry.compose(maps[:, layer], result)
+    height, width = config.size
+    flips = (flip_draws < np.array([config.hflip, config.vflip])) & (not config.no_aug)
+    result = geometry.compose(geometry.vflip(flips[:, 1], height), geometry.hflip(flips[:, 0], width))
+    for layer in range(kernels.shape[1]):
+        maps = geometry.identity(len(flips))
+        for kernel, make in _MAPS.items():
+            rows = np.flatnonzero(kernels[:, layer] == kernel)
+            if rows.size:
+                maps[rows] = make(values[rows, layer], width, height)
+        result = geometry.compose(maps, result)
     return result
-
-
-def _operation_maps(config: AugmentConfig, steps: Steps, canvas: Ints) -> Floats:
-    """The map of each layer (B, layers, 2, 3), identity where it changes colours or nothing."""
-    flat, amounts = steps.kernels.ravel(), steps.values.ravel()
-    layers = steps.kernels.shape[1]
-    const = int(min(config.size) * TRANSLATE_SHARE)
-    maps = geometry.identity(flat.size)
-    for kernel, make in _MAPS.items():
-        rows = np.flatnonzero(flat == kernel)
-        if rows.size:
-            width, height = canvas[rows // layers].astype(np.float64).T
-            maps[rows] = make(amounts[rows], width, height, const)
-    return maps.reshape(*steps.kernels.shape, 2, 3)
 
 
 def _colour_layers(kernels: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:

@@ -38,14 +38,11 @@ class Kernel(IntEnum):
     CONTRAST = 8  # argument: factor
     BRIGHTNESS = 9  # argument: factor
     SHARPNESS = 10  # argument: factor
-    GAUSSIAN_BLUR = 11  # argument: standard deviation in pixels
     ROTATE = 20  # argument: degrees
     SHEAR_X = 21  # argument: factor
     SHEAR_Y = 22
     TRANSLATE_X = 23  # argument: pixels / image width
     TRANSLATE_Y = 24  # argument: pixels / image height
-    TRANSLATE_X_CONST = 25  # argument: pixels / translate_const
-    TRANSLATE_Y_CONST = 26
 
 
 class Op(NamedTuple):
@@ -63,7 +60,7 @@ class Op(NamedTuple):
     high: float = math.inf
 
 
-# timm 1.0.31, LEVEL_TO_ARG. Desaturate is COLOR with the factor 1 - argument.
+# timm 1.0.31, LEVEL_TO_ARG: the operations that a policy string can name.
 OPS: dict[str, Op] = {
     "AutoContrast": Op(Kernel.AUTO_CONTRAST),
     "Equalize": Op(Kernel.EQUALIZE),
@@ -71,7 +68,6 @@ OPS: dict[str, Op] = {
     "Rotate": Op(Kernel.ROTATE, 30.0, sign=0),
     "Posterize": Op(Kernel.POSTERIZE, 4.0, whole=True),
     "PosterizeIncreasing": Op(Kernel.POSTERIZE, 4.0, offset=4.0, sign=-1, whole=True),
-    "PosterizeOriginal": Op(Kernel.POSTERIZE, 4.0, offset=4.0, whole=True),
     "Solarize": Op(Kernel.SOLARIZE, 256.0, whole=True, high=256.0),
     "SolarizeIncreasing": Op(Kernel.SOLARIZE, 256.0, offset=256.0, sign=-1, whole=True, low=0.0),
     "SolarizeAdd": Op(Kernel.SOLARIZE_ADD, 110.0, whole=True, high=128.0),
@@ -85,17 +81,10 @@ OPS: dict[str, Op] = {
     "SharpnessIncreasing": Op(Kernel.SHARPNESS, 0.9, offset=1.0, sign=0, low=0.1),
     "ShearX": Op(Kernel.SHEAR_X, 0.3, sign=0),
     "ShearY": Op(Kernel.SHEAR_Y, 0.3, sign=0),
-    "TranslateX": Op(Kernel.TRANSLATE_X_CONST, 1.0, sign=0),
-    "TranslateY": Op(Kernel.TRANSLATE_Y_CONST, 1.0, sign=0),
     "TranslateXRel": Op(Kernel.TRANSLATE_X, 0.45, sign=0),
     "TranslateYRel": Op(Kernel.TRANSLATE_Y, 0.45, sign=0),
-    "Desaturate": Op(Kernel.COLOR, 0.5, offset=0.5, sign=-1, low=0.0, high=0.5),
-    "GaussianBlur": Op(Kernel.GAUSSIAN_BLUR, 1.9, offset=0.1, low=0.1, high=2.0),
-    "GaussianBlurRand": Op(Kernel.GAUSSIAN_BLUR, 1.0, low=0.0, high=1.0),
 }
 NAMES = tuple(OPS)
-_NUMBER = {name: number for number, name in enumerate(NAMES)}
-_BLUR_RAND = _NUMBER["GaussianBlurRand"]
 _KERNEL, _SIGN = (np.array([op[field] for op in OPS.values()], np.int64) for field in (0, 3))
 _SCALE, _OFFSET, _LOW, _HIGH = (np.array([op[field] for op in OPS.values()]) for field in (1, 2, 5, 6))
 _WHOLE = np.array([op.whole for op in OPS.values()])
@@ -104,42 +93,12 @@ _GEOMETRIC = ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 _COLOURS = ("Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness")
 _PLAIN = ("AutoContrast", "Equalize", "Invert", "Rotate", *_COLOURS, *_GEOMETRIC)
 _INCREASING = tuple(name + "Increasing" if name + "Increasing" in OPS else name for name in _PLAIN)
-_WEIGHTS: dict[str, dict[str, float]] = {
-    "weights": {
-        "Rotate": 3,
-        "ShearX": 2,
-        "ShearY": 2,
-        "TranslateXRel": 1,
-        "TranslateYRel": 1,
-        "ColorIncreasing": 0.25,
-        "SharpnessIncreasing": 0.25,
-        "AutoContrast": 0.25,
-        "SolarizeIncreasing": 0.05,
-        "SolarizeAdd": 0.05,
-        "ContrastIncreasing": 0.05,
-        "BrightnessIncreasing": 0.05,
-        "Equalize": 0.05,
-        "PosterizeIncreasing": 0.05,
-        "Invert": 0.05,
-    },
-    "3aw": {
-        "SolarizeIncreasing": 6,
-        "Desaturate": 6,
-        "GaussianBlur": 6,
-        "Rotate": 3,
-        "ShearX": 2,
-        "ShearY": 2,
-        "PosterizeIncreasing": 1,
-        "AutoContrast": 1,
-        "ColorIncreasing": 1,
-        "SharpnessIncreasing": 1,
-        "ContrastIncreasing": 1,
-        "BrightnessIncreasing": 1,
-        "Equalize": 1,
-        "Invert": 1,
-    },
+_WEIGHTS: dict[str, float] = {  # of `tweights`
+    **{"Rotate": 3, "ShearX": 2, "ShearY": 2, "TranslateXRel": 1, "TranslateYRel": 1},
+    **{"ColorIncreasing": 0.25, "SharpnessIncreasing": 0.25, "AutoContrast": 0.25},
+    **{"SolarizeIncreasing": 0.05, "SolarizeAdd": 0.05, "ContrastIncreasing": 0.05, "BrightnessIncreasing": 0.05},
+    **{"Equalize": 0.05, "PosterizeIncreasing": 0.05, "Invert": 0.05},
 }
-_3A = ("SolarizeIncreasing", "Desaturate", "GaussianBlur")
 
 
 @dataclass(frozen=True)
@@ -155,10 +114,7 @@ class RandAugmentPolicy:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.ops if name not in OPS]
-        if unknown or not self.ops:
-            raise UserError(f"RandAugment operations {unknown} are unknown: choose from {', '.join(NAMES)}")
-        if self.weights is not None and not (len(self.weights) == len(self.ops) >= self.layers):
+        if self.weights is not None and len(self.weights) < self.layers:
             raise UserError(f"RandAugment can't draw {self.layers} of {len(self.ops)} weighted operations: lower n")
         if self.layers < 0 or self.magnitude < 0 or self.magnitude_std < 0 or self.magnitude_max <= 0:
             raise UserError("RandAugment: n, m, mstd and mmax can't be negative, and mmax can't be 0")
@@ -174,16 +130,16 @@ def _reject(policy: str, reason: str) -> UserError:
 
 
 def _sections(policy: str) -> dict[str, str]:
-    """`rand-m9-inc1` -> {"m": "9", "inc": "1"}; the op set `tNAME` is kept under "t"."""
+    """`rand-m9-inc1` -> {"m": "9", "inc": "1"}."""
     head, *sections = policy.split("-")
     if head != "rand":
         raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")
     found: dict[str, str] = {}
     for section in sections:
-        match = re.fullmatch(r"(t)(.+)|(mstd|mmax|inc|m|n|p)(\d.*)", section)
+        match = re.fullmatch(r"(t)(weights)|(mstd|mmax|inc|m|n|p)(\d.*)", section)
         if match is None:
-            hint = "use tweights" if section.startswith("w") else "known: m, n, p, mstd, mmax, inc, t"
-            raise _reject(policy, f"'{section}' is not a section of a RandAugment policy, {hint}")
+            known = "m, n, p, mstd, mmax and inc with a number, and tweights"
+            raise _reject(policy, f"'{section}' is not a section of a RandAugment policy; there are {known}")
         name, value = match.group(1) or match.group(3), match.group(2) or match.group(4)
         if name in found:
             raise _reject(policy, f"'{name}' is given twice")
@@ -191,21 +147,10 @@ def _sections(policy: str) -> dict[str, str]:
     return found
 
 
-def _op_set(policy: str, name: str | None, increasing: bool) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    if name is None:
-        return (_INCREASING if increasing else _PLAIN), None
-    if name == "3a":
-        return _3A, None
-    if name not in _WEIGHTS:
-        raise _reject(policy, f"'t{name}' is not an operation set, choose from tweights, t3a, t3aw")
-    total = math.fsum(_WEIGHTS[name].values())
-    return tuple(_WEIGHTS[name]), tuple(weight / total for weight in _WEIGHTS[name].values())
-
-
 @lru_cache(maxsize=16)
 def parse(policy: str) -> RandAugmentPolicy:
     """Read timm's RandAugment string, sections in any order: m (magnitude, 10), n (layers, 2), p (chance of a layer,
-    0.5), mstd (0; over 100: uniform), mmax (10), inc (0), t (weights, 3a, 3aw).
+    0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours).
 
     Raises:
         UserError: Another policy (original, v0, augmix, 3a), an unknown or repeated section, a number that isn't one.
@@ -219,25 +164,26 @@ def parse(policy: str) -> RandAugmentPolicy:
         bound, probability = int(found.get("mmax", 0)) or LEVELS, float(found.get("p", 0.5))
     except ValueError as error:
         raise _reject(policy, f"m, n, mmax and inc are whole numbers, mstd and p are numbers ({error})") from None
-    ops, weights = _op_set(policy, found.get("t"), increasing)
+    ops, weights = _INCREASING if increasing else _PLAIN, None
+    if "t" in found:
+        total = math.fsum(_WEIGHTS.values())
+        ops, weights = tuple(_WEIGHTS), tuple(weight / total for weight in _WEIGHTS.values())
     std = math.inf if std > 100 else std
     return RandAugmentPolicy(ops, weights, layers, float(magnitude), std, float(bound), probability)
 
 
-def arguments(ops: Ints, levels: Floats, sign_draw: Floats, second_draw: Floats) -> Floats:
+def arguments(ops: Ints, levels: Floats, sign_draw: Floats) -> Floats:
     """The argument of each operation's kernel; all arrays of one shape.
 
     Args:
         ops: Positions in `NAMES`.
         levels: Magnitudes, 0..10 or more.
         sign_draw: Uniform; above 0.5 negates where timm negates at random.
-        second_draw: Uniform; GaussianBlurRand draws its radius with it.
     """
     amount = levels / LEVELS * _SCALE[ops]
     amount = np.where(_WHOLE[ops], np.trunc(amount), amount)
     sign = np.where(_SIGN[ops] == 0, np.where(sign_draw > 0.5, -1.0, 1.0), _SIGN[ops])
-    result = np.clip(_OFFSET[ops] + sign * amount, _LOW[ops], _HIGH[ops])
-    return np.where(ops == _BLUR_RAND, 0.1 + second_draw * (2.0 * result - 0.1), result)
+    return np.clip(_OFFSET[ops] + sign * amount, _LOW[ops], _HIGH[ops])
 
 
 def _choose(policy: RandAugmentPolicy, draws: Floats) -> Ints:
@@ -262,9 +208,9 @@ def _levels(policy: RandAugmentPolicy, first: Floats, second: Floats) -> Floats:
 def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Floats]:
     """Uniform numbers (B, policy.uniforms) -> `Kernel` codes (B, n), NONE for skipped layers, and arguments (B, n)."""
     n = policy.layers
-    chosen = _choose(policy, draws[:, 5 * n :])
-    ops = np.array([_NUMBER[name] for name in policy.ops], np.int64)[chosen]
-    skip, first, second, sign, extra = (draws[:, k * n : (k + 1) * n] for k in range(5))
-    values = arguments(ops, _levels(policy, first, second), sign, extra)
+    # The fifth n of the draws are not used: leaving them out would give other augmentation to runs that go on.
+    skip, first, second, sign = (draws[:, k * n : (k + 1) * n] for k in range(4))
+    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[_choose(policy, draws[:, 5 * n :])]
+    values = arguments(ops, _levels(policy, first, second), sign)
     active = skip < policy.probability
     return np.where(active, _KERNEL[ops], Kernel.NONE), np.where(active, values, 0.0)

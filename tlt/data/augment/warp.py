@@ -20,9 +20,9 @@ CHOICE = "TLT_WARP"  # variable: "torch", the default, or "triton" (CUDA devices
 _FRAME = 2  # pixels around an image that bicubic sampling can reach
 
 
-class Along(IntEnum):
-    """Along which axis a map moves lines of pixels, each by a distance of its own and none stretched. The other axis
-    it shifts by whole pixels; both may be mirrored."""
+class LineAxis(IntEnum):
+    """The axis along which a map moves lines of pixels. Along the other axis it shifts by whole pixels or mirrors, so
+    that nothing is interpolated there: a shear or a translation needs half the work of a rotation, or a quarter."""
 
     BOTH = 0  # any other map
     X = 1
@@ -33,7 +33,7 @@ class Warp(Protocol):
     """`warp`, or what computes the same."""
 
     def __call__(
-        self, images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: Along = Along.BOTH
+        self, images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis: LineAxis = LineAxis.BOTH
     ) -> Tensor: ...
 
 
@@ -51,7 +51,7 @@ def chosen_warp() -> Warp:
     return warp_triton.warp
 
 
-def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: Along = Along.BOTH) -> Tensor:
+def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis: LineAxis = LineAxis.BOTH) -> Tensor:
     """`PIL.Image.transform(size, AFFINE, map, resample, fillcolor)` for a batch, size kept.
 
     Args:
@@ -59,17 +59,36 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
         maps: (B, 2, 3), output px -> input px, float64 where the device has it.
         fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
         cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
-        along: Not BOTH: each of the maps is such a one. Takes a third of the time; mirrored images are what
-            `PIL.ImageOps.mirror` or `flip` and the unmirrored map make of them.
+        axis: X or Y if all of the maps are such, which saves time and changes no result.
 
     Returns:
         (B, 3, H, W) uint8.
     """
-    if along == Along.BOTH:
-        values, outside = _sample(images, maps, cubic)
-    else:
-        values, outside = _move_lines(images, maps, cubic, 0 if along == Along.X else 1)
-    levels = values.clamp_(0, 255).short().to(torch.uint8)  # truncated, as PIL
+    height, width = images.shape[2:]
+    m = maps[..., None, None]
+    columns, rows = (torch.arange(side, dtype=maps.dtype, device=maps.device) + 0.5 for side in (width, height))
+    rows = rows[:, None]
+    x = m[:, 0, 0] * columns + (0 if axis == LineAxis.Y else m[:, 0, 1] * rows) + m[:, 0, 2]
+    y = (0 if axis == LineAxis.X else m[:, 1, 0] * columns) + m[:, 1, 1] * rows + m[:, 1, 2]
+    outside = _outside(x.floor().int(), width) | _outside(y.floor().int(), height)
+    x, y = x - 0.5, y - 0.5
+    left, top = x.floor(), y.floor()
+    # With a frame of repeated edges only the first of the 4 x 4 pixels around has to be clamped.
+    row_length = width + 2 * _FRAME
+    first = (top.int().clamp_(-1, height - 1) + 1) * row_length + (left.int().clamp_(-1, width - 1) + 1)
+    index = first.long().flatten(1)[:, None].expand(-1, 3, -1)  # the same pixel of every channel
+    # Between two pixels the result is often a whole number, where a float32 just below would lose a level.
+    dtype = torch.float32 if cubic else maps.dtype
+    table = F.pad(images.to(dtype), (_FRAME,) * 4, mode="replicate").flatten(2)
+    reach, middle = range(4) if cubic else range(1, 3), range(1, 2)
+    reach_x, reach_y = middle if axis == LineAxis.Y else reach, middle if axis == LineAxis.X else reach
+    weights_x, weights_y = _weights((x - left).to(dtype), len(reach_x)), _weights((y - top).to(dtype), len(reach_y))
+
+    def row(number: int) -> Tensor:
+        start = number * row_length
+        return _blend([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach_x], weights_x)
+
+    levels = _blend([row(number) for number in reach_y], weights_y).clamp_(0, 255).short().to(torch.uint8)  # truncated
     outside = outside.to(torch.uint8)
     for channel, colour in zip(levels.unbind(1), fill, strict=True):
         # The colour where outside, in three quick passes on a CPU: there `torch.where` takes longer.
@@ -77,105 +96,33 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
     return levels
 
 
-def _sample(images: Tensor, maps: Tensor, cubic: bool) -> tuple[Tensor, Tensor]:
-    """Values (B, 3, H, W), and where they lie outside of the image, (B, H, W): see `_outside`."""
-    height, width = images.shape[2:]
-    m = maps[..., None, None]
-    columns, rows = _centres(width, maps), _centres(height, maps)[:, None]
-    x, y = (m[:, axis, 0] * columns + m[:, axis, 1] * rows + m[:, axis, 2] for axis in (0, 1))
-    outside = _outside(x.floor().int(), width) | _outside(y.floor().int(), height)
-    x, y = x - 0.5, y - 0.5
-    left, top = x.floor(), y.floor()
-    # With a frame of repeated edges only the first of the 4 x 4 pixels around has to be clamped.
-    row_length = width + 2 * _FRAME
-    first = (top.int().clamp_(-1, height - 1) + 1) * row_length + (left.int().clamp_(-1, width - 1) + 1)
-    index = _of_channels(first)
-    table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
-    reach = range(4) if cubic else range(1, 3)
-
-    weights_x, weights_y = _weights(x - left, cubic), _weights(y - top, cubic)
-
-    def row(number: int) -> Tensor:
-        start = number * row_length
-        return _blend([table[:, :, start + i :].gather(2, index).view(images.shape) for i in reach], weights_x)
-
-    return _blend([row(number) for number in reach], weights_y), outside
-
-
-def _move_lines(images: Tensor, maps: Tensor, cubic: bool, axis: int) -> tuple[Tensor, Tensor]:
-    """As `_sample`, for maps that move lines along an axis (0 is x). Every pixel of a line is read once: neighbours in
-    the output are blended of neighbours in the input."""
-    height, width = images.shape[2:]
-    length, number = (width, height) if axis == 0 else (height, width)  # of the lines
-
-    def along(values: Tensor) -> Tensor:  # (length,) -> (1, W) or (H, 1)
-        return values if axis == 0 else values[:, None]
-
-    def across(values: Tensor) -> Tensor:  # (B, number) -> (B, H, 1) or (B, 1, W)
-        return values.unsqueeze(2 - axis)
-
-    sign, shear, shift = maps[:, axis, axis, None], maps[:, axis, 1 - axis, None], maps[:, axis, 2, None]
-    # Of an image that is mirrored first, as PIL's is: then all maps go forwards.
-    shear, shift = shear * sign, torch.where(sign > 0, shift, length - shift)
-    lines = _centres(number, maps)
-    distance = shear * lines + shift  # (B, number)
-    first = distance.floor()
-    fraction = across(distance - first)
-    if not cubic:  # rounded pixel by pixel, as `_sample` does it
-        x = along(_centres(length, maps)) + across(shear * lines) + across(shift)
-        fraction = x - 0.5 - (across(first) + along(_count(length, maps)))
-    line = (maps[:, 1 - axis, 1 - axis, None] * lines + maps[:, 1 - axis, 2, None]).floor().int()
-    ints = _count(length + 3, line)
-    outside = _outside(along(ints[:length]) + across((distance + 0.5).floor().int()), length)
-    outside = outside | across(_outside(line, number))
-    reach = range(-1, 3) if cubic else range(2)
-    position = across(first.int() + reach[0]) + along(ints[: length + len(reach) - 1])
-    position = position.clamp_(0, length - 1) * across(sign.int()) + across((sign < 0).int() * (length - 1))
-    line = across(line.clamp_(0, number - 1))
-    index = position + line * width if axis == 0 else position * width + line
-    read = images.float().flatten(2).gather(2, _of_channels(index)).view(-1, 3, *index.shape[1:])
-    return _blend([read.narrow(3 - axis, i, length) for i in range(len(reach))], _weights(fraction, cubic)), outside
-
-
-def _count(number: int, like: Tensor) -> Tensor:
-    return torch.arange(number, dtype=like.dtype, device=like.device)
-
-
-def _centres(number: int, maps: Tensor) -> Tensor:
-    """Output coordinates of the pixels of a side (number,)."""
-    return _count(number, maps) + 0.5
-
-
 def _outside(pixels: Tensor, side: int) -> Tensor:
     """-1 (all bits) where int32 pixels are not in 0..side - 1, else 0: on a CPU a comparison takes longer."""
     return (pixels | (side - 1 - pixels)) >> 31
 
 
-def _of_channels(index: Tensor) -> Tensor:
-    """The same place in every channel: (B, h, w) int32 -> (B, 3, h * w) int64."""
-    return index.long().flatten(1)[:, None].expand(-1, 3, -1)
-
-
-def _weights(fraction: Tensor, cubic: bool) -> tuple[Tensor, ...]:
-    """By what `_blend` multiplies differences of neighbours at a point between them; `fraction` (B, h, w) in 0..1."""
+def _weights(fraction: Tensor, pixels: int) -> tuple[Tensor, ...]:
+    """By what `_blend` multiplies differences of `pixels` neighbours at a point between them; `fraction` in 0..1 is
+    (B, H, W), or has sides of 1."""
     t = fraction[:, None]
-    if not cubic:
-        # The result is often a whole number, where a float32 just below would lose a level: keep the doubles.
+    if pixels < 4:
         return (t,)
-    t = t.float()
     rest = 1 - t
     far = t * rest
     return -far * rest, t + t * far, -far * t
 
 
 def _blend(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
-    """Between two neighbours, or the middle two of four: cubic convolution with a = -1, which is PIL's for transforms.
+    """One pixel as it is, or a value between two, or between the middle two of four: cubic convolution with a = -1,
+    which is PIL's for transforms.
 
     By differences of pixels: where all are the same, so is the result, to the last bit.
     """
+    if len(pixels) == 1:
+        return pixels[0]
     if len(pixels) == 2:
         first, second = pixels
-        return (second - first).to(weights[0].dtype).mul_(weights[0]).add_(first)
+        return (second - first).mul_(weights[0]).add_(first)
     before, first, second, after = pixels
     total = (before - first).mul_(weights[0]).addcmul_(second - first, weights[1])
     return total.addcmul_(after - first, weights[2]).add_(first)

@@ -24,8 +24,8 @@ BLOCK, WARPS = 256, 4  # pixels and warps of a program
 SIZES = ("height", "width", "red", "green", "blue")  # one compiled program serves all of them
 
 
-def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, along: int = 0) -> Tensor:
-    """As `tlt.data.augment.warp.warp`; lines move as all else. Raises UserError: no CUDA device."""
+def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis: int = 0) -> Tensor:
+    """As `tlt.data.augment.warp.warp`; every axis is interpolated. Raises UserError: no CUDA device."""
     if images.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"TLT_WARP=triton needs a CUDA device, not {images.device}: leave the variable out")
     images, maps = images.contiguous(), maps.contiguous()
@@ -42,23 +42,17 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, alon
 
 
 @triton.jit
-def between_two(first, second, t):
-    """In doubles: the result is often a whole number."""
-    return (second - first).to(tl.float64) * t + first
-
-
-@triton.jit
-def between_four(before, first, second, after, w0, w1, w2):
-    """PIL's cubic convolution by differences of neighbours, in float32."""
-    return (before - first) * w0 + (second - first) * w1 + (after - first) * w2 + first
-
-
-@triton.jit
-def cubic_weights(t):
-    """Of the three differences, for a point t after the second of four neighbours."""
-    t = t.to(tl.float32)
-    far = t * (1 - t)
-    return -far * (1 - t), t + t * far, -far * t
+def blend(before, first, second, after, t, CUBIC: tl.constexpr):
+    """A value t after the second of four neighbours: PIL's cubic convolution in float32, or linear in doubles, because
+    the result is often a whole number."""
+    if CUBIC:
+        t = t.to(tl.float32)
+        far = t * (1 - t)
+        value = (before - first) * (-far * (1 - t)) + (second - first) * (t + t * far)
+        value = value + (after - first) * (-far * t) + first
+    else:
+        value = (second - first).to(tl.float64) * t + first
+    return value
 
 
 @triton.jit
@@ -70,17 +64,13 @@ def level(plane, row, column, height, width):
 
 
 @triton.jit
-def cubic_row(plane, row, left, height, width, w0, w1, w2):
-    """Blends along a row of pixels."""
-    return between_four(
-        level(plane, row, left - 1, height, width),
-        level(plane, row, left, height, width),
-        level(plane, row, left + 1, height, width),
-        level(plane, row, left + 2, height, width),
-        w0,
-        w1,
-        w2,
-    )
+def blend_row(plane, row, left, t, height, width, CUBIC: tl.constexpr):
+    """The value t after column `left` of a row."""
+    first, second = level(plane, row, left, height, width), level(plane, row, left + 1, height, width)
+    before, after = first, second
+    if CUBIC:
+        before, after = level(plane, row, left - 1, height, width), level(plane, row, left + 2, height, width)
+    return blend(before, first, second, after, t, CUBIC)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -89,41 +79,26 @@ def warp_pixels(images, maps, out, height, width, red, green, blue, CUBIC: tl.co
     image = tl.program_id(1)
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pixel < height * width
-    row = pixel // width
-    column = (pixel - row * width).to(tl.float64) + 0.5
+    row = (pixel // width).to(tl.float64) + 0.5
+    column = (pixel % width).to(tl.float64) + 0.5
     m = maps + image * 6
-    x = tl.load(m) * column + tl.load(m + 1) * (row.to(tl.float64) + 0.5) + tl.load(m + 2)
-    y = tl.load(m + 3) * column + tl.load(m + 4) * (row.to(tl.float64) + 0.5) + tl.load(m + 5)
+    x = tl.load(m) * column + tl.load(m + 1) * row + tl.load(m + 2)
+    y = tl.load(m + 3) * column + tl.load(m + 4) * row + tl.load(m + 5)
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     x = tl.where(inside, x - 0.5, 0.0)
     y = tl.where(inside, y - 0.5, 0.0)
-    left = tl.floor(x)
-    top = tl.floor(y)
-    dx = x - left
-    dy = y - top
-    left = left.to(tl.int32)
-    top = top.to(tl.int32)
+    left, top = tl.floor(x).to(tl.int32), tl.floor(y).to(tl.int32)
+    across, down = x - tl.floor(x), y - tl.floor(y)
     start = image.to(tl.int64) * 3 * height * width
     for channel in tl.static_range(3):
         plane = images + start + channel * height * width
+        first = blend_row(plane, top, left, across, height, width, CUBIC)
+        second = blend_row(plane, top + 1, left, across, height, width, CUBIC)
+        before, after = first, second
         if CUBIC:
-            a0, a1, a2 = cubic_weights(dx)
-            d0, d1, d2 = cubic_weights(dy)
-            value = between_four(
-                cubic_row(plane, top - 1, left, height, width, a0, a1, a2),
-                cubic_row(plane, top, left, height, width, a0, a1, a2),
-                cubic_row(plane, top + 1, left, height, width, a0, a1, a2),
-                cubic_row(plane, top + 2, left, height, width, a0, a1, a2),
-                d0,
-                d1,
-                d2,
-            )
-        else:
-            upper = between_two(level(plane, top, left, height, width), level(plane, top, left + 1, height, width), dx)
-            lower = between_two(
-                level(plane, top + 1, left, height, width), level(plane, top + 1, left + 1, height, width), dx
-            )
-            value = between_two(upper, lower, dy)
+            before = blend_row(plane, top - 1, left, across, height, width, CUBIC)
+            after = blend_row(plane, top + 2, left, across, height, width, CUBIC)
+        value = blend(before, first, second, after, down, CUBIC)
         whole = tl.minimum(tl.maximum(value, 0.0), 255.0).to(tl.int32)  # truncated, as PIL
         colour = red if channel == 0 else (green if channel == 1 else blue)
         whole = tl.where(inside, whole, colour)

@@ -1,0 +1,165 @@
+"""A token's label is the label of what the token shows, from files on; and what measures it notices mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, SIZES, Scene, check, measure
+from tests.data.alignment.position_code import ramp_image
+from tests.data.alignment.position_data import GEOMETRIC, SEED, GeometryOnly
+from tlt import geometry
+from tlt.data.augment.plan import AugmentConfig, make_plan
+from tlt.data.backends.decode import PilBackend, TorchvisionBackend
+from tlt.data.batch import Batch
+from tlt.data.sources.folder import scan_folder
+
+CASES: dict[str, dict[str, Any]] = {
+    "crop": {},
+    "hflip": {"hflip": 1.0},
+    "vflip": {"vflip": 1.0},
+    **{name: {"operations": (name,)} for name in GEOMETRIC},
+    "turns": {"hflip": 0.5, "operations": GEOMETRIC[:3], "layers": 2},
+    "everything": {"hflip": 0.5, "vflip": 0.3, "operations": GEOMETRIC, "layers": 3, "magnitude": 5.0},
+    "no_aug": {"no_aug": True},
+}
+# A shift gives all pixels one phase t, and what a filter does there doesn't average out. Bilinear: a warp truncates,
+# which moves a noisy ramp by about 0.4 / (noise between neighbours, in grey levels). Bicubic: PIL's kernel for
+# transforms (a = -1) reads t (2 - 3 t + 2 t t) where it should read t, up to 0.0962 off along either axis.
+PHASE = {"bilinear": 0.03, "bicubic": 2**0.5 * 0.0962}
+
+
+def geometry_only(case: str, size: tuple[int, int] = PIXELS, **settings: Any) -> GeometryOnly:
+    return GeometryOnly(size, **({"interpolation": "bilinear"} | CASES[case] | settings))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_operation(scene: Scene, case: str) -> None:
+    measured = measure(scene, geometry_only(case))
+    check(measured, slack=PHASE["bilinear"] if case.startswith("Translate") else 0.0)
+    fills = case not in ("crop", "hflip", "vflip", "no_aug")
+    assert (measured.found.cover < 1).any() == (measured.weight < 1).any() == fills
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
+    """Sizes of images, maps, outputs and token grids drawn at random, with all operations at once."""
+    rng = np.random.default_rng(seed)
+    sizes = [(int(w), int(h)) for w, h in rng.integers(200, 600, (3, 2))]
+    grid = tuple(rng.integers(6, 15, 2).tolist())
+    size = tuple((np.array(grid) * rng.integers(7, 13, 2)).tolist())
+    cells = tuple(rng.integers(8, 25, 2).tolist())
+    area, archive = rng.choice(["full", "center"]), bool(rng.integers(2))
+    filters = str(rng.choice(["bilinear", "bicubic"]))
+    config = geometry_only("everything", size, interpolation=filters)
+    measured = measure(Scene.write(tmp_path, sizes, 3), config, cells, str(area), archive, grid)
+    check(measured, slack=PHASE[filters], least_ramp=0.1, unjudged=0.4)
+
+
+@pytest.mark.parametrize("size", [(40, 30), (77, 1001), (500, 1), (1, 1)], ids="{0[0]}x{0[1]}".format)
+def test_small_and_long_images(tmp_path: Path, size: tuple[int, int]) -> None:
+    """In source pixels: a crop of a few pixels is enlarged, and its outer half pixels show one colour each."""
+    case = "turns" if min(size) > 1 else "crop"
+    measured = measure(Scene.write(tmp_path, [size], 3), geometry_only(case))
+    assert measured.found.ramp.double().mean() > 0.2
+    assert float(measured.found.source_pixels()[measured.found.ramp].max()) < (0.1 if min(size) > 1 else 1)
+    assert measured.coverage() < 0.03
+
+
+@pytest.mark.parametrize("backend", [PilBackend(), TorchvisionBackend()], ids=lambda backend: backend.name)
+def test_exif_orientation_is_ignored(tmp_path: Path, backend: PilBackend) -> None:
+    """JPEG rounds colours in another space, which does not cancel: places can be read to 0.2 pixels."""
+    scene = Scene.write(tmp_path, [(375, 500)], 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by 90 degrees
+    shots = []
+    for number, folder in enumerate(scene.shots):
+        for name in folder.paths:
+            file = (tmp_path / "jpeg" / str(number) / name).with_suffix(".jpg")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(ramp_image(375, 500, number)).save(file, quality=100, subsampling=0, exif=exif)
+        shots.append(scan_folder(tmp_path / "jpeg" / str(number)))
+    turned = Scene(tmp_path, shots, scene.sizes)
+    check(measure(turned, geometry_only("turns"), area="center", backend=backend), slack=0.25)
+
+
+def test_the_recipes_augmentation(tmp_path: Path) -> None:
+    """rand-m9-mstd0.5-inc1, random interpolation and erasing, all at their defaults; only the fill is another.
+
+    Places are read off the images whose colours no layer changed.
+    """
+    scene = Scene.write(tmp_path, SIZES, 6)
+    config = AugmentConfig(PIXELS, mean=(1.0, 0.0, 1.0))
+    source = torch.tensor(scene.sizes).repeat_interleave(len(scene.shots[0]) // len(scene.sizes), 0)
+    plan = make_plan(config, SEED, 1, np.arange(len(source)), *source.T.numpy())
+    plain = torch.from_numpy((plan.op == 0).all(1))
+    assert plain.sum() >= 4
+    check(measure(scene, config, area="center", only=plain), slack=0.1, unjudged=0.0, erased=True)
+
+
+@pytest.mark.gpu
+def test_gpu(scene: Scene) -> None:
+    check(measure(scene, geometry_only("everything"), area="center", device="cuda"))
+
+
+def with_affine(batch: Batch, affine: np.ndarray) -> Batch:
+    visible = torch.tensor([(-9.0, -9.0, 9.0, 9.0)] * batch.size)
+    return replace(batch, affine=torch.from_numpy(affine).float(), visible=visible)
+
+
+def after(make: Callable[[int], geometry.Affine]) -> Callable[[Batch], Batch]:
+    """The label follows one more map of the output."""
+    return lambda batch: with_affine(batch, geometry.compose(make(batch.size), batch.affine.double().numpy()))
+
+
+def other_sign(batch: Batch) -> Batch:
+    """The operation undone: PIL's sign turned around."""
+    x0, y0, x1, y1 = batch.visible.double().T.numpy()
+    plain = geometry.crop(x0, y0, x1 - x0, y1 - y0, 1, 1)
+    operation = geometry.compose(batch.affine.double().numpy(), geometry.invert(plain))
+    return with_affine(batch, geometry.compose(geometry.invert(operation), plain))
+
+
+def transposed_map(batch: Batch) -> Batch:
+    labels = batch.labels
+    assert labels is not None
+    turned = replace(labels, values=labels.values.mT.contiguous(), ids=labels.ids.mT.contiguous())
+    return replace(batch, labels=turned)
+
+
+def another_area(area: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], Batch]:
+    def changed(batch: Batch) -> Batch:
+        assert batch.labels is not None
+        return replace(batch, labels=replace(batch.labels, area=area(batch.labels.area)))
+
+    return changed
+
+
+WHOLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+# case, part of the image that the maps show, mistake, pixels that it makes at least
+MISTAKES: dict[str, tuple[str, str, Callable[[Batch], Batch], float]] = {
+    "a tenth of a pixel": ("turns", "full", after(lambda n: geometry.translate(0.1 / PIXELS[1], 0.0)), 0.08),
+    "missing flip": ("hflip", "full", after(lambda n: geometry.hflip(np.ones(n), 1)), 20),
+    "missing vertical flip": ("vflip", "full", after(lambda n: geometry.vflip(np.ones(n), 1)), 20),
+    "sign of rotation": ("Rotate", "full", other_sign, 10),
+    "sign of shear": ("ShearY", "center", other_sign, 10),
+    "transposed map": ("crop", "full", transposed_map, 10),
+    "centre square taken for all": ("crop", "center", another_area(lambda area: WHOLE.expand_as(area)), 2),
+    "half a cell": ("crop", "full", another_area(lambda area: area + 0.5 / 18), 2),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_planted_mistakes_are_seen(scene: Scene, name: str) -> None:
+    case, area, mistake, least = MISTAKES[name]
+    wrong = measure(scene, geometry_only(case), area=area, mistake=mistake)
+    assert wrong.typical() > least and wrong.pixels() > PIXEL_LIMIT
+    with pytest.raises(AssertionError):
+        check(wrong)
