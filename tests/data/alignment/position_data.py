@@ -53,7 +53,7 @@ class GeometryOnly(AugmentConfig):
         )
 
 
-def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int) -> list[ImageFolder]:
+def write_images(root: Path, sizes: Sequence[Size], count: int, shots: int = SHOTS) -> list[ImageFolder]:
     """Write `count` images of each (width, height), a class per size, in a folder per shot."""
     for shot in range(shots):
         for number, (width, height) in enumerate(sizes):
