@@ -12,13 +12,12 @@ import torch
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tests.data.sources.test_tfrecords import Features, write
-from tlt.tools import cli
 
 Call = Callable[..., Ended]
 
 
 def as_records(data: Path, out: Path) -> Path:
-    """An image folder as TFRecords that name class and file, not in the folder's order; with their index."""
+    """An image folder as TFRecords that name class and file, not in the folder's order."""
     for split in ("train", "validation"):
         numbers = {name: number for number, name in enumerate(sorted(path.name for path in (data / split).iterdir()))}
         records: list[Features] = [
@@ -32,7 +31,6 @@ def as_records(data: Path, out: Path) -> Path:
         ]
         write(out / f"{split}-00000-of-00002", records[::2])
         write(out / f"{split}-00001-of-00002", records[1::2])
-        assert cli.main(["index", str(out), "--dataset", "tfrecord", "--split", split, "-j", "2"]) == 0
     return out
 
 

@@ -16,7 +16,6 @@ from tests.commands.conftest import ROOT, Ended, metrics
 from tests.commands.test_dataset_kinds import as_records
 from tests.data.sources.test_dataset_kinds import cifar, pixels
 from tlt.data.sources.open_images import open_images
-from tlt.tools import cli
 
 SMALL = (
     "--model test_vit --img-size 32 --batch-size 4 --grad-accum-steps 1 --epochs 5 --warmup-epochs 1 "
@@ -57,8 +56,6 @@ def nvidia(folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Data:
                 for number, file in enumerate(files[shard::shards]):
                     add(tar, f"{number:07d}-{shard}.cls", str(classes.index(file.parent.name)).encode())
                     add(tar, f"{number:07d}-{shard}.jpg", file.read_bytes())
-        pattern = f"{name}-{{000000..{shards - 1:06d}}}.tar"
-        assert cli.main(["index", str(out), "--dataset", "wds/imagenet", "--split", pattern]) == 0
     flags = f"{out} --dataset wds/imagenet --train-split imagenet-train-{{000000..000001}}.tar"
     flags += " --val-split imagenet-val-{000000..000000}.tar"
     flags += f" --data-backend dali-cpu -c {ROOT}/configs/vit_b16_224_adafactor.yaml"

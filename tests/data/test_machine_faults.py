@@ -31,7 +31,6 @@ from tlt.io import files
 from tlt.labels.store import open_labels
 from tlt.labels.tree import read_map
 from tlt.tools.check import check
-from tlt.tools.index import index
 from tlt.tools.pack_images import pack_images
 
 CONFIG = AugmentConfig((16, 16))
@@ -97,7 +96,7 @@ def test_what_stays_stops_the_run_and_names_file_and_reason(images: ImageFolder,
         fault = dataset[ALL]
         assert isinstance(fault, Fault) and fault.message.startswith(told) and fault.kind is MachineFault
     with pytest.raises(MachineFault, match=r"2\.png can't be read"):
-        images.read_size(2)
+        images.size(2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -263,13 +262,11 @@ def test_tools_name_no_image_as_bad(images: ImageFolder, tmp_path: Path, storage
     storage("EIO", "2.png", 10**9)
     data = str(tmp_path / "data")
     tools: dict[str, Callable[[], object]] = {
-        "index": lambda: index(data, workers=1),
         "shards": lambda: pack_images(data, str(tmp_path / "packed")),
     }
     for run in tools.values():
         with pytest.raises(MachineFault, match=r"2\.png can't be read: Input/output error"):
             run()
-    assert not (tmp_path / "data" / "train.index").exists()
     storage("EIO", "2.png", 0)
     for run in tools.values():
         run()

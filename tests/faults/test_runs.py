@@ -22,7 +22,6 @@ import torch
 from tests.commands.conftest import Ended, metrics, start
 from tests.faults.kill_chain import digest
 from tlt.io.weights import read_checkpoint
-from tlt.tools import cli as tlt_cli
 from tlt.tools.pack_images import pack_images
 from volo import cli
 from volo.train.precision import Precision
@@ -125,7 +124,7 @@ def test_fault_19_a_second_job_in_the_same_directory(
 
 @pytest.mark.parametrize("source", ["42 names", "43 cut", "43 missing", "44 pipe"])
 def test_fault_42_43_44_tars_and_shards(
-    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], source: str, capsys: pytest.CaptureFixture[str]
+    call: Call, digits: Path, tmp_path: Path, fault: dict[str, str], source: str
 ) -> None:
     """Nothing of a tar is unpacked, followed or run, and no image is missed silently."""
     where = tmp_path / "source"
@@ -136,8 +135,6 @@ def test_fault_42_43_44_tars_and_shards(
             file.unlink()
         with tarfile.open(shard, "w") as tar:
             tar.add(digits / "train", "../../escaped")
-        assert tlt_cli.main(["index", str(where), "--split", "train"]) == 2
-        assert "which is absolute or leads out of it" in capsys.readouterr().err
     elif source == "43 cut":
         shard.write_bytes(shard.read_bytes()[:-2048])
     elif source == "43 missing":
@@ -148,6 +145,7 @@ def test_fault_42_43_44_tars_and_shards(
         (where / "_info.json").write_text(json.dumps({"splits": {"train": {"filenames": [url]}}}))
     ended = call(f"{FLAGS} --epochs 1 --output {tmp_path} --experiment run", where)
     assert (ended.code, ended.err.count("\n")) == (2, 1) and str(where) in ended.err
+    assert ("which is absolute or leads out of it" in ended.err) == (source == "42 names")
     assert not [*tmp_path.rglob("escaped"), *tmp_path.glob("ran"), *tmp_path.glob("run")]
     fault |= {"injected": source, "survived": "refused", "lost": "0", "message": ended.err.strip()}
 

@@ -69,7 +69,7 @@ def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_pat
     with pytest.raises(UserError, match="1.v2.pt"):
         pack_images(str(data), str(tmp_path / "out"), labels=str(root))
     torch.save(torch.zeros(2, 2, 5, 4).half(), path)
-    with pytest.raises(UserError, match="holds the beginning of other shards"):  # of the label as it was
+    with pytest.raises(UserError, match="holds shards of other images or labels"):  # of the label as it was
         pack_images(str(data), str(tmp_path / "out"), labels=str(root))
     with pytest.raises(UserError, match="shape .k, h, w. = .2, 5, 4., but the others' is .2, 3, 4."):
         pack_images(str(data), str(tmp_path / "out"), labels=str(root), overwrite=True)
@@ -82,9 +82,9 @@ def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys:
     assert isinstance(store.reader, ShardReader) and check(str(tmp_path / "out"), str(tmp_path / "out")).usable
     path = tmp_path / "out" / "train" / "00000.tar"
     content = bytearray(path.read_bytes())
-    content[int(store.reader.index.tensors["label_offset"][4]) + 200] ^= 1
+    content[int(store.reader.table.rows["offset"][4]) + 200] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match="label of b/x.jpg in .*crc32 is wrong"):
         open_labels(tmp_path / "out", folder.paths).read(4)
     assert main(["check", str(tmp_path / "out"), str(tmp_path / "out")]) == 2
-    assert f"files with a wrong sha256: 1\n  {path}" in capsys.readouterr().out
+    assert f"files with a wrong checksum: 1\n  {path}" in capsys.readouterr().out

@@ -105,7 +105,7 @@ def test_check_measures_agreement(
     assert main(["check", str(data), str(out)]) == 2
     said = capsys.readouterr().out
     assert "labels that can't be used: 1\n  c2/39.png: label of c2/39.pt" in said
-    assert "files with a wrong sha256: 1\n  00000.safetensors" in said
+    assert "files with a wrong checksum: 1\n  00000.safetensors" in said
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

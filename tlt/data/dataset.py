@@ -25,7 +25,7 @@ from tlt.data.augment.counter import uniform
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan, make_plan
 from tlt.data.backends.decode import Backend, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.batch import Batch, BatchKey, Skipped
-from tlt.data.sources.image_file import BadImage, check_size
+from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError, WorkerDied
 from tlt.io.text import printable
@@ -126,10 +126,7 @@ class BatchDataset(Dataset[Batch | Fault]):
     def _open(self, index: int) -> Encoded:
         index %= len(self)
         self.worker_status.mark(index)
-        size, most = self.source.known_size(index), self.backend.max_pixels
-        if size is not None:
-            check_size(*size, most)  # before its bytes are read
-        return self.backend.open(self.path(index), self.source.read(index, most), size)
+        return self.backend.open(self.path(index), self.source.read(index, self.backend.max_pixels))
 
     def _skip(self, index: int, error: BadImage) -> Skipped:
         return Skipped(self.path(index), str(error))

@@ -19,12 +19,16 @@ class Names(Sequence[str]):
     reference counts, and with that makes every data worker copy the pages they are on.
 
     Equal to any sequence of the same names.
+
+    Args:
+        names: Without NUL, but that one text of several names is taken apart there.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        encoded = [os.fsencode(name) for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._bytes: bytes | memoryview = b"".join(encoded)
+        encoded = os.fsencode("".join(f"{name}\0" for name in names))
+        self._ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == 0)
+        self._ends -= np.arange(len(self._ends))
+        self._bytes: bytes | memoryview = encoded.replace(b"\0", b"")
 
     @classmethod
     def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> Names:

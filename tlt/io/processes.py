@@ -51,9 +51,9 @@ def end_with_main_process() -> None:
 
 
 def in_processes(
-    function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str
+    function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item], workers: int, what: str, unit: str = ""
 ) -> Iterator[Result]:
-    """`function(job, item)` of every item, in order, with a progress bar that says `what`.
+    """`function(job, item)` of every item, in order, with a progress bar that says `what` where there is a `unit`.
 
     Args:
         job: Given to each process once, on Linux without being copied.
@@ -62,11 +62,13 @@ def in_processes(
     Raises:
         UserError: What `function` raises; or a process was killed.
     """
-    progress = Progress(what, len(items), unit)
+    progress = Progress(what, len(items), unit) if unit else None
     for result in _alone(function, job, items) if workers <= 1 else _parallel(function, job, items, workers, what):
-        progress.step()
+        if progress:
+            progress.step()
         yield result
-    progress.close()
+    if progress:
+        progress.close()
 
 
 def _alone(function: Callable[[Job, Item], Result], job: Job, items: Sequence[Item]) -> Iterator[Result]:

@@ -20,7 +20,8 @@ from safetensors.numpy import load
 
 from tlt.data.sources.folder import TRAIN_SPLITS
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.shards import INDEX_NAME, ShardIndex
+from tlt.data.sources.records import RecordTable
+from tlt.data.sources.tar_shards import LABELS, TABLE
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
@@ -31,7 +32,7 @@ from tlt.labels.records import MapForm, Record
 def shard_folder(path: str | Path) -> str | None:
     """The folder of the shards that hold labels: `path` itself or the training split in it; None: it has neither."""
     for folder in [os.fspath(path), *(os.path.join(path, split) for split in TRAIN_SPLITS)]:
-        if os.path.isfile(os.path.join(folder, INDEX_NAME)):
+        if os.path.isfile(os.path.join(folder, f"{TABLE}.json")):
             return folder
     return None
 
@@ -48,18 +49,18 @@ class ShardReader:
 
     def __init__(self, root: str, names: Names) -> None:
         self.root, self._names = root, names
-        self.index = ShardIndex(os.path.join(root, INDEX_NAME))
-        if not self.index.labels:
+        if not os.path.isfile(os.path.join(root, f"{LABELS}.json")):
             raise UserError(
                 f"--token-label-data {printable(root)} are shards without labels: pack them with "
                 "`tlt pack-images --labels LABELS`"
             )
-        self.index.check_shards()
-        said = dict(self.index.description["labels"])
+        self.table = RecordTable(os.path.join(root, LABELS))
+        self.table.check_files()
+        said = dict(self.table.description["about"])
         self._identity = str(said.pop("identity"))
         said |= {name: tuple(said[name]) for name in ("shape", "area") if isinstance(said[name], list)}
         self.form = MapForm(**said)
-        self._row_of = self._match(names)  # (images,) int64 row of the index, -1: none; None: row i is image i
+        self._row_of = self._match(names)  # (images,) int64 row of the table, -1: none; None: row i is image i
 
     def identity(self) -> bytes:
         return self._identity.encode(errors="surrogateescape")
@@ -71,25 +72,24 @@ class ShardReader:
         return usual_label_name(name)
 
     def record(self, index: int) -> Record:
-        where, row = self.index, index if self._row_of is None else int(self._row_of[index])
-        offset, length, crc32 = (where.tensors[f"label_{name}"][row] for name in ("offset", "length", "crc32"))
+        row = index if self._row_of is None else int(self._row_of[index])
         try:
-            return Record(**load(bytes(where.shards.read(int(where.shard[row]), int(offset), int(length), int(crc32)))))
+            return Record(**load(bytes(self.table.read(row))))
         except (BadImage, SafetensorError, TypeError) as error:
             raise UserError(f"{self.source(index)}: {error}") from error
 
     def extra(self) -> list[str]:
-        there = np.flatnonzero(self.index.tensors["label_length"])
         used = np.arange(len(self._names)) if self._row_of is None else self._row_of
-        return [self.index.names[row] for row in np.setdiff1d(there, used).tolist()]
+        return [self.table.names[row] for row in np.setdiff1d(np.arange(len(self.table.names)), used).tolist()]
 
     def damaged_files(self) -> list[str]:
-        return self.index.damaged_files()
+        return self.table.damaged_files()
 
     def _match(self, names: Names) -> np.ndarray | None:
-        same = self._names == self.index.names
-        row_of = {} if same else {name: row for row, name in enumerate(self.index.names)}
-        rows = np.arange(len(names)) if same else np.array([row_of.get(name, -1) for name in names], np.int64)
-        missing = (rows < 0) | (self.index.tensors["label_length"][rows] == 0)
-        self.missing = set(np.flatnonzero(missing).tolist())
-        return None if same else rows
+        self.missing: set[int] = set()
+        if names == self.table.names:
+            return None
+        row_of = {name: row for row, name in enumerate(self.table.names)}
+        rows = np.array([row_of.get(name, -1) for name in names], np.int64)
+        self.missing = set(np.flatnonzero(rows < 0).tolist())
+        return rows

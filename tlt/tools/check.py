@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.shards import ShardedImages
+from tlt.data.sources.records import RecordImages
 from tlt.data.sources.source import ImageSource
 from tlt.errors import MachineFault, UserError
 from tlt.io.progress import Progress
@@ -48,7 +48,7 @@ class Report:
             ("labels without image", [(name, "") for name in self.extra]),
             ("labels of another shape", self.wrong_shape),
             ("labels that can't be used", self.unusable),
-            ("files with a wrong sha256", [(name, "") for name in self.damaged_files]),
+            ("files with a wrong checksum", [(name, "") for name in self.damaged_files]),
         ]
         lines = [*self.notes, f"{self.images} images, {self.labels} labels read, {shape}"]
         for what, faults in counts:
@@ -87,8 +87,8 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     progress.close()
     _compare_shapes(report, store, shapes, folder.paths)
     report.extra, report.damaged_files = store.reader.extra(), store.reader.damaged_files()
-    if isinstance(folder, ShardedImages):
-        report.damaged_files = sorted({*report.damaged_files, *folder.index.damaged_files()})
+    if isinstance(folder, RecordImages):
+        report.damaged_files = sorted({*report.damaged_files, *folder.table.damaged_files()})
     return report
 
 

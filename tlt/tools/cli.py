@@ -5,7 +5,6 @@
     tlt pack-images DATA OUT            images, with their label maps, into tar shards
     tlt check DATA LABELS               do labels and images belong together?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
-    tlt index DATA                      the sizes of all images, read once; names those that can't be read
 
 Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one line on stderr, no traceback;
 `--debug` shows it); 130 interrupted from the keyboard.
@@ -60,9 +59,9 @@ def _unpack(command: ArgumentParser) -> None:
 
 
 def _pack_images(command: ArgumentParser) -> None:
-    """Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout, with an
-    index. Programs read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes
-    on where it was."""
+    """Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout. Programs
+    read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes on where it
+    was."""
     command.add_argument("data", metavar="DATA", help="images")
     command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
     command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
@@ -109,19 +108,6 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
 
 
-def _index(command: ArgumentParser) -> None:
-    """Read the size of every image, and list the images that can't be read. All programs use DATA/SPLIT.index from then
-    on: they list no folder a second time, and know unreadable images before they start."""
-    command.add_argument("data", metavar="DATA", help="image folder or shards")
-    command.add_argument("--split", metavar="NAME", help="one split (training and validation, those that are there)")
-    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's; needs --split")
-    command.add_argument("-j", "--workers", type=_positive, metavar="N", help="processes that read (one per CPU)")
-    command.add_argument(
-        "-o", "--output", metavar="FILE", help="file to write (DATA/SPLIT.index; for shards one in their folder)"
-    )
-    command.add_argument("--decode", action="store_true", help="decode every image: finds truncated ones too")
-
-
 def _amount(text: str) -> float:
     """A finite number of 0 or more, from the command line."""
     try:
@@ -145,7 +131,6 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
     "check": ("DATA LABELS", "whether labels and images belong together", _check),
     "show": ("DATA LABELS -o FILE", "a picture of images with their labels", _show),
-    "index": ("DATA", "the sizes of all images, read once", _index),
 }
 
 
@@ -185,14 +170,10 @@ def run(args: Namespace) -> int:
         report = check(args.data, args.labels, args.split, args.num_classes)
         print("\n".join(report.lines()), flush=True)
         return 0 if report.usable else UserError.exit_code
-    elif args.command == "show":
+    else:
         from tlt.tools.show import show
 
         lines = show(args)
-    else:
-        from tlt.tools.index import index
-
-        lines = index(args.data, args.split, args.workers, args.output, args.decode, args.dataset)
     print("\n".join(lines), flush=True)
     return 0
 

@@ -1,11 +1,12 @@
-"""An image folder, or any other source of images, into tar shards with an index (`tlt pack-images`).
+"""An image folder, or any other source of images, into tar shards that any reader of WebDataset's reads.
 
-OUT/SPLIT/00000.tar ...       images in the folder's order: KEY.jpg (bytes unchanged), KEY.cls, KEY.labels.safetensors
-OUT/SPLIT/shards.safetensors  the index (`tlt.data.sources.shard_index`); written last
-OUT/SPLIT/packing.json        what is being packed; only until the index is there
+OUT/SPLIT/00000.tar ...   images in the folder's order: KEY.jpg (bytes unchanged), KEY.cls, KEY.labels.safetensors
+OUT/SPLIT/shards.json     and .npy, .names: the table of the images (`tlt.data.sources.records`); written last
+OUT/SPLIT/labels.json     and .npy, .names: the table of the label maps, where there are some
+OUT/SPLIT/packing.json    what is being packed, until the tables are there
 
-A shard that has its name is whole, and an index makes a split whole. The same command goes on where a killed one was;
-what it then finds is read again, every byte of it.
+A shard that has its name is whole, and the table of the images makes a split whole. The same command goes on where a
+killed one was; what it then finds is read again, every byte of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import hashlib
 import io
 import json
 import os
+import re
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,27 +34,27 @@ from tlt.data.sources.image_file import (
     DEFAULT_MAX_PIXELS,
     BadImage,
     as_rgb,
-    check_size,
+    check_pixel_limit,
     image_extensions,
     image_formats,
     pillow_errors,
 )
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.shard_index import Contents, write_index
-from tlt.data.sources.shard_scan import LABEL_EXTENSION, ShardRows, scan_shard
-from tlt.data.sources.shards import FORMAT, INDEX_NAME, PARTIAL_NAME, ShardIndex
+from tlt.data.sources.records import Contents, FileRecords, RecordTable, write_table
 from tlt.data.sources.source import ImageSource
+from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PARTIAL_NAME, TABLE, scan_labels, scan_tar
 from tlt.errors import UserError
 from tlt.io.files import locked, sync_folder, write_whole
 from tlt.io.names import leads_out
 from tlt.io.processes import in_processes
-from tlt.io.tensor_file import has_format
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.archive_format import UNKNOWN_AREA
 from tlt.labels.records import MapForm
 from tlt.labels.store import LabelStore, open_labels
 
+# A shard, a file of a table, or the plan.
+_OURS = re.compile(r"\d{5,}\.tar|(shards|labels)\.(npy|names|json)|packing\.json")
 _JPEG_SUFFIXES = {"jpeg", "jpe", "jfif"}  # other readers look for jpg
 _JPEG_QUALITY = 90
 _MOST_PIXELS = 10 * DEFAULT_MAX_PIXELS  # of an image that is made smaller: 1.5 GB of memory
@@ -105,12 +108,7 @@ class Packing:
     """Writes the shards of one split into `folder`; `shard_mb` and `max_side` are those of `pack_images`."""
 
     def __init__(
-        self,
-        folder: str,
-        source: ImageSource,
-        labels: LabelStore | None,
-        shard_mb: int,
-        max_side: int | None,
+        self, folder: str, source: ImageSource, labels: LabelStore | None, shard_mb: int, max_side: int | None
     ) -> None:
         self.folder, self.source, self.labels, self.max_side = folder, source, labels, max_side
         self.shard_mb, self.shown = shard_mb, f"OUT {printable(folder)}"
@@ -120,26 +118,22 @@ class Packing:
             )
         self.names = member_names(source.paths)  # the member of each image
         self._without_label = frozenset(labels.missing() if labels else ())
-        self.state = self._state()
+        self.settings = self._settings()
 
     def has_label(self, row: int) -> bool:
         """Whether there is a label map for an image."""
         return self.labels is not None and row not in self._without_label
 
     def run(self, workers: int, overwrite: bool) -> list[str]:
-        """Write the shards that are missing, and the index. Returns lines that say what was done."""
+        """Write the shards that are missing, and the tables. Returns lines that say what was done."""
         try:
             os.makedirs(self.folder, exist_ok=True)
             with locked(self.folder, f"{self.shown}: another command is packing into it; wait until it ends"):
-                self._refuse_other(overwrite)
-                if overwrite:
-                    self._remove()
-                if (index := self._complete()) is not None:
-                    return [f"{len(index)} images are packed in {printable(self.folder)} already"]
-                per_shard, total = self._begin(), len(self.source)
+                if not overwrite and self._begun() == {"settings": self.settings}:
+                    RecordTable(os.path.join(self.folder, TABLE)).check_files()
+                    return [f"{len(self.source)} images are packed in {printable(self.folder)} already"]
+                per_shard, total = self._begin(overwrite), len(self.source)
                 images = [range(start, min(start + per_shard, total)) for start in range(0, total, per_shard)]
-                for temporary in Path(self.folder).glob(".*.tmp"):  # of a killed command
-                    temporary.unlink()
                 made = in_processes(make_shard, self, [*enumerate(images)], workers, "packing", "shard")
                 return self._finish(*zip(*made, strict=True))
         except OSError as error:
@@ -148,63 +142,47 @@ class Packing:
                 f"OUT {where} can't be written ({error.strerror}): mend that and run the same command again"
             ) from error
 
-    def _state(self) -> dict[str, Any]:
-        """The settings that must be equal for a command to continue what another one began."""
+    def _settings(self) -> list[Any]:
+        """What must be equal for a command to continue what another one began."""
         names = hashlib.sha256("\0".join(self.source.class_names).encode(errors="surrogateescape"))
         for path, number in zip(self.source.paths, self.source.classes.tolist(), strict=True):
             names.update(f"\n{path}\0{number}".encode(errors="surrogateescape"))
         labels = self.labels
         digest = hashlib.sha256(repr((labels.shape, labels.area)).encode() + labels.identity()) if labels else None
-        return {
-            "images": names.hexdigest(),
-            "labels": digest.hexdigest() if digest else None,
-            "shard_mb": self.shard_mb,
-            "max_side": self.max_side,
-        }
+        return [names.hexdigest(), digest.hexdigest() if digest else None, self.shard_mb, self.max_side]
 
-    def _refuse_other(self, overwrite: bool) -> None:
-        names = sorted(os.listdir(self.folder))
-        other = [name for name in names if not _is_ours(os.path.join(self.folder, name))]
+    def _begun(self) -> dict[str, Any] | None:
+        """What this program has packed here or begun to pack; None: nothing."""
+        table, plan = os.path.join(self.folder, TABLE), Path(self.folder, PARTIAL_NAME)
+        if not plan.exists() and not os.path.exists(f"{table}.json"):
+            return None
+        try:
+            found = json.loads(plan.read_text()) if plan.exists() else RecordTable(table).description["about"]
+            return {"settings": found["settings"]} | ({"per_shard": int(found["per_shard"])} if plan.exists() else {})
+        except (ValueError, KeyError, TypeError) as error:
+            name = plan.name if plan.exists() else f"{TABLE}.json"
+            raise UserError(f"{self.shown} holds other things ({name}): choose another folder") from error
+
+    def _begin(self, overwrite: bool) -> int:
+        """Plan how many images make a shard; the plan is saved, or compared with the one that another command saved."""
+        begun, names = self._begun(), os.listdir(self.folder)
+        ours = [name for name in names if begun and _OURS.fullmatch(name.removeprefix(".").removesuffix(".tmp"))]
+        other = sorted({*names} - {*ours})
         if other:
             raise UserError(f"{self.shown} holds other things ({printable(other[0])}): choose another folder")
-        begun = INDEX_NAME in names or PARTIAL_NAME in names
-        if not begun and not overwrite and any(name.endswith(".tar") for name in names):
-            raise UserError(f"{self.shown} holds tar files of unknown origin: choose another folder, or --overwrite")
-
-    def _remove(self) -> None:
-        for name in [INDEX_NAME, *os.listdir(self.folder)]:  # the index first: without it nothing is whole
-            Path(self.folder, name).unlink(missing_ok=True)
-
-    def _complete(self) -> ShardIndex | None:
-        """The index of a split that is packed already, else None."""
-        path = os.path.join(self.folder, INDEX_NAME)
-        if not os.path.isfile(path):
-            return None
-        index = ShardIndex(path)
-        index.check_shards()
-        if index.description.get("packed") != self.state:
+        if begun is not None and not overwrite and begun["settings"] != self.settings:
             raise UserError(
                 f"{self.shown} holds shards of other images or labels, or packed in another way: choose another "
                 "folder, or --overwrite"
             )
-        Path(self.folder, PARTIAL_NAME).unlink(missing_ok=True)
-        return index
-
-    def _begin(self) -> int:
-        """Plan how many images make a shard; the plan is saved, or compared with the one that another command saved."""
-        path = Path(self.folder, PARTIAL_NAME)
-        if not path.exists():
-            content = {"state": self.state, "per_shard": self._images_per_shard()}
-            write_whole(path, json.dumps(content).encode())
+        if begun is None or overwrite:
+            begun = {"settings": self.settings, "per_shard": self._images_per_shard()}
+            for name in {*names} - {PARTIAL_NAME, f"{TABLE}.json"}:  # these last: they say whose the others are
+                Path(self.folder, name).unlink()
+            write_whole(Path(self.folder, PARTIAL_NAME), json.dumps(begun).encode())
+            Path(self.folder, f"{TABLE}.json").unlink(missing_ok=True)
             sync_folder(self.folder)
-        try:
-            begun = json.loads(path.read_text())
-            state, per_shard = begun["state"], int(begun["per_shard"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"OUT {printable(str(path))} is damaged ({error}): begin anew with --overwrite") from error
-        if state != self.state:
-            raise UserError(f"{self.shown} holds the beginning of other shards: choose another folder, or --overwrite")
-        return per_shard
+        return int(begun["per_shard"])
 
     def _images_per_shard(self) -> int:
         rows = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(np.int64)).tolist()
@@ -212,56 +190,30 @@ class Packing:
         label = 4 * int(np.prod(self.labels.shape)) + tarfile.BLOCKSIZE if self.labels else 0
         return max(1, int(self.shard_mb * 1e6 / (image + label + 3 * tarfile.BLOCKSIZE)))
 
-    def _finish(self, shards: Sequence[ShardRows], max_ids: Sequence[int]) -> list[str]:
-        source, labels, described = self.source, self.labels, None
+    def _finish(self, shards: Sequence[FileRecords], maps: Sequence[FileRecords], max_ids: Sequence[int]) -> list[str]:
+        source, labels = self.source, self.labels
         if labels is not None:
             text = labels.metadata.text() if labels.metadata else None
             form = MapForm(labels.shape, max(max_ids), labels.area, labels.has_log_sum_exp, text)
-            described = {**asdict(form), "identity": labels.identity().decode(errors="surrogateescape")}
+            about = {**asdict(form), "identity": labels.identity().decode(errors="surrogateescape")}
+            rows = [row for row in range(len(source)) if self.has_label(row)]
+            names, classes = [source.paths[row] for row in rows], source.classes[rows]
+            own = Contents(names, classes, source.class_names, about=about)
+            write_table(os.path.join(self.folder, LABELS), maps, own)
         contents = Contents(
-            source.paths, source.classes, source.class_names, source.folder_names, labels=described, packed=self.state
+            source.paths,
+            source.classes,
+            source.class_names,
+            folder_names=source.folder_names,
+            about={"settings": self.settings},
         )
-        lines = write_index(
-            os.path.join(self.folder, INDEX_NAME), shards, contents, np.arange(len(source)), whole_folder=True
-        )
+        write_table(os.path.join(self.folder, TABLE), shards, contents)
         Path(self.folder, PARTIAL_NAME).unlink()
         size = sum(shard.length for shard in shards)
-        return [*lines, f"{size} bytes, every one of them read back and compared"]
-
-
-def _is_ours(path: str) -> bool:
-    """Whether this program wrote a file, by its name and by how it begins."""
-    name = os.path.basename(path)
-    if name == INDEX_NAME:
-        return has_format(path, FORMAT)
-    if name == PARTIAL_NAME:
-        return _may_be_plan(path)
-    stem, extension = os.path.splitext(name.removeprefix(".").removesuffix(".tmp"))
-    return (stem.isdigit() and extension == ".tar" and (name[0] == "." or _is_packed(path))) or (
-        stem + extension in (INDEX_NAME, PARTIAL_NAME)
-    )
-
-
-def _may_be_plan(path: str) -> bool:
-    """Whether a file is a plan (`Packing._begin`), perhaps a damaged one, and not what another program wrote."""
-    try:
-        content = json.loads(Path(path).read_bytes())
-    except ValueError:
-        return True
-    return isinstance(content, dict) and {"state", "per_shard"} <= content.keys()
-
-
-def _is_packed(path: str) -> bool:
-    """Whether a tar file begins as every shard does, bit for bit: with an image, then its class."""
-    try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
-            image, number = tar.next(), tar.next()
-            assert image is not None and number is not None
-            head = _tar_header(image.name, image.size)
-            file.seek(0)
-            return file.read(len(head)) == head and number.name == f"{image.name.rpartition('.')[0]}.cls"
-    except Exception:  # whatever tarfile raises for what is no tar file
-        return False
+        return [
+            f"{printable(self.folder)}: {len(source)} images in {len(shards)} shards, {size} bytes, every one of them "
+            "read back and compared"
+        ]
 
 
 def member_names(names: Sequence[str]) -> list[str]:
@@ -282,9 +234,10 @@ def _member_name(name: str, stem: str, shared: bool) -> str:
     return f"{os.path.join(folder, key)}.{extension}"
 
 
-def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[ShardRows, int]:
-    """Write a shard, a number and its images, unless it exists, and read it; return it and the largest class id of its
-    label maps (-1: no maps). A shard is a function of images and labels alone, not of who wrote it when.
+def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[FileRecords, FileRecords, int]:
+    """Write a shard, a number and its images, unless it exists, and read it. Returns where its images and its label
+    maps are, and the largest class id of these (-1: no maps). A shard is a function of images and labels alone, not of
+    who wrote it when.
 
     Raises:
         UserError: An image or label can't be read; or what is there is something else, or other than it was written.
@@ -292,50 +245,53 @@ def make_shard(packing: Packing, shard: tuple[int, range]) -> tuple[ShardRows, i
     """
     number, images = shard
     path = os.path.join(packing.folder, f"{number:05d}.tar")
-    if os.path.exists(path):
-        rows = scan_shard(path)
-    else:
+    if not os.path.exists(path):
         temporary = os.path.join(packing.folder, f".{number:05d}.tar.tmp")
         try:
-            digest = _write(packing, images, temporary)
-            rows = scan_shard(temporary)
-            if rows.sha256 != digest:
+            written = _write(packing, images, temporary)
+            if _crc32(temporary) != written:
                 raise UserError(f"OUT {printable(path)} reads other than it was written: is the disk damaged?")
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
         sync_folder(packing.folder)
-        rows.path = path
-    other = UserError(f"OUT {printable(path)} holds other images or labels: remove it, and run the same command again")
-    labelled = [packing.has_label(row) for row in images]
-    if rows.names != [packing.names[row] for row in images] or rows.labelled() != labelled:
-        raise other
+    found, maps = scan_tar(path), scan_labels(path)
+    names = [packing.names[row] for row in images]
+    labelled = [packing.names[row] for row in images if packing.has_label(row)]
     try:
-        return rows, _largest_id(rows)
+        if found.names != names or maps.names != [f"{name.rpartition('.')[0]}.{LABEL_EXTENSION}" for name in labelled]:
+            raise ValueError("other names")
+        return found, maps, _largest_id(maps)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise other from error
+        raise UserError(
+            f"OUT {printable(path)} holds other images or labels: remove it, and run the same command again"
+        ) from error
 
 
-def _write(packing: Packing, images: range, path: str) -> bytes:
-    """Write the file of a shard. Returns its sha256."""
-    digest = hashlib.sha256()
+def _write(packing: Packing, images: range, path: str) -> int:
+    """Write the file of a shard. Returns its crc32."""
+    crc32 = 0
     with open(path, "wb") as file:
         for row in images:
             for name, data in _members(packing, row):
-                block = _tar_member(name, data)
-                digest.update(block)
+                block = _tar_header(name, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+                crc32 = zlib.crc32(block, crc32)
                 file.write(block)
-        digest.update(end := bytes(2 * tarfile.BLOCKSIZE))
+        end = bytes(2 * tarfile.BLOCKSIZE)
         file.write(end)
         file.flush()
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return digest.digest()
+    return zlib.crc32(end, crc32)
 
 
-def _tar_member(name: str, data: bytes | bytearray) -> bytes:
-    return _tar_header(name, len(data)) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+def _crc32(path: str) -> int:
+    crc32 = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            crc32 = zlib.crc32(block, crc32)
+    return crc32
 
 
 def _tar_header(name: str, size: int) -> bytes:
@@ -377,7 +333,7 @@ def made_smaller(image: bytes | bytearray, max_side: int) -> tuple[bytes | bytea
     or can't be decoded. A label map stays valid for it: maps cover shares of an image."""
     try:
         with pillow_errors(_MOST_PIXELS), Image.open(io.BytesIO(image), formats=image_formats()) as opened:
-            width, height = check_size(opened.width, opened.height, _MOST_PIXELS)
+            width, height = check_pixel_limit(opened.width, opened.height, _MOST_PIXELS)
             if max(width, height) <= max_side:
                 return image, None
             opened.draft(None, (2 * max_side, 2 * max_side))  # libjpeg scales by 1/2, 1/4 or 1/8 while it decodes
@@ -390,13 +346,12 @@ def made_smaller(image: bytes | bytearray, max_side: int) -> tuple[bytes | bytea
         return image, None
 
 
-def _largest_id(rows: ShardRows) -> int:
+def _largest_id(maps: FileRecords) -> int:
     largest = -1
-    with open(rows.path, "rb") as file:
-        for offset, length in rows.label_places.tolist():
-            if length:
-                ids = load(os.pread(file.fileno(), length, offset))["ids"]
-                largest = max(largest, int(ids.max()))
+    with open(maps.path, "rb") as file:
+        for row in maps.rows:
+            ids = load(os.pread(file.fileno(), int(row["length"]), int(row["offset"])))["ids"]
+            largest = max(largest, int(ids.max()))
     return largest
 
 

@@ -25,7 +25,7 @@ from tlt.errors import UserError
 
 def pixels(source: ImageSource, index: int, backend: type[PilBackend] = PilBackend) -> np.ndarray:
     """(H, W, 3) of an image, as the loader decodes it."""
-    opened = backend().open(source.path(index), source.read(index), source.known_size(index))
+    opened = backend().open(source.path(index), source.read(index))
     return backend().decode(opened, None, (opened.height, opened.width), "bilinear").permute(1, 2, 0).numpy()
 
 

@@ -1,4 +1,4 @@
-"""`--max-pixels`: no image takes more memory than that, whatever an index, a header or a file's length says."""
+"""`--max-pixels`: no image takes more memory than that, whatever a header or a file's length says."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import struct
 import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from tlt.data.augment.plan import AugmentConfig
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import BACKENDS, Backend, Encoded, Request
 from tlt.data.batch import Batch, BatchKey
-from tlt.data.dataset import EvalDataset, TrainDataset
-from tlt.data.sources.folder import scan_folder
+from tlt.data.dataset import EvalDataset
 from tlt.data.sources.image_file import BadImage, read_file, read_size
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.tools.index import index
 
 LIMIT = 1_000_000  # pixels
 SPARSE = 1_500_000_000  # bytes
@@ -76,41 +71,6 @@ def test_the_header_of_what_is_decoded_decides(backend: Backend, name: str) -> N
     assert not decoded.bad and decoded.images[0, 0].min() > 200
 
 
-def by_a_false_index(root: Path) -> ImageSource:
-    folder = scan_folder(root / "train")
-    return replace(folder, sizes=np.full((len(folder), 2), 100, np.uint16))
-
-
-def by_a_false_shard_index(root: Path) -> ImageSource:
-    """Of an honest shard."""
-    with tarfile.open(root / "0.tar", "w") as tar:
-        (root / "cls").write_text("0")
-        for path in sorted((root / "train" / "c").iterdir()):
-            tar.add(path, path.name)
-            tar.add(root / "cls", f"{path.stem}.cls")
-    (root / "tars" / "train").mkdir(parents=True)
-    os.replace(root / "0.tar", root / "tars" / "train" / "0.tar")
-    index(str(root / "tars"), workers=1)
-    shards = open_images(str(root / "tars"), "train")
-    assert shards.sizes is not None
-    return replace(shards, sizes=np.full_like(shards.sizes, 100))
-
-
-@pytest.mark.parametrize("source", [by_a_false_index, by_a_false_shard_index])
-def test_an_index_is_not_believed(source: Callable[[Path], ImageSource], backend: Backend, tmp_path: Path) -> None:
-    (tmp_path / "train" / "c").mkdir(parents=True)
-    for number, side in enumerate((100, 2000, 90, 100)):
-        (tmp_path / "train" / "c" / f"{number}.jpg").write_bytes(encoded("JPEG", side))
-    images = source(tmp_path)
-    key = BatchKey(0, (0, 1, 2, 3))
-    shown = EvalDataset(images, (16, 16), backend=backend)[key]
-    assert isinstance(shown, Batch) and shown.indices.tolist() == [0, 3]
-    assert "--max-pixels 1000000" in shown.skipped[0].reason and "differs" in shown.skipped[1].reason
-    trained = TrainDataset(images, AugmentConfig((16, 16)), 0, backend=backend)[key]
-    assert isinstance(trained, Batch)
-    assert {os.path.basename(path)[0] for path, _ in trained.skipped} == {"1", "2"}
-
-
 def icon(side: int) -> bytes:
     """An icon that says that it is of 16 x 16 pixels."""
     data = encoded("PNG", side)
@@ -159,7 +119,7 @@ def test_a_vast_file_is_not_read(backend: Backend, tmp_path: Path) -> None:
         with pytest.raises(BadImage, match="--max-pixels"):
             backend.open(skipped.path)
     with pytest.raises(BadImage, match="--max-pixels"):
-        images.read_size(2, LIMIT)
+        images.size(2, LIMIT)
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -178,7 +138,7 @@ def test_a_vast_file_is_not_read_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("little_memory")
 def test_a_vast_member_of_a_shard_is_not_read(tmp_path: Path) -> None:
-    """Neither for the index nor for training."""
+    """Neither for the table, but in parts, nor for training."""
     folder = tmp_path / "train"
     folder.mkdir()
     (tmp_path / "cls").write_text("0")
@@ -192,15 +152,10 @@ def test_a_vast_member_of_a_shard_is_not_read(tmp_path: Path) -> None:
         tar.fileobj.write(head.tobuf(tarfile.GNU_FORMAT))  # type: ignore[union-attr]
         end = tar.fileobj.tell() + SPARSE  # type: ignore[union-attr]
     os.truncate(folder / "0.tar", end // 512 * 512 + 2048)
-    assert any("b.jpg" in line and f"{SPARSE} bytes" in line for line in index(str(tmp_path), workers=1))
     images = open_images(str(tmp_path), "train")
-    assert [images.known_size(row) for row in range(2)] == [(50, 50), (0, 0)]
-    with pytest.raises(BadImage, match="--max-pixels"):
+    assert images.size(0) == (50, 50)
+    with pytest.raises(BadImage, match=f"{SPARSE} bytes are more than an image of --max-pixels 50000000 takes"):
         images.read(1)
-    with pytest.raises(BadImage, match="20000000 bytes are more than an image of --max-pixels 100000 takes"):
-        long = replace(images, index=images.index)  # type: ignore[attr-defined]
-        long.index.length = np.full(2, 20_000_000)  # type: ignore[attr-defined]
-        long.read(0, 100_000)
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -210,7 +165,7 @@ def test_a_vast_record_is_not_read(tmp_path: Path) -> None:
     masked = ((crc32c(length) >> 15 | crc32c(length) << 17) + 0xA282EAD8) & 0xFFFFFFFF
     sparse(tmp_path / "train" / "0.tfrecord", SPARSE + 16, length + masked.to_bytes(4, "little"))
     with pytest.raises(UserError, match=f"0.tfrecord: the record at byte 0 has {SPARSE} bytes, more than an image"):
-        index(str(tmp_path), "train", 1, dataset="tfrecord")
+        open_images(str(tmp_path), "train", "tfrecord")
 
 
 @pytest.mark.usefixtures("little_memory")

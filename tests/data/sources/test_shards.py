@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -19,13 +20,10 @@ from PIL import Image
 
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.shard_index import index_shards
-from tlt.data.sources.shard_scan import scan_shard
-from tlt.data.sources.shards import FORMAT, INDEX_NAME, ShardIndex, open_shards
+from tlt.data.sources.records import ROW, RecordImages, RecordTable
+from tlt.data.sources.records import _crc as checksum
+from tlt.data.sources.tar_shards import folder_shards, scan_tar
 from tlt.errors import UserError
-from tlt.io.names import Names
-from tlt.io.tensor_file import write_tensors
-from tlt.tools.cli import main
 
 
 def jpeg(mark: int, size: tuple[int, int] = (30, 20)) -> bytes:
@@ -55,14 +53,18 @@ def samples(start: int, count: int, classes: int = 3) -> dict[str, bytes]:
     return files
 
 
+def open_shards(folder: Path, class_names: list[str] | None = None) -> RecordImages:
+    return folder_shards(str(folder)).open(class_names)
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two splits of shards, indexed."""
+    """Two splits of shards with their tables."""
     root = tmp_path / "data"
     for split in ("train", "val"):
         tar(root / split / "a-00.tar", samples(0, 7))
         tar(root / split / "a-01.tar", samples(7, 5))
-        index_shards(str(root / split))
+        open_shards(root / split)
     return root
 
 
@@ -76,22 +78,12 @@ def test_images_are_those_that_webdataset_reads(tmp_path: Path) -> None:
                 mark = shard * 5 + number
                 key = f"c{mark % 2}/" + "long name " * 15 + f"ü{mark}"
                 writer.write({"__key__": key, "jpg": jpeg(mark), "cls": mark % 2, "json": {"label": 1 - mark % 2}})
-    index_shards(str(folder), workers=2)
     ours = open_images(str(tmp_path / "data"), "train")
     theirs = wds.WebDataset([str(folder / f"{shard}.tar") for shard in range(2)], shardshuffle=False)
     expected = {f"{each['__key__']}.jpg": (each["jpg"], int(each["cls"])) for each in theirs}
     found = {ours.paths[i]: (bytes(ours.read(i)), int(ours.classes[i])) for i in range(len(ours))}
     assert found == expected and len(found) == 10
-    assert ours.class_names == ["c0", "c1"] and ours.known_size(3) == (30, 20)
-
-
-def test_tlt_index_indexes_shards(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for split in ("train", "val"):
-        (data / split / INDEX_NAME).unlink()
-    assert main(["index", str(data), "-j", "2"]) == 0
-    assert capsys.readouterr().out.count("12 images of 3 classes in 2 shards, 0 can't be read") == 2
-    assert len(open_images(str(data), "train")) == 12
-    assert main(["index", str(data), "--decode"]) == 2
+    assert ours.class_names == ["c0", "c1"] and ours.size(3) == (30, 20)
 
 
 def test_rows_are_in_the_natural_order_of_names_as_in_a_folder(data: Path) -> None:
@@ -100,16 +92,26 @@ def test_rows_are_in_the_natural_order_of_names_as_in_a_folder(data: Path) -> No
     assert [source.size(i)[0] for i in range(4)] == [20, 23, 26, 29]
 
 
-def test_index_agrees_with_dalis(data: Path) -> None:
+def test_the_table_agrees_with_dalis(data: Path) -> None:
     """DALI's program lists extension, offset and size of each file."""
     wds2idx = pytest.importorskip("wds2idx")
-    source = open_shards(str(data / "train"))
-    for shard, path in enumerate(source.index.shards.paths):
+    source = open_shards(data / "train")
+    for number, path in enumerate(source.table.files):
         wds2idx.IndexCreator(path, str(data / "idx"), verbose=False).create_index()
         theirs = [line.split() for line in (data / "idx").read_text().splitlines()[1:]]
-        rows = np.flatnonzero(source.index.shard == shard)
-        ours = {source.paths[row]: (source.index.offset[row], source.index.length[row]) for row in rows.tolist()}
+        rows = np.flatnonzero(source.table.rows["file"] == number)
+        ours = {source.paths[row]: source.table.rows[row][["offset", "length"]].item() for row in rows.tolist()}
         assert ours == {line[3]: (int(line[1]), int(line[2])) for line in theirs}
+
+
+def test_the_table_is_read_by_numpy_alone(data: Path) -> None:
+    rows = np.load(data / "train" / "shards.npy", mmap_mode="r")
+    about = json.loads((data / "train" / "shards.json").read_text())["description"]
+    names = (data / "train" / "shards.names").read_bytes()
+    assert rows.dtype == ROW and names[rows["name_end"][0] : rows["name_end"][1]] == b"c0/image3.jpg"
+    with open(data / "train" / about["files"][rows["file"][1]][0], "rb") as file:
+        file.seek(rows["offset"][1])
+        assert file.read(rows["length"][1]) == jpeg(3, (23, 30))
 
 
 def test_other_processes_get_the_path_and_not_the_index(data: Path) -> None:
@@ -120,23 +122,22 @@ def test_other_processes_get_the_path_and_not_the_index(data: Path) -> None:
     assert [there.read(i) for i in range(2)] == [source.read(1), source.read(5)]
     assert list(there.paths) == [source.paths[1], source.paths[5]] and there.classes.tolist() == [0, 1]
     assert pickle.loads(pickle.dumps(source.paths)) == source.paths == list(source.paths)
-    assert b"image7" not in sent and there.known_size(1) == source.known_size(5)
+    assert b"image7" not in sent and there.size(1) == source.size(5)
 
 
 def test_class_list_of_the_training_set_numbers_the_shards(data: Path) -> None:
-    source = open_shards(str(data / "val"), ["c2", "none", "c0", "c1"])
+    source = open_shards(data / "val", ["c2", "none", "c0", "c1"])
     assert [source.class_names[i] for i in source.classes] == [path[:2] for path in source.paths]
     with pytest.raises(UserError, match="1 classes that are not in the class list .* such as c2"):
-        open_shards(str(data / "val"), ["c0", "c1"])
+        open_shards(data / "val", ["c0", "c1"])
 
 
 def test_classes_without_folders_are_numbers_and_take_an_imposed_list(tmp_path: Path) -> None:
     files = {"7.jpg": jpeg(1), "7.json": b'{"label": 2}', "8.jpg": jpeg(2), "8.json": b'{"label": 0}'}
     tar(tmp_path / "x.tar", files)
-    index_shards(str(tmp_path))
-    source = open_shards(str(tmp_path))
+    source = open_shards(tmp_path)
     assert list(source.paths) == ["0/8.jpg", "2/7.jpg"] and source.class_names == ["0", "1", "2"]
-    named = open_shards(str(tmp_path), ["cat", "dog", "owl"])
+    named = open_shards(tmp_path, ["cat", "dog", "owl"])
     assert named.folder_names == ["cat", "owl"] and named.classes.tolist() == [0, 2]
 
 
@@ -148,7 +149,7 @@ def test_a_link_in_a_shard_is_refused_by_name(tmp_path: Path, kind: bytes) -> No
 
     tar(tmp_path / "x.tar", {**samples(0, 2), "s.jpg": b""}, link)
     with pytest.raises(UserError, match=r"x.tar holds a link, s.jpg: make it of files"):
-        index_shards(str(tmp_path))
+        open_shards(tmp_path)
 
 
 def test_what_is_no_sample_is_left_out_and_told(tmp_path: Path) -> None:
@@ -158,33 +159,12 @@ def test_what_is_no_sample_is_left_out_and_told(tmp_path: Path) -> None:
 
     files = {**samples(0, 2), "d.jpg": b"", "._x.jpg": b"x", "README": b"x", "y.txt": b"x"}
     tar(tmp_path / "x.tar", files, link)
-    lines = index_shards(str(tmp_path))
+    lines = open_shards(tmp_path).warnings
     assert any("left out 1 devices or sparse files, such as d.jpg" in line for line in lines)
     assert any("left out 2 hidden files or files without an extension, such as ._x.jpg" in line for line in lines)
     assert any("left out 1 samples without an image, such as y" in line for line in lines)
-    source = open_shards(str(tmp_path))
+    source = open_shards(tmp_path)
     assert len(source) == 2 and len(source.warnings) == 3
-
-
-def test_broken_images_keep_their_place(tmp_path: Path) -> None:
-    files = {**samples(0, 3), "c1/image1.jpg": b"no image", "c2/image2.jpg": b""}
-    tar(tmp_path / "x.tar", files)
-    lines = index_shards(str(tmp_path))
-    assert lines[:2] == ["c1/image1.jpg: no image format that Pillow can decode", "c2/image2.jpg: empty file"]
-    assert lines[2].endswith("shards.safetensors: 3 images of 3 classes in 1 shards, 2 can't be read")
-    source = open_shards(str(tmp_path))
-    assert source.sizes is not None and source.sizes.tolist() == [[20, 30], [0, 0], [0, 0]]
-    assert source.read(1) == b"no image"
-    assert [*source.unreadable().values()] == [f"{line.split(': ')[1]} (tlt index)" for line in lines[:2]]
-    with pytest.raises(BadImage, match="empty"):
-        source.read(2)
-
-
-def test_images_of_any_size_are_indexed(tmp_path: Path) -> None:
-    Image.new("L", (9000, 9000)).save(file := io.BytesIO(), "PNG")  # more than --max-pixels: told when it is read
-    tar(tmp_path / "x.tar", {"a/x.png": file.getvalue(), "a/x.cls": b"0"})
-    index_shards(str(tmp_path))
-    assert open_shards(str(tmp_path)).known_size(0) == (9000, 9000)
 
 
 BAD_MEMBERS = {
@@ -199,7 +179,7 @@ BAD_MEMBERS = {
     "digits": ({"a/x.jpg": jpeg(0), "a/x.cls": b"1" * 5000}, r"\.cls is not a class number"),
     "negative": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"label": -1}'}, "'label' in .json is not a class number"),
     "other key": ({"a/x.jpg": jpeg(0), "a/x.json": b'{"class": 1}'}, ".json has no 'label'"),
-    "no image": ({"a/x.cls": b"0"}, "no image in 1 tar files"),
+    "no image": ({"a/x.cls": b"0"}, "no image in 1 files"),
 }
 
 
@@ -208,21 +188,15 @@ def test_bad_members_are_one_line(tmp_path: Path, case: str) -> None:
     files, message = BAD_MEMBERS[case]
     tar(tmp_path / "x.tar", files)
     with pytest.raises(UserError, match=message) as error:
-        index_shards(str(tmp_path))
-    assert "\n" not in str(error.value) and not (tmp_path / INDEX_NAME).exists()
-
-
-def test_a_mask_is_no_second_image(tmp_path: Path) -> None:
-    tar(tmp_path / "x.tar", {"a/x.mask.png": b"mask", "a/x.jpg": jpeg(0), "a/x.cls": b"0"})
-    index_shards(str(tmp_path))
-    assert list(open_shards(str(tmp_path)).paths) == ["a/x.jpg"]
+        open_shards(tmp_path)
+    assert "\n" not in str(error.value) and not (tmp_path / "shards.json").exists()
 
 
 def test_one_name_in_two_shards(tmp_path: Path) -> None:
     for name in "xy":
         tar(tmp_path / f"{name}.tar", samples(0, 1))
     with pytest.raises(UserError, match="1 images are there more than once, such as c0/image0.jpg"):
-        index_shards(str(tmp_path))
+        open_shards(tmp_path)
 
 
 def test_a_tar_cut_anywhere_is_told(tmp_path: Path) -> None:
@@ -241,13 +215,13 @@ def test_a_tar_cut_anywhere_is_told(tmp_path: Path) -> None:
         except tarfile.ReadError:
             pass
         with pytest.raises(UserError, match="cut.tar is cut, damaged"):
-            index_shards(str(tmp_path))
+            open_shards(tmp_path)
     assert silent > 0
     damaged = bytearray(whole)
     damaged[members[2].offset] ^= 1  # a flipped bit in a header
     cut.write_bytes(damaged)
     with pytest.raises(UserError, match=f"no end marker at byte {members[2].offset}"):
-        index_shards(str(tmp_path))
+        open_shards(tmp_path)
 
 
 def test_damaged_headers_are_told_whatever_they_lead_to(tmp_path: Path) -> None:
@@ -261,17 +235,44 @@ def test_damaged_headers_are_told_whatever_they_lead_to(tmp_path: Path) -> None:
             damaged[148:156] = b"%06o\0 " % sum(damaged[:512])
             (tmp_path / "x.tar").write_bytes(damaged)
             try:
-                scan_shard(str(tmp_path / "x.tar"))
+                scan_tar(str(tmp_path / "x.tar"))
             except UserError as error:
                 told += "\n" not in str(error)
     assert told == 35
 
 
-def test_an_index_that_leads_out_of_its_folder(data: Path) -> None:
-    path = data / "train" / INDEX_NAME
-    index = ShardIndex(str(path))
-    write_tensors(str(path), FORMAT, index.tensors, {**index.description, "shards": ["../a.tar", "a-01.tar"]})
-    with pytest.raises(UserError, match=r"names the shard \.\./a.tar, outside of its folder"):
+def test_headers_of_any_length_take_no_memory(tmp_path: Path) -> None:
+    """A name of 3 GB, of which the file has but holes."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 3 * 10**9
+    (tmp_path / "x.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(tmp_path / "x.tar", 4 * 10**9)
+    with pytest.raises(UserError, match="a member's headers have more than 1048576 bytes"):
+        open_shards(tmp_path)
+
+
+def changed_description(folder: Path, **changes: object) -> None:
+    """A table with other words, whose checksum is right."""
+    path = folder / "shards.json"
+    content = json.loads(path.read_text())
+    content["description"] |= changes
+    table = RecordTable(str(folder / "shards"))
+    content["crc32"] = checksum(table.rows, (folder / "shards.names").read_bytes(), content["description"])
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": [["../a.tar", 1], ["a-01.tar", 1]]}, r"shards.json names \.\./a.tar, outside of its folder"),
+        ({"files": [["a-00.tar", 1]]}, "shards.json is of other files or names"),
+        ({"class_names": ["c0"]}, "shards.json is of other files or names"),
+        ({"files": None}, "can't be read"),
+    ],
+)
+def test_a_table_that_somebody_else_made_is_not_believed(data: Path, changes: dict[str, object], message: str) -> None:
+    changed_description(data / "train", **changes)
+    with pytest.raises(UserError, match=message):
         open_images(str(data), "train")
 
 
@@ -279,13 +280,7 @@ def test_a_compressed_tar_and_an_address_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "x.tar", "w:gz"):
         pass
     with pytest.raises(UserError, match="no uncompressed tar"):
-        index_shards(str(tmp_path))
-    for address in ("pipe:rm -rf /", "https://example.org/x.tar"):
-        with pytest.raises(UserError, match="local files alone"):
-            index_shards([address])
-    (tmp_path / "below").mkdir()
-    with pytest.raises(UserError, match="not beside it or below"):
-        index_shards([str(tar(tmp_path / "y.tar", samples(0, 1)))], out=str(tmp_path / "below" / "index"))
+        open_shards(tmp_path)
 
 
 def cut_tail(split: Path) -> None:
@@ -293,29 +288,22 @@ def cut_tail(split: Path) -> None:
     path.write_bytes(path.read_bytes()[:-512])
 
 
-def of_another_data_set(split: Path) -> None:
-    other = {name: bytes(255 - byte for byte in data) for name, data in samples(7, 5).items()}
-    tar(split / "a-01.tar", other)
-
-
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (cut_tail, "a-01.tar has [0-9]+ bytes instead of [0-9]+: copy the shards"),
-    "missing": (lambda split: (split / "a-01.tar").unlink(), "a-01.tar can't be read .No such file"),
-    "other": (of_another_data_set, "a-01.tar is not the one that was indexed"),
-    "more": (
-        lambda split: tar(split / "b.tar", samples(20, 1)),
-        "knows nothing of 1 tar files beside it, such as b.tar",
-    ),
-    "no index": (lambda split: (split / INDEX_NAME).unlink(), "tar files without an index .*tlt index"),
-    "packing": (lambda split: (split / INDEX_NAME).rename(split / "packing.json"), "run `tlt pack-images` again"),
-    "cut index": (lambda split: os.truncate(split / INDEX_NAME, 700), "damaged or something else"),
-    "empty index": (lambda split: os.truncate(split / INDEX_NAME, 0), "can't be read"),
-    "pipe": (lambda split: ((split / "a-01.tar").unlink(), os.mkfifo(split / "a-01.tar")), "is not a regular file"),
+    "cut": (cut_tail, "a-01.tar has [0-9]+ bytes instead of [0-9]+: copy it again, or remove .*shards.json"),
+    "missing": (lambda split: (split / "a-01.tar").unlink(), "a-01.tar is missing or no regular file"),
+    "more": (lambda split: tar(split / "b.tar", samples(20, 1)), "is of 2 files, not of the 3 that are there .b.tar."),
+    "packing": (lambda split: (split / "shards.json").rename(split / "packing.json"), "run `tlt pack-images` again"),
+    "cut table": (lambda split: os.truncate(split / "shards.npy", 200), "can't be read"),
+    "empty table": (lambda split: os.truncate(split / "shards.npy", 0), "can't be read"),
+    "other table": (lambda split: np.save(split / "shards.npy", np.zeros(3)), "are damaged or something else"),
+    "no names": (lambda split: (split / "shards.names").unlink(), "can't be read"),
+    "cut description": (lambda split: os.truncate(split / "shards.json", 100), "can't be read"),
+    "pipe": (lambda split: ((split / "a-01.tar").unlink(), os.mkfifo(split / "a-01.tar")), "no regular file"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_FOLDERS)
-def test_shards_that_do_not_fit_their_index(data: Path, case: str) -> None:
+def test_shards_that_do_not_fit_their_table(data: Path, case: str) -> None:
     damage, message = BAD_FOLDERS[case]
     damage(data / "train")
     with pytest.raises(UserError, match=message) as error:
@@ -323,27 +311,63 @@ def test_shards_that_do_not_fit_their_index(data: Path, case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
-    source = open_shards(str(data / "train"))
-    path, offset = Path(source.index.shards.paths[0]), int(source.index.offset[1])
+def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
-    content[offset + 300] ^= 1
+    content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(BadImage, match="crc32 is wrong"):
-        open_shards(str(data / "train")).read(1)
-    index = bytearray((data / "train" / INDEX_NAME).read_bytes())
-    index[-30] ^= 1
-    (data / "train" / INDEX_NAME).write_bytes(index)
-    with pytest.raises(UserError, match="crc32 is wrong"):
-        open_shards(str(data / "train"))
+
+
+def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
+    source = open_shards(data / "train")
+    flip(Path(source.table.files[0]), int(source.table.rows["offset"][1]) + 300)
+    with pytest.raises(BadImage, match="a-00.tar .crc32 is wrong."):
+        open_shards(data / "train").read(1)
+    assert source.table.damaged_files() == source.table.files[:1]
+    for ending in ("npy", "names", "json"):
+        path = data / "val" / f"shards.{ending}"
+        flip(path, at := path.stat().st_size // 2)
+        with pytest.raises(UserError, match="shards.json and what belongs to it"):
+            open_shards(data / "val")
+        flip(path, at)
+    assert len(open_shards(data / "val")) == 12
+
+
+def test_a_table_is_made_once_by_whoever_comes_first(data: Path, tmp_path: Path) -> None:
+    """Four processes open shards without a table at once; one that was killed before left a part of it."""
+    for path in (data / "train").glob("shards.*"):
+        path.unlink()
+    (data / "train" / "shards.npy").write_bytes(b"part")
+    program = (
+        "import sys; from tlt.data.sources import records, open_images\n"
+        "write = records.write_table\n"
+        "records.write_table = lambda *arguments: (print('WRITTEN', flush=True), write(*arguments))\n"
+        "print(*open_images.open_images(sys.argv[1], 'train').paths)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", program, str(data)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    said = [process.communicate()[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert sum(text.count("WRITTEN") for text in said) == 1 and len({text.split("\n")[-2] for text in said}) == 1
+
+
+def test_a_read_only_data_set_needs_a_folder_of_links(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data / "train" / "shards.json").unlink()
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tlt.data.sources.records.write_table", refused)
+    with pytest.raises(UserError, match="shards.json can't be written .*make a folder with links"):
+        open_images(str(data), "train")
 
 
 def test_more_shards_than_files_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.data.sources.shards._OPEN_FILES", 2)
+    monkeypatch.setattr("tlt.data.sources.records._OPEN_FILES", 2)
     for number in range(5):
         tar(tmp_path / f"{number}.tar", samples(number, 1))
-    index_shards(str(tmp_path))
-    source = open_shards(str(tmp_path))
+    source = open_shards(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         assert sorted(zip(source.paths, map(bytes, map(source.read, range(5))), strict=True)) == sorted(
@@ -352,42 +376,14 @@ def test_more_shards_than_files_are_kept_open(tmp_path: Path, monkeypatch: pytes
     assert len(os.listdir("/proc/self/fd")) == before + 2
 
 
-def test_index_is_in_no_process_memory(tmp_path: Path) -> None:
-    """Of a made-up index of 400,000 images, touched everywhere, a process has pages but of the file."""
-    count = 400_000
-    names = Names(f"class{number % 1000:03d}/image{number:08d}.jpg" for number in range(count))
-    tensors = {name: np.zeros(count, np.int64) for name in ("offset", "length", "class")}
-    tensors |= {name: np.zeros(count, np.uint32) for name in ("shard", "crc32")}
-    tensors |= {"size": np.zeros((count, 2), np.uint16), "names": np.frombuffer(names.block, np.uint8)}
-    tensors |= {"name_ends": names.ends, "shard_length": np.zeros(0, np.int64), "shard_head": np.zeros(0, np.uint32)}
-    said = {
-        "shards": [],
-        "class_names": ["x"],
-        "folder_names": ["x"],
-        "warnings": [],
-        "whole_folder": False,
-        "broken": [],
-    }
-    write_tensors(str(tmp_path / INDEX_NAME), FORMAT, tensors, said)
-    program = (
-        "import sys; from tlt.data.sources.shards import open_shards; from tlt.data.sources import folder\n"
-        "def private():\n"
-        "    return sum(int(line.split()[1]) for line in open('/proc/self/smaps_rollup') if 'Private_Dirty' in line)\n"
-        "before = private(); source = open_shards(sys.argv[1]); source.classes.sum()\n"
-        "[source.paths[i] for i in range(0, len(source), 50)]; print(private() - before)"
-    )
-    out = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert int(out.stdout) < 4000  # KB; the index has 36,000
-
-
 def test_names_may_be_anything(tmp_path: Path) -> None:
     name = os.fsdecode(b"cl\xffss/\xfe\n.jpg")
     tar(tmp_path / "x.tar", {name: jpeg(0), name[:-3] + "cls": b"0"})
-    index_shards(str(tmp_path))
-    assert list(open_shards(str(tmp_path)).paths) == [name]
-    assert json.dumps(open_shards(str(tmp_path)).class_names) == '["cl\\udcffss"]'
+    open_shards(tmp_path)
+    assert list(open_shards(tmp_path).paths) == [name]
+    assert json.dumps(open_shards(tmp_path).class_names) == '["cl\\udcffss"]'
 
 
-def test_an_index_moves_with_its_shards(data: Path, tmp_path: Path) -> None:
+def test_a_table_moves_with_its_shards(data: Path, tmp_path: Path) -> None:
     shutil.move(str(data), tmp_path / "moved")
     assert open_images(str(tmp_path / "moved"), "train").read(0) == jpeg(0, (20, 30))

@@ -27,7 +27,7 @@ from tlt.data.sources.image_file import (
     DEFAULT_MAX_PIXELS,
     BadImage,
     as_rgb,
-    check_size,
+    check_pixel_limit,
     image_formats,
     pillow_errors,
     read_file,
@@ -113,7 +113,7 @@ class Backend:
             BadImage: It can't be read, or is larger than `max_pixels`.
         """
         data = read_file(path, self.max_pixels) if data is None else data
-        width, height = read_size(data, self.max_pixels) if size is None else check_size(*size, self.max_pixels)
+        width, height = read_size(data, self.max_pixels) if size is None else check_pixel_limit(*size, self.max_pixels)
         return Encoded(path, data, width, height)
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
@@ -160,7 +160,7 @@ class PilBackend(Backend):
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
-            check_size(image.width, image.height, self.max_pixels)
+            check_pixel_limit(image.width, image.height, self.max_pixels)
             return _same_size(as_rgb(_same_size(image, encoded)), encoded)
 
 
@@ -182,7 +182,7 @@ class TorchvisionBackend(PilBackend):
         self.dct_scaling = dct_scaling
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        check_size(encoded.width, encoded.height, self.max_pixels)  # below, the header must state the same
+        check_pixel_limit(encoded.width, encoded.height, self.max_pixels)  # below, the header must state the same
         if (divisor := self.divisor(Request(encoded, crop, size, interpolation))) > 1:
             with pillow_errors(self.max_pixels):
                 return _to_tensor(_scaled_jpeg(encoded, divisor, crop, size, interpolation))

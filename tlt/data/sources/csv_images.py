@@ -13,7 +13,7 @@ from tlt.data.sources.folder import ImageFolder, split_names
 from tlt.data.sources.source import renumber
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import Names, leads_out
-from tlt.io.natural import natural_key
+from tlt.io.natural import natural_sorted
 from tlt.io.text import printable, some_names
 
 
@@ -49,7 +49,7 @@ def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None
     if gone or len(set(paths)) < len(paths):
         what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
         raise UserError(f"{printable(file)} names {what}: paths count from {printable(data)}")
-    own = sorted({row["class"] for row in rows}, key=lambda name: (natural_key(name), name))
+    own = natural_sorted({row["class"] for row in rows})
     number = {name: row for row, name in enumerate(own)}
     classes, known = renumber(np.array([number[row["class"]] for row in mine]), own, class_names, printable(file))
     return ImageFolder(data, Names(paths), classes, known, own)

@@ -16,15 +16,16 @@ class Kind(NamedTuple):
 
     Attributes:
         module: Of `tlt.data.sources`; it is imported when a data set of the kind is opened.
-        function: `(name, data, split, class_names)` -> the images; with `indexed` `(name, data, split)` -> their files.
-        indexed: Whether images are found by an index (`tlt index`).
+        function: Given name, data and split it returns `RecordFiles`; where `records` is false, with `class_names` too,
+            the images.
+        records: Whether images are records in large files (`tlt.data.sources.records`).
         names: What may stand behind the slash: anything where there are none; no slash where it is None.
         folder: Whether the data set is in a folder of the user's.
     """
 
     module: str
     function: str
-    indexed: bool = True
+    records: bool = True
     names: tuple[str, ...] | None = ()
     folder: bool = True
 
@@ -34,9 +35,9 @@ TABLE = {
     "wds": Kind("webdatasets", "find_shards"),
     "tfds": Kind("tfds", "find_tfds"),
     # Hugging Face's data sets have a cache of their own.
-    "hfds": Kind("hub", "open_hub_dataset", indexed=False, folder=False),
-    "csv": Kind("csv_images", "open_csv", indexed=False),
-    "torch": Kind("torch_datasets", "open_torch_dataset", indexed=False, names=TORCH_NAMES),
+    "hfds": Kind("hub", "open_hub_dataset", records=False, folder=False),
+    "csv": Kind("csv_images", "open_csv", records=False),
+    "torch": Kind("torch_datasets", "open_torch_dataset", records=False, names=TORCH_NAMES),
 }
 KINDS = tuple(
     shown

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tlt.data.sources.folder_listing import FolderListing, list_folder
+from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file, read_file_size
 from tlt.data.sources.source import ImageSource
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import Names
-from tlt.io.natural import natural_key
+from tlt.io.natural import natural_sorted
 from tlt.io.text import NAMES_SHOWN, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
@@ -32,7 +32,7 @@ class ImageFolder(ImageSource):
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return read_file(self.path(index), max_pixels)
 
-    def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+    def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
         return read_file_size(self.path(index), max_pixels)
 
     def packed(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -40,14 +40,12 @@ class ImageFolder(ImageSource):
         paths = self.paths if isinstance(self.paths, Names) else Names(self.paths)
         arrays = {"names": np.frombuffer(paths.block, np.uint8), "name_ends": paths.ends, "classes": self.classes}
         plain = {name: getattr(self, name) for name in ("root", "class_names", "folder_names", "warnings")}
-        plain["faults"] = [*self.faults.items()]
-        return arrays if self.sizes is None else arrays | {"sizes": self.sizes}, plain
+        return arrays, plain
 
     @classmethod
     def unpacked(cls, arrays: Mapping[str, np.ndarray], plain: dict[str, Any]) -> ImageFolder:
         """The source on which `packed` was called, over these arrays."""
-        paths, more = Names.packed(arrays["names"].data, arrays["name_ends"]), plain | {"faults": dict(plain["faults"])}
-        return cls(paths=paths, classes=arrays["classes"], sizes=arrays.get("sizes"), **more)
+        return cls(paths=Names.packed(arrays["names"].data, arrays["name_ends"]), classes=arrays["classes"], **plain)
 
 
 def scan_folder(
@@ -67,19 +65,35 @@ def scan_folder(
         UserError: Missing or unreadable folder, no images, two class folders of one name, a folder that is not in
             `class_names`.
     """
-    return image_folder(list_folder(root, found), class_names)
-
-
-def image_folder(listing: FolderListing, class_names: Sequence[str] | None = None) -> ImageFolder:
-    """The images of a listing with their classes. Arguments and errors are those of `scan_folder`."""
-    folders = _class_folders(listing)
-    names = sorted(folders, key=lambda name: (natural_key(name), name)) if class_names is None else list(class_names)
-    _refuse_unknown(listing.root, folders, names)
+    listing = list_folder(root, found)
+    shown, folders = printable(listing.root), dict[str, str]()
+    for folder in listing.leaves:
+        first = folders.setdefault(os.path.basename(folder), folder)
+        if first != folder:
+            raise UserError(
+                f"two class folders named {printable(os.path.basename(folder))!r} in {shown}: {printable(first)} and "
+                f"{printable(folder)}; the folder's own name is the class, so give each its own"
+            )
+    names = natural_sorted(folders) if class_names is None else list(class_names)
+    index = {name: number for number, name in enumerate(names)}
+    if unknown := [name for name in folders if name not in index]:
+        raise UserError(
+            f"{shown} has {len(unknown)} class folders that are not in the class list of the training set or class "
+            f"map: {some_names(unknown)}"
+        )
     if not len(listing.names):
-        raise UserError(_nothing_found(listing))
-    index = {name: i for i, name in enumerate(names)}
-    classes = np.array([index[_leaf(folder)] for folder in listing.leaves], dtype=np.int64)[listing.leaf]
-    warnings = listing.warnings + _empty_classes(listing.root, names, folders, classes)
+        notes = "".join(f"; {line}" for line in listing.warnings)
+        raise UserError(
+            f"no images in the class folders of {shown} (expected {shown}/CLASS/IMAGE.jpg or another format that "
+            f"Pillow reads){notes}"
+        )
+    classes = np.array([index[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
+    empty = np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0).tolist()
+    warnings = [*listing.warnings]
+    if empty:
+        numbers = ", ".join(f"{printable(names[number])!r} (class {number})" for number in empty[:NAMES_SHOWN])
+        more = f" and {len(empty) - NAMES_SHOWN} more" if len(empty) > NAMES_SHOWN else ""
+        warnings.append(f"{shown}: {len(empty)} classes without images keep their number: {numbers}{more}")
     return ImageFolder(listing.root, listing.names, classes, names, list(folders), warnings)
 
 
@@ -171,47 +185,3 @@ def read_class_map(path: str | os.PathLike[str]) -> list[str]:
         problem = f"names {some_names(twice)} more than once" if twice else "is empty"
         raise UserError(f"class map {printable(path)} {problem}: give one class folder per line")
     return names
-
-
-def _leaf(folder: str) -> str:
-    return os.path.basename(folder)
-
-
-def _class_folders(listing: FolderListing) -> dict[str, str]:
-    """Class name -> its folder, each name once."""
-    folders: dict[str, str] = {}
-    for folder in listing.leaves:
-        first = folders.setdefault(_leaf(folder), folder)
-        if first != folder:
-            raise UserError(
-                f"two class folders named {printable(_leaf(folder))!r} in {printable(listing.root)}: "
-                f"{printable(first)} and {printable(folder)}; the folder's own name is the class, so give each its own"
-            )
-    return folders
-
-
-def _refuse_unknown(root: str, folders: Iterable[str], names: Iterable[str]) -> None:
-    known = set(names)
-    unknown = [folder for folder in folders if folder not in known]
-    if unknown:
-        raise UserError(
-            f"{printable(root)} has {len(unknown)} class folders that are not in the class list of the training set "
-            f"or class map: {some_names(unknown)}"
-        )
-
-
-def _nothing_found(listing: FolderListing) -> str:
-    root, notes = printable(listing.root), "; ".join(listing.warnings)
-    return (
-        f"no images in the class folders of {root} (expected {root}/CLASS/IMAGE.jpg or another format that Pillow "
-        f"reads){': ' + notes if notes else ''}"
-    )
-
-
-def _empty_classes(root: str, names: list[str], folders: dict[str, str], classes: np.ndarray) -> list[str]:
-    empty = np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0).tolist()
-    if not empty:
-        return []
-    numbers = ", ".join(f"{printable(names[number])!r} (class {number})" for number in empty[:NAMES_SHOWN])
-    more = f" and {len(empty) - NAMES_SHOWN} more" if len(empty) > NAMES_SHOWN else ""
-    return [f"{printable(root)}: {len(empty)} classes without images keep their number: {numbers}{more}"]

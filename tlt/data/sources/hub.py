@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,12 @@ class HubImages(ImageSource):
 
     Attributes:
         table: `datasets.Dataset` with the column of encoded images alone, in the format of Arrow.
-        rows: (N,) int64 row in it of each image; None: all in order.
     """
 
     table: Any = field(kw_only=True)
-    rows: np.ndarray | None = None
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
-        image = self.table[index if self.rows is None else int(self.rows[index])].column(0)[0]
+        image = self.table[index].column(0)[0]
         if not image.is_valid:
             raise BadImage("no image in this row")
         data, path = image["bytes"].as_buffer(), image["path"].as_py()
@@ -35,10 +33,6 @@ class HubImages(ImageSource):
             return read_file(path, max_pixels)
         check_length(len(data or b""), max_pixels)
         return bytearray(data)
-
-    def select(self, rows: Sequence[int] | np.ndarray) -> HubImages:
-        rows = np.asarray(rows, np.int64)
-        return replace(super().select(rows), rows=rows if self.rows is None else self.rows[rows])
 
 
 def open_hub_dataset(name: str, data: str | None, split: str, class_names: Sequence[str] | None = None) -> HubImages:

@@ -89,9 +89,7 @@ def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     def read() -> bytearray:
         with open_regular(path) as file:
             data = bytearray(check_length(os.fstat(file.fileno()).st_size, max_pixels))
-            view, done = memoryview(data), 0
-            while done < len(data) and (count := file.readinto(view[done:])):
-                done += count
+            done = file.readinto(data)
         if done < len(data):
             raise BadImage(f"file ends after {done} of {len(data)} bytes")
         return data
@@ -134,7 +132,7 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
             huge image).
     """
     plain = plain_size(data)
-    return _header_size(io.BytesIO(data), max_pixels) if plain is None else check_size(*plain, max_pixels)
+    return _header_size(io.BytesIO(data), max_pixels) if plain is None else check_pixel_limit(*plain, max_pixels)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -161,10 +159,10 @@ def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple
     with pillow_errors(max_pixels), Image.open(file, formats=image_formats()) as image:
         _check_range(image)
         width, height = image.size
-    return check_size(width, height, max_pixels)
+    return check_pixel_limit(width, height, max_pixels)
 
 
-def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+def check_pixel_limit(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
     if width * height > max_pixels:
         raise BadImage(
@@ -172,7 +170,7 @@ def check_size(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) ->
             "(make it smaller: tlt pack-images --max-side)"
         )
     if not width * height:
-        raise BadImage("could not be read when the index was made (tlt index)")
+        raise BadImage(f"{width} x {height} pixels")
     return width, height
 
 
@@ -211,7 +209,7 @@ class _Process:
 
     @contextmanager
     def settings(self, max_pixels: int | None) -> Iterator[None]:
-        """No warnings of Pillow, and room for `max_pixels` (None: no limit); `check_size` knows lower ones."""
+        """No warnings of Pillow, and room for `max_pixels` (None: no limit); `check_pixel_limit` applies lower ones."""
         with self._lock:
             if not self._inside:
                 self._before.enter_context(warnings.catch_warnings())

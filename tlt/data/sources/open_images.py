@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
 
-from tlt.data.sources.dataset_kinds import TABLE, Kind, needs_folder, parse_kind
-from tlt.data.sources.folder import find_split
-from tlt.data.sources.shards import IndexedFiles, is_sharded, open_shards
-from tlt.data.sources.size_index import open_folder
+from tlt.data.sources.dataset_kinds import TABLE, needs_folder, parse_kind
+from tlt.data.sources.folder import find_split, scan_folder
 from tlt.data.sources.source import ImageSource
+from tlt.data.sources.tar_shards import PARTIAL_NAME, folder_shards
+from tlt.data.sources.tar_shards import TABLE as SHARDS
 from tlt.errors import MissingSplit, UserError
+from tlt.io.text import printable
 
 
 def open_images(
@@ -23,7 +24,8 @@ def open_images(
     found: Callable[[str, int], None] | None = None,
     split_flag: str = "--split",
 ) -> ImageSource:
-    """Find the images of a split.
+    """Find the images of a split. Records in large files are read once, every byte of them, and their table is written
+    beside them, where there is none yet (`tlt.data.sources.records`).
 
     Args:
         data: Folder of the data set; None only where `tlt.data.sources.dataset_kinds.needs_folder` is false.
@@ -31,7 +33,7 @@ def open_images(
         dataset: Kind of data set (`--dataset`); "": image folders or shards, whichever is there.
         class_names: Imposed class list; None: the data set's own.
         allow_root: Take `data` itself where no split of any name is in it.
-        found: See `tlt.data.sources.folder_listing.list_folder`.
+        found: Called often, with what is done and how many images or files were found; None: lines are printed.
         split_flag: The program's flag that names the split.
 
     Raises:
@@ -55,30 +57,33 @@ def _open(
     kind, name = parse_kind(dataset)
     if data is None and needs_folder(dataset):
         raise UserError("DATA is missing: the folder that holds the images")
-    if kind and not TABLE[kind].indexed:
-        images: ImageSource = _function(TABLE[kind])(name, data, split, class_names)
+    if kind:
+        row = TABLE[kind]
+        function = getattr(import_module(f"tlt.data.sources.{row.module}"), row.function)
+        images: ImageSource
+        if row.records:
+            images = function(name, data, split).open(class_names, found)
+        else:
+            images = function(name, data, split, class_names)
         return images
     assert data is not None
-    if kind:
-        return find_files(data, split, dataset).open(class_names)
     folder = find_split(data, split, allow_root)
-    return open_shards(folder, class_names) if is_sharded(folder) else open_folder(folder, class_names, found)
+    return (
+        folder_shards(folder).open(class_names, found)
+        if _is_sharded(folder)
+        else scan_folder(folder, class_names, found)
+    )
 
 
-def find_files(data: str, split: str, dataset: str) -> IndexedFiles:
-    """The files of a split of a kind that is read through an index.
-
-    Raises:
-        UserError: They are not there, or `dataset` is of a kind that needs no index.
-    """
-    kind, name = parse_kind(dataset)
-    row = TABLE.get(kind)
-    if row is None or not row.indexed:
-        raise UserError(f"--dataset {dataset}: its images are read without an index; nothing is to be made")
-    files: IndexedFiles = _function(row)(name, data, split)
-    return files
-
-
-def _function(kind: Kind) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(import_module(f"tlt.data.sources.{kind.module}"), kind.function)
-    return function
+def _is_sharded(folder: str) -> bool:
+    """Whether a folder holds shards: with a table, or tar files and no folder. Raises UserError: not all of them."""
+    try:
+        with os.scandir(folder) as entries:
+            folders = {entry.name: entry.is_dir() for entry in entries}
+    except OSError:  # which scan_folder tells
+        return False
+    if f"{SHARDS}.json" in folders:
+        return True
+    if PARTIAL_NAME in folders:
+        raise UserError(f"shards in {printable(folder)} are not complete: run `tlt pack-images` again")
+    return not any(folders.values()) and any(name.endswith(".tar") and name[0] != "." for name in folders)

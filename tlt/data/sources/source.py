@@ -1,24 +1,22 @@
-"""Where encoded images come from: a list of images with classes, whose bytes can be had in any order.
+"""Where encoded images come from: a list of images with classes, whose bytes are read in any order.
 
-Order, shards and workers are not a source's business: the index stream asks for image i, whatever holds it. Sources
-are image folders (`folder.py`), computed images (`synthetic.py`), tar shards, TFRecords and others.
+Order, shards and workers are not a source's business: the index stream asks for image i, whatever holds it. Sources are
+image folders and tables (`folder.py`, `csv_images.py`), records in large files (`records.py`), and data sets of Hugging
+Face (`hub.py`) and of torchvision (`torch_datasets.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_size, read_size
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_size
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
-
-Source = TypeVar("Source", bound="ImageSource")
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,6 @@ class ImageSource:
         class_names: Name of every class index; with an imposed list also classes without images.
         folder_names: The classes that are there (a folder may be empty).
         warnings: One line each, for rank 0 to print once.
-        sizes: (N, 2) uint16 width and height of each image where they are known without reading it (0, 0: it can't be
-            read), else None.
-        faults: Why images of size (0, 0) can't be read, by index, where that is known.
     """
 
     root: str
@@ -46,8 +41,6 @@ class ImageSource:
     class_names: list[str]
     folder_names: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    sizes: np.ndarray | None = None
-    faults: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.classes)
@@ -61,39 +54,43 @@ class ImageSource:
         bytes than an image of `max_pixels` can have."""
         raise NotImplementedError
 
-    def known_size(self, index: int) -> tuple[int, int] | None:
-        """Width and height of image `index` where they are known without reading it."""
-        return None if self.sizes is None else (int(self.sizes[index, 0]), int(self.sizes[index, 1]))
-
     def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-        """Width and height of image `index`. Raises `image_file.BadImage`, also where it has more pixels."""
-        known = self.known_size(index)
-        return self.read_size(index, max_pixels) if known is None else check_size(*known, max_pixels)
-
-    def read_size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-        """The size that the header of image `index` states. Raises as `size`."""
+        """Width and height in the header of image `index`. Raises `image_file.BadImage`, also where it has more
+        pixels."""
         return read_size(self.read(index, max_pixels), max_pixels)
 
-    def unreadable(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> dict[str, str]:
-        """Path and reason of the images that are known to be unreadable, or to have more than `max_pixels`."""
-        if self.sizes is None:
-            return {}
-        pixels = self.sizes.astype(np.int64).prod(axis=1)
-        found = {}
-        for row in np.flatnonzero((pixels == 0) | (pixels > max_pixels)).tolist():
-            try:
-                self.size(row, max_pixels)
-            except BadImage as error:
-                found[self.path(row)] = f"{self.faults[row]} (tlt index)" if row in self.faults else str(error)
-        return found
-
-    def select(self: Source, rows: Sequence[int] | np.ndarray) -> Source:
+    def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
         """The images `rows` in that order, as a source of their own."""
-        rows = np.asarray(rows, np.int64)
-        sizes = None if self.sizes is None else self.sizes[rows]
-        faults = {new: self.faults[old] for new, old in enumerate(rows.tolist()) if old in self.faults}
-        paths = Names(self.paths[row] for row in rows)
-        return replace(self, paths=paths, classes=self.classes[rows], sizes=sizes, faults=faults)
+        return SelectedImages.of(self, np.asarray(rows, np.int64))
+
+
+@dataclass(frozen=True)
+class SelectedImages(ImageSource):
+    """Some images of another source.
+
+    Attributes:
+        whole: The other source.
+        rows: (N,) int64 number of each image in it.
+    """
+
+    whole: ImageSource = field(kw_only=True)
+    rows: np.ndarray = field(kw_only=True)
+
+    @classmethod
+    def of(cls, whole: ImageSource, rows: np.ndarray) -> SelectedImages:
+        """The images `rows` of a source in that order."""
+        about = whole.class_names, whole.folder_names, whole.warnings
+        paths = Names(whole.paths[row] for row in rows)
+        return cls(whole.root, paths, whole.classes[rows], *about, whole=whole, rows=rows)
+
+    def path(self, index: int) -> str:
+        return self.whole.path(int(self.rows[index]))
+
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
+        return self.whole.read(int(self.rows[index]), max_pixels)
+
+    def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+        return self.whole.size(int(self.rows[index]), max_pixels)
 
 
 def renumber(

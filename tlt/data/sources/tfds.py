@@ -12,7 +12,8 @@ import re
 from typing import Any
 
 from tlt.data.sources.folder import split_names
-from tlt.data.sources.tfrecords import INDEX_SUFFIX, RecordFiles
+from tlt.data.sources.records import RecordFiles
+from tlt.data.sources.tfrecords import record_files
 from tlt.errors import MissingSplit, UserError
 from tlt.io.natural import natural_key
 from tlt.io.text import printable
@@ -43,8 +44,8 @@ def find_tfds(name: str, data: str, split: str) -> RecordFiles:
     missing = [path for path in paths if not os.path.isfile(path)]
     if missing:
         raise UserError(f"{len(missing)} of {count} files are missing, such as {printable(missing[0])}: copy them")
-    index = os.path.join(folder, f"{found}.{INDEX_SUFFIX}")
-    return RecordFiles(paths, index, _class_names(os.path.join(folder, "label.labels.txt")), lengths[found])
+    class_names = _class_names(os.path.join(folder, "label.labels.txt"))
+    return record_files(paths, os.path.join(folder, f"{found}.records"), class_names, sum(lengths[found]))
 
 
 def _version_folder(name: str, data: str) -> str:
@@ -74,7 +75,7 @@ def _read_info(path: str) -> tuple[str, dict[str, list[int]]]:
         format_name = info.get("fileFormat", "tfrecord")
         lengths = {split["name"]: [int(count) for count in split["shardLengths"]] for split in info["splits"]}
         prefix = info["name"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{printable(path)} can't be read or is no description of a data set ({type(error).__name__}): prepare the "
             "data set again with tensorflow_datasets"

@@ -7,7 +7,7 @@ one. Nothing is downloaded. The pixels lie in the memory of the main process, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torchvision import datasets
@@ -43,9 +43,6 @@ class ArrayImages(ImageSource):
         header = b"%s\n%d %d\n255\n" % (kind, self.pixels.shape[2], self.pixels.shape[1])
         return bytearray(header + self.pixels[index].tobytes())
 
-    def select(self, rows: Sequence[int] | np.ndarray) -> ArrayImages:
-        return replace(super().select(rows), pixels=self.pixels[np.asarray(rows, np.int64)])
-
 
 def open_torch_dataset(name: str, data: str, split: str, class_names: Sequence[str] | None = None) -> ArrayImages:
     """A data set in torchvision's layout.
@@ -69,10 +66,8 @@ def open_torch_dataset(name: str, data: str, split: str, class_names: Sequence[s
     own = list(dataset.classes)
     classes, names = renumber(np.asarray(dataset.targets), own, class_names, shown)
     pixels = np.asarray(dataset.data)
-    height, width = pixels.shape[1:3]
-    sizes = np.full((len(pixels), 2), (width, height), np.uint16)
     paths = numbered_names((own[number] for number in np.asarray(dataset.targets)), ".ppm")
-    return ArrayImages(data, paths, classes, names, own, [], sizes, pixels=pixels)
+    return ArrayImages(data, paths, classes, names, own, pixels=pixels)
 
 
 def _where(reader: type) -> str:

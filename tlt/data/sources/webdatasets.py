@@ -14,13 +14,12 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tlt.data.sources.folder import split_names
-from tlt.data.sources.shard_index import index_shards
-from tlt.data.sources.shard_scan import LABEL_KEY
-from tlt.data.sources.shards import IndexedFiles, ShardedImages
+from tlt.data.sources.records import RecordFiles
+from tlt.data.sources.tar_shards import LABEL_KEY, scan_tar, tar_contents
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import leads_out
 from tlt.io.text import printable
@@ -31,32 +30,7 @@ _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _MOST_SHARDS = 1_000_000
 
 
-@dataclass(frozen=True)
-class ShardList(IndexedFiles):
-    """Tar shards.
-
-    Attributes:
-        count: Images in them; None: the data set doesn't say.
-        label_key: Of the class in KEY.json (timm's `alt_label`); the usual one: KEY.cls goes before it.
-    """
-
-    count: int | None = None
-    label_key: str = LABEL_KEY
-
-    def make_index(self, workers: int = 1) -> list[str]:
-        return index_shards(self.paths, self.index, workers, self.label_key)
-
-    def open(self, class_names: Sequence[str] | None = None) -> ShardedImages:
-        source = super().open(class_names)
-        if self.count is not None and len(source) != self.count:
-            raise UserError(
-                f"{printable(self.index)} knows {len(source)} images instead of {self.count}: copy the shards again, "
-                "or mend the number"
-            )
-        return source
-
-
-def find_shards(_name: str, data: str, split: str) -> ShardList:
+def find_shards(_name: str, data: str, split: str) -> RecordFiles:
     """The shards of a split.
 
     Raises:
@@ -67,7 +41,7 @@ def find_shards(_name: str, data: str, split: str) -> ShardList:
         if count and not count.isdigit():
             raise UserError(f"split {printable(split)}: the number of images must follow the |")
         name = re.sub(r"[^\w.,-]+", "_", pattern)
-        files = ShardList(*_places(data, name, expand_braces(pattern)), count=int(count) if count else None)
+        files = _shards(data, name, expand_braces(pattern), int(count) if count else None)
     else:
         files = _listed(data, split)
     missing = [path for path in files.paths if not os.path.isfile(path)]
@@ -103,7 +77,7 @@ def _choices(inside: str, pattern: str) -> Sequence[str]:
     return inside.split(",")
 
 
-def _listed(data: str, split: str) -> ShardList:
+def _listed(data: str, split: str) -> RecordFiles:
     """The shards that `_info.json` lists."""
     path = next((path for name in _INFO if os.path.isfile(path := os.path.join(data, name))), None)
     if path is None:
@@ -119,7 +93,7 @@ def _listed(data: str, split: str) -> ShardList:
         listed = splits[name] if name else {"filenames": []}
         filenames, count = [*listed["filenames"]], listed.get("num_samples")
         label_key = listed.get("alt_label") or LABEL_KEY
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MissingSplit(
             f"{printable(path)} can't be read or lists no shards as timm does ({type(error).__name__}: "
             f"{printable(str(error))}): mend it, or give a pattern as the split"
@@ -128,11 +102,12 @@ def _listed(data: str, split: str) -> ShardList:
         raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {known}")
     if not all(isinstance(each, str) for each in [*filenames, label_key]) or not isinstance(count, int | None):
         raise UserError(f"{printable(path)}: split {printable(name)} does not name shards and count images: mend it")
-    return ShardList(*_places(data, name, filenames), count=count, label_key=label_key)
+    return _shards(data, name, filenames, count, label_key)
 
 
-def _places(data: str, name: str, filenames: list[str]) -> tuple[list[str], str]:
-    """Paths of the shards and of their index. Raises UserError: one is not below DATA, or no local file."""
+def _shards(data: str, name: str, filenames: list[str], count: int | None, label_key: str = LABEL_KEY) -> RecordFiles:
+    """The shards with these names; `label_key` as of `scan_tar`. Raises UserError: one is not below DATA, or no local
+    file."""
     for each in filenames:
         if ":" in each or leads_out(each) or not each.endswith(".tar"):
             raise UserError(
@@ -141,4 +116,5 @@ def _places(data: str, name: str, filenames: list[str]) -> tuple[list[str], str]
             )
     if not filenames:
         raise UserError(f"no shards of the split {printable(name)} in {printable(data)}")
-    return [os.path.join(data, each) for each in filenames], os.path.join(data, f"{name}.shards.safetensors")
+    paths, table = [os.path.join(data, each) for each in filenames], os.path.join(data, f"{name}.shards")
+    return RecordFiles(paths, table, partial(scan_tar, label_key=label_key), tar_contents, count)

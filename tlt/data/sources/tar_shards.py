@@ -1,0 +1,229 @@
+"""Tar shards of WebDataset's layout, `KEY.jpg` and `KEY.cls` or `KEY.json`: read strictly, and never unpacked.
+
+Python's `tarfile` takes a damaged header for the end of the archive, and so do most readers: what lies behind is lost
+without a word. Here the end must be marked as tar writers mark it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tlt.data.sources.image_file import image_extensions
+from tlt.data.sources.records import ROW, Contents, FileRecords, RecordFiles, checked_name
+from tlt.errors import UserError
+from tlt.io.files import read_at
+from tlt.io.names import leads_out
+from tlt.io.natural import natural_key
+from tlt.io.text import printable
+
+TABLE = "shards"  # of the tar files of a folder
+PARTIAL_NAME = "packing.json"  # what `tlt pack-images` is packing, while it is
+LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
+LABELS = "labels"  # table of the label maps in the tar files of a folder
+LABEL_EXTENSION = "labels.safetensors"
+_MAX_CLASS = 999_999
+_AT_ONCE = 2**22  # bytes
+_LONGEST_TEXT = 2**20  # bytes of KEY.cls or KEY.json, and of the headers of a member
+
+
+class ByteRange(NamedTuple):
+    """Where a file lies in its tar, in bytes."""
+
+    offset: int
+    length: int
+
+
+Samples = dict[str, dict[str, ByteRange]]  # key -> extension -> where
+
+
+def tar_files(folder: str) -> list[str]:
+    """Paths of the tar files in a folder, in order, without the hidden ones that a killed writer left."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
+    return [os.path.join(folder, name) for name in names]
+
+
+def folder_shards(folder: str) -> RecordFiles:
+    """The tar files of a folder."""
+    return RecordFiles(tar_files(folder), os.path.join(folder, TABLE), scan_tar, tar_contents)
+
+
+def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
+    """Read a shard. A sample is one image, and its class as `KEY.cls` or as the number `label_key` in `KEY.json`;
+    another `label_key` than the usual one goes before `KEY.cls`.
+
+    Raises:
+        UserError: It is cut or damaged, or a sample has no class or several images.
+    """
+    left_out: dict[str, list[str]] = {}
+    rows, names = [], []
+    samples = list_members(path, left_out)
+    with open(path, "rb") as file:
+        for key, files in samples.items():
+            if extension := _image_of(path, key, files):
+                shown, (offset, length) = f"tar {printable(path)}: sample {printable(key)}", files[extension]
+                label = _class_of(shown, extension, files, file.fileno(), label_key)
+                rows.append((0, offset, length, _crc32(file.fileno(), offset, length), label, 0))
+                names.append(checked_name(f"{key}.{extension}", path))
+            else:
+                left_out.setdefault("samples without an image", []).append(key)
+        return FileRecords(path, os.fstat(file.fileno()).st_size, np.array(rows, ROW), names, left_out=left_out)
+
+
+def scan_labels(path: str) -> FileRecords:
+    """The label maps in a shard that `tlt pack-images` made. Raises UserError: it is cut or damaged."""
+    rows, names = [], []
+    with open(path, "rb") as file:
+        for key, files in list_members(path, {}).items():
+            if LABEL_EXTENSION in files:
+                offset, length = files[LABEL_EXTENSION]
+                rows.append((0, offset, length, _crc32(file.fileno(), offset, length), 0, 0))
+                names.append(f"{key}.{LABEL_EXTENSION}")
+        return FileRecords(path, os.fstat(file.fileno()).st_size, np.array(rows, ROW), names)
+
+
+def _crc32(descriptor: int, offset: int, length: int) -> int:
+    crc = 0
+    for start in range(offset, offset + length, _AT_ONCE):
+        crc = zlib.crc32(read_at(descriptor, min(_AT_ONCE, offset + length - start), start), crc)
+    return crc
+
+
+def tar_contents(shards: list[FileRecords]) -> Contents:
+    """Names and classes of samples that others wrote, in natural order of the names. Classes are named after the keys'
+    folders where each class has one of its own, else by their number."""
+    names = [name for shard in shards for name in shard.names]
+    classes = np.concatenate([shard.rows["class"] for shard in shards])
+    folders = [os.path.basename(os.path.dirname(name)) for name in names]
+    pairs = set(zip(folders, classes.tolist(), strict=True))
+    named = all(folders) and len(pairs) == len(set(folders)) == len(np.unique(classes))
+    class_names = [str(number) for number in range(int(classes.max(initial=-1)) + 1)]
+    if named:
+        for folder, number in pairs:
+            class_names[number] = folder
+    names = [
+        name if folder else f"{number}/{name}" for name, folder, number in zip(names, folders, classes, strict=True)
+    ]
+    order = sorted(range(len(names)), key=lambda row: (natural_key(names[row]), names[row]))
+    return Contents(names, classes, class_names, named, np.array(order, np.int64))
+
+
+def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
+    """The samples of a tar file: the files of each key by extension, both as WebDataset has them. Names are cut at the
+    first dot of the file's name, extensions are lower case.
+
+    Args:
+        left_out: Gets the names of what is no part of any sample, by kind.
+
+    Raises:
+        UserError: Not readable, compressed, cut or damaged; a name that is absolute or leads out of the tar; two files
+            of one name.
+    """
+    shown, samples = f"tar {printable(path)}", Samples()
+    try:
+        for info in _infos(path):
+            name = info.name.removeprefix("./")
+            if leads_out(name):
+                raise UserError(
+                    f"{shown} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
+                )
+            _add(samples, left_out, name, info, shown)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{shown} can't be read ({error.strerror or error})") from error
+    except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and others, too
+        raise UserError(f"{shown} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
+    return samples
+
+
+def _add(samples: Samples, left_out: dict[str, list[str]], name: str, info: tarfile.TarInfo, shown: str) -> None:
+    folder, base = os.path.split(name)
+    stem, dot, extension = base.partition(".")
+    if info.isdir():
+        return
+    if info.issym() or info.islnk():
+        raise UserError(f"{shown} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
+    if not info.isreg() or info.issparse():
+        left_out.setdefault("devices or sparse files", []).append(name)
+    elif not stem or not dot:
+        left_out.setdefault("hidden files or files without an extension", []).append(name)
+    else:
+        files = samples.setdefault(os.path.join(folder, stem), {})
+        if extension.lower() in files:
+            raise UserError(f"{shown} holds two files named {printable(name)}: make it again")
+        files[extension.lower()] = ByteRange(info.offset_data, info.size)
+
+
+class _Headers(io.FileIO):
+    """A tar of which `tarfile` reads the headers: no more of them for a member than a name takes."""
+
+    left = _LONGEST_TEXT
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= self.left:
+            raise tarfile.ReadError(f"a member's headers have more than {_LONGEST_TEXT} bytes")
+        self.left -= size
+        return super().read(size) or b""
+
+
+def _infos(path: str) -> Iterator[tarfile.TarInfo]:
+    """Every member, in order. Raises TarError: the tar is cut or damaged."""
+    with _Headers(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        length, end = os.fstat(file.fileno()).st_size, 0
+        while (info := tar.next()) is not None:
+            file.left = _LONGEST_TEXT
+            tar.members.clear()  # type: ignore[attr-defined]  # or all of them are kept in memory
+            if info.offset < end or info.size < 0:  # would go round for ever
+                raise tarfile.ReadError(f"member at byte {info.offset} overlaps another one")
+            end = info.offset_data + (info.size if info.isreg() else 0)
+            if end > length:
+                raise tarfile.ReadError(f"{printable(info.name)} ends at byte {end} of {length}")
+            yield info
+        if read_at(file.fileno(), tarfile.BLOCKSIZE, tar.offset) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no end marker at byte {tar.offset}")
+
+
+def _image_of(path: str, key: str, files: dict[str, ByteRange]) -> str:
+    """Extension of a sample's image; "": it has none. `jpg` goes before `mask.png`."""
+    images = [each for each in files if f".{each.rpartition('.')[2]}" in image_extensions()]
+    plain = [each for each in images if "." not in each]
+    found = plain or images
+    if len(found) > 1:
+        raise UserError(
+            f"tar {printable(path)}: sample {printable(key)} has several images ({', '.join(map(printable, found))}); "
+            "its name up to the first dot must be its own, as `tlt pack-images` makes it"
+        )
+    return found[0] if found else ""
+
+
+def _class_of(shown: str, extension: str, files: dict[str, ByteRange], descriptor: int, label_key: str) -> int:
+    def text(name: str) -> bytes:
+        where = files[name]
+        if where.length > _LONGEST_TEXT:
+            raise UserError(f"{shown}: .{printable(name)} has {where.length} bytes, more than a class takes")
+        return read_at(descriptor, where.length, where.offset)
+
+    prefix = extension.rpartition(".")[0]
+    for name in [f"{prefix}.cls" if prefix else "cls", "cls"] if label_key == LABEL_KEY else []:
+        if name in files:
+            digits = text(name).strip()
+            if not digits.isdigit() or len(digits) > 7 or int(digits) > _MAX_CLASS:
+                raise UserError(f"{shown}: .{name} is not a class number (0 to {_MAX_CLASS})")
+            return int(digits)
+    if "json" not in files:
+        raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
+    try:
+        number = json.loads(text("json"))[label_key]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise UserError(f"{shown}: .json has no {label_key!r}") from error
+    if type(number) is not int or not 0 <= number <= _MAX_CLASS:
+        raise UserError(f"{shown}: {label_key!r} in .json is not a class number (0 to {_MAX_CLASS})")
+    return number
