@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -108,33 +108,28 @@ def test_a_teachers_average_labels_where_its_training_selected_by_it(
     assert losses(tmp_path / "both") == losses(tmp_path / "teacher")
 
 
-def test_it_is_recorded_and_costed_and_no_part_of_the_model(
-    train: Callable[..., Ended], weights: Path, tmp_path: Path
-) -> None:
+def test_it_is_recorded_and_no_part_of_the_model(train: Callable[..., Ended], weights: Path, tmp_path: Path) -> None:
     teacher = f"--token-label-teacher resnet10t --token-label-teacher-checkpoint {weights}"
     ended = train(f"{teacher} --model-ema --epochs 2 --experiment whole")
     assert ended.code == 0, ended.err
-    assert "teacher resnet10t: 4.92 M parameters" in ended.out and "GFLOPs an image; forward and backward" in ended.out
-    assert ended.out.count("ms an image on a cpu device") == 2
-    epochs = metrics(tmp_path / "whole", "epoch")
-    assert all(epoch["teacher_ms_per_image"] > 0 and 0 < epoch["teacher_share"] < 1 for epoch in epochs)
+    assert "teacher resnet10t: 4.92 M parameters" in ended.out
     checkpoint = torch.load(tmp_path / "whole" / "last.pth.tar", weights_only=False)
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
-    assert checkpoint["model_config"]["labels"].items() >= {"teacher": "resnet10t", "sha256": digest}.items()
+    assert checkpoint["model_config"]["labels"]["teacher"] == "resnet10t"
     assert checkpoint["args"]["token_label_teacher"] == "resnet10t"
     names = set(timm.create_model("volo_test", num_classes=4, img_size=32).state_dict())
     assert set(checkpoint["state_dict"]) == set(checkpoint["state_dict_ema"]) == names
     trained = sum(len(group["params"]) for group in checkpoint["optimizer"]["param_groups"])
     assert trained == len(list(timm.create_model("volo_test", num_classes=4, img_size=32).parameters()))
 
-    # From the first epoch on, the same bits; with other weights the log says so.
+    # From the first epoch on, the same bits; with another file of weights the log says so.
     ended = train(f"{teacher} --model-ema --epochs 2 --resume {tmp_path}/whole/checkpoint-0.pth.tar --experiment again")
-    assert ended.code == 0 and "labels:" not in ended.out, ended.err
+    assert ended.code == 0 and "token_label_teacher" not in ended.out, ended.err
     again = torch.load(tmp_path / "again" / "last.pth.tar", weights_only=False)
     assert all(torch.equal(value, again["state_dict"][name]) for name, value in checkpoint["state_dict"].items())
-    torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), weights)
+    other = shutil.copy(weights, tmp_path / "other.pth")
+    teacher = teacher.replace(str(weights), str(other))
     ended = train(f"{teacher} --model-ema --epochs 2 --resume {tmp_path}/whole/checkpoint-0.pth.tar --experiment other")
-    assert f"labels: {{'teacher': 'resnet10t', 'sha256': '{digest}'}} in the checkpoint" in ended.out
+    assert f"token_label_teacher_checkpoint: {str(weights)!r} before, {str(other)!r} now" in ended.out
 
 
 @pytest.mark.parametrize(
@@ -159,7 +154,10 @@ def test_with_everything_else(train: Callable[..., Ended], weights: Path, tmp_pa
 @pytest.mark.parametrize(
     "flags,message",
     [
-        ("--token-label-teacher resnet10x", "--token-label-teacher resnet10x: timm knows no such model; did you mean"),
+        (
+            "--token-label-teacher resnet10x",
+            "--token-label-teacher resnet10x: --model resnet10x: timm knows no such model; did you mean",
+        ),
         ("--token-label-teacher resnet18", "--token-label-teacher resnet18 has 1000 classes, --model volo_test has 4"),
         ("--token-label-teacher-top-k 3", "--token-label-teacher-top-k 3 has no effect without --token-label-teacher"),
         ("--token-label-teacher resnet10t --token-label-data X", "both give labels: keep one of them"),
@@ -171,7 +169,7 @@ def test_with_everything_else(train: Callable[..., Ended], weights: Path, tmp_pa
         ("--token-label-teacher resnet10t --token-label-teacher-checkpoint no.pth", "no.pth"),
         (
             "--token-label-teacher resnet18 --token-label-teacher-checkpoint W",
-            "does not fit --token-label-teacher resnet18",
+            "--token-label-teacher resnet18: ",
         ),
         (
             "--token-label-teacher mobilenetv3_small_050 --token-label-teacher-checkpoint M",

@@ -86,13 +86,6 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
     return [path for _, path in sorted(found, key=lambda item: item[0], reverse=True)]
 
 
-def changed_labels(checkpoint: dict[str, Any], metadata: dict[str, Any]) -> list[str]:
-    """Return a line if the teacher in the `metadata` of a state is not that of the checkpoint, or has other weights."""
-    configs = [(each.get("model_config") or {}).get("labels") or {} for each in (checkpoint, metadata)]
-    was, now = ({key: config.get(key) for key in ("teacher", "sha256")} for config in configs)
-    return [f"labels: {was} in the checkpoint, {now} now"] if was != now else []
-
-
 def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UserError if the run that wrote the checkpoint went by published behaviour that can't be set back now."""
     args = checkpoint.get("args")

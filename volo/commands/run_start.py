@@ -21,7 +21,6 @@ from volo.checkpoint.resume import (
     DATA_KEY,
     RestartedRun,
     Resume,
-    changed_labels,
     check_behaviour,
     check_same_data,
     continued_run,
@@ -119,7 +118,6 @@ def go_on_from(resume: Resume, args: Namespace, training: Training, world: World
         messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
         messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
         messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
-        messages += changed_labels(resume.checkpoint, state.metadata)
         messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
     check_same_position(state, resume.path)
     for message in messages:
@@ -229,9 +227,6 @@ def describe(args: Namespace, training: Training, world: World, logger: Logger) 
             )
     if args.sync_bn and world.size == 1:
         logger.line("--sync-bn changes nothing with one process")
-    if training.teacher is not None and world.is_primary:
-        dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
-        logger.line(training.teacher.describe(model, (config["in_chans"], height, width), dense))
     dtype = training.precision.amp_dtype
     precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
     if training.precision.working_copy is not None:

@@ -202,6 +202,9 @@ def build(
         logger.line(f"warning: {warning}")
     load_start(model, args, logger)
     teacher = find_teacher(args, model, settings, folders.train.class_names, world)
+    if teacher is not None:
+        parameters = sum(p.numel() for p in teacher.annotator.model.parameters())
+        logger.line(f"teacher {teacher.name}: {parameters / 1e6:.2f} M parameters")
     criterion = make_criterion(args, model, input_size[1:], teacher)
     model = prepare_model(model, args, world)
     dtype = compute_dtype(args, world.device)
@@ -216,7 +219,7 @@ def build(
     meshes = meshes_of(args, world)
     working_copy = WorkingCopy(model) if args.model_dtype == "bfloat16" and meshes is None else None
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
-    config = model_config(model, args, settings, folders.train.class_names, teacher.record if teacher else None)
+    config = model_config(model, args, settings, folders.train.class_names)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
     metadata |= {DATA_KEY: data, BATCH_KEY: batch}
     ema = create_ema(model, args)
@@ -228,7 +231,7 @@ def build(
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
     schedule = LrSchedule(args, lr, len(loader))
     return Training(
-        *(state, called, average, loader, validation, criterion, precision, schedule, formula, teacher),
+        *(state, called, average, loader, validation, criterion, precision, schedule, formula),
         arithmetic=work,
         seed=args.seed,
         freeze_bn=args.freeze_bn or args.freeze,
@@ -368,17 +371,12 @@ def train_epochs(
         logger.start_epoch(epoch, epochs, len(training.loader))
         criterion = criterion_of_epoch(training.criterion, args, epoch)
         totals = train_epoch(training, criterion, world, meter, watch, saver, guard)
-        costs = {}
-        if training.teacher is not None:
-            from volo.train.teacher import teacher_costs
-
-            costs = teacher_costs(training.teacher, totals.seconds, logger.line)
         evaluations = validate_epoch(args, training, epoch, world, logger, guard)
         state.scores[epoch] = scores_of(evaluations)
         state.epoch += 1
         logger.at(state.epoch, state.update)
         by = ranked_by(vars(args))
-        logger.epoch(epoch, totals, evaluations, best_score(state, by), costs)
+        logger.epoch(epoch, totals, evaluations, best_score(state, by))
         if best := saver.after_epoch():
             logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
         logger.curve()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -183,9 +183,8 @@ class Logger:
         totals: EpochTotals,
         evaluations: dict[str, Evaluation],
         best: float | None,
-        more: Mapping[str, float] | None = None,
     ) -> None:
-        """Write the row of an epoch to summary.csv, with `more` columns, and its record.
+        """Write the row of an epoch to summary.csv, and its record.
 
         Call it before the checkpoint of the epoch is saved: a run that is killed in between repeats the epoch.
         """
@@ -214,7 +213,6 @@ class Logger:
             }
         if best is not None:
             row["best"] = best
-        row |= more or {}
         self.directory.summary(row)
         self.directory.metrics({"event": "epoch", **row, "time": utc_now()})
 

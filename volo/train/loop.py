@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,6 @@ from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
 from volo.train.schedule import LrSchedule
-
-if TYPE_CHECKING:
-    from volo.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Training:
     precision: Precision
     schedule: LrSchedule
     lr_formula: str
-    teacher: Teacher | None = None
     arithmetic: Arithmetic | None = None
     seed: int = 0
     freeze_bn: bool = False

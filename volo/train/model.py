@@ -331,19 +331,11 @@ def label_settings(args: Namespace) -> dict[str, Any] | None:
     return {"compat": args.compat or []} | {name: getattr(args, name) for name in _LABEL_SETTINGS}
 
 
-def model_config(
-    model: TimmModel,
-    args: Namespace,
-    settings: dict[str, Any],
-    class_names: list[str],
-    teacher: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return what a checkpoint records so that other programs build and evaluate the model as it was trained.
-
-    Args:
-        teacher: The record of the network that labels in the run itself; None without one.
-    """
+def model_config(model: TimmModel, args: Namespace, settings: dict[str, Any], class_names: list[str]) -> dict[str, Any]:
+    """Return what a checkpoint records so that other programs build and evaluate the model as it was trained."""
     labels = label_settings(args)
+    if labels is not None and args.token_label_teacher:
+        labels |= {"teacher": args.token_label_teacher}
     return {
         "name": architecture_of(args.model).name,
         "kwargs": _recorded_kwargs(args),
@@ -353,5 +345,5 @@ def model_config(
         "dense_head": getattr(model, "dense_head", None),
         **{name: settings[name] for name in ("crop_pct", "crop_mode", "mean", "std", "interpolation")},
         "class_names": class_names,
-        "labels": labels if teacher is None else (labels or {}) | teacher,
+        "labels": labels,
     }
