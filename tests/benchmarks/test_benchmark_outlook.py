@@ -60,7 +60,7 @@ def test_an_arm_that_computes_something_else_is_no_peer(
 def test_an_arm_that_cannot_run_is_told_in_its_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "unfit", lambda *_: "is at rest")
+    monkeypatch.setattr(windows, "why_unsupported", lambda *_: "is at rest")
     arms = {arm["arm"]: arm for arm in called(capsys, "--no-compile --dtypes float32")[0]["arms"]}
     assert "is at rest" in arms["windows"]["not_measured"] and arms["timm"]["not_measured"] is None
     assert cli.run("benchmark", [*LINE.replace("--json", "--no-compile").split()]) == 0

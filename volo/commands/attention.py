@@ -41,8 +41,7 @@ from volo.cluster.distributed import choose_device
 from volo.commands.attention_maps import Heat, View, choose_layers, view
 from volo.commands.console import say
 from volo.train.data import eval_dataset
-from volo.train.model import eval_settings
-from volo.train.trained_model import load_annotator
+from volo.train.trained_model import load_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,14 +65,13 @@ def run(args: Namespace) -> int:
     for out in outputs:
         refuse_existing(out, "-o")
     device = choose_device(args.device, 0)
-    built, recorded, notes = load_annotator(args)
-    say(notes)
-    model: Any = built  # with timm's interface
+    trained = load_model(args, args.checkpoint or None)
+    say(trained.notes)
+    model, args, settings = trained.model, trained.args, trained.settings
     layers = choose_layers(model, args.layers)
-    settings = eval_settings(args, model, recorded)
     pixels = read_images(args.images, settings)
     stage, model = EvalStage(settings["mean"], settings["std"]).to(device), model.to(device).eval()
-    names = class_names(recorded, int(model.num_classes))
+    names = class_names(trained.config, int(model.num_classes))
     query = (args.query[0], args.query[1])
     for path, image, out in zip(args.images, pixels, outputs, strict=True):
         seen = view(model, stage(image[None].to(device)), layers, query, args.heads)
