@@ -78,7 +78,9 @@ def test_model_and_random_numbers_stay_as_they_are() -> None:
     assert model.training and not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_run_tells_of_it(make_dataset: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_tells_of_it(
+    make_dataset: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     data = make_dataset(train=8)
     with Wrong(window=7):
         code = cli.run("train", f"{data} {QUICK} --model-dtype bfloat16 --epochs 1 --output {tmp_path}".split())

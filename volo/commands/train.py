@@ -128,7 +128,8 @@ def run(args: TrainArgs) -> int:
 
 def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
     """Build everything, then train in a directory that no other job writes to."""
-    world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
+    # The logger's, too: sums over ranks count the images of a group once.
+    logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
