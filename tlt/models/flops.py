@@ -24,11 +24,11 @@ def flops_per_image(
         options: Further arguments of the model.
     """
     with FlopCounterMode(display=False) as counter:
-        run_without_contents(model, input_size, backward, images, **options)
+        run_on_meta(model, input_size, backward, images, **options)
     return counter.get_total_flops() / images
 
 
-def run_without_contents(
+def run_on_meta(
     model: nn.Module, input_size: tuple[int, int, int], backward: bool = False, images: int = _IMAGES, **options: Any
 ) -> None:
     """Run a forward pass, optionally a backward pass on meta tensors; arguments are those of `flops_per_image`."""

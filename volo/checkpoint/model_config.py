@@ -34,9 +34,9 @@ def model_config_of(checkpoint: dict[str, Any], path: str | Path = "the checkpoi
 
 
 def class_names(recorded: dict[str, Any], num_classes: int) -> list[str]:
-    """Return the class names in a checkpoint; without them ImageNet's names for 1000 classes, else none."""
-    if recorded.get("class_names"):
-        return list(recorded["class_names"])
+    """Return the class names in a checkpoint or a description; else ImageNet's for 1000 classes, else none."""
+    if names := recorded.get("class_names") or recorded.get("label_names"):
+        return list(names)
     if num_classes != 1000:
         return []
     imagenet = ImageNetInfo()  # reads a file

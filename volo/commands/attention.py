@@ -49,8 +49,7 @@ from volo.cluster.distributed import choose_device
 from volo.commands.console import say
 from volo.models.blocks import ClassAttention, OutlookAttention
 from volo.train.data import eval_dataset
-from volo.train.model import eval_settings
-from volo.train.trained_model import load_annotator
+from volo.train.trained_model import load_model
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,15 +105,15 @@ def run(args: Namespace) -> int:
     check_format(args.output)
     refuse_existing(args.output, "-o")
     device = choose_device(args.device, 0)
-    built, recorded, notes = load_annotator(args)
-    say(notes)
-    model: Any = built.to(device).eval()  # with timm's interface
-    settings = eval_settings(args, model, recorded)
+    trained = load_model(args, args.checkpoint or None)
+    say(trained.notes)
+    settings = trained.settings
+    model: Any = trained.model.to(device).eval()  # with timm's interface
     image = read_image(args.image, settings)
     query = (args.query[0], args.query[1])
     seen = view(model, EvalStage(settings["mean"], settings["std"]).to(device)(image[None].to(device)), query)
     title = f"{args.image}: {args.model}, {image.shape[1]} x {image.shape[2]} px"
-    names = class_names(recorded, int(model.num_classes))
+    names = class_names(trained.config, int(model.num_classes))
     save_figure(draw_attention(image.permute(1, 2, 0).numpy(), seen, query, names, title), args.output)
     print(f"wrote {printable(args.output)}", flush=True)
     return 0

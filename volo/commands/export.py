@@ -35,7 +35,7 @@ from volo.checkpoint.model_config import class_names
 from volo.commands.console import say
 from volo.commands.model_card import write_folder
 from volo.train.convolutions import check_convolutions
-from volo.train.trained_model import TrainedModel, load_trained
+from volo.train.trained_model import TrainedModel, load_model
 
 BATCHES = (1, 3)  # batch sizes for the check of the file; it was traced with another one
 # The largest allowed difference from the float32 model, as a share of the largest logit.
@@ -173,7 +173,7 @@ def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     say(args.notes)
     if args.to_hf:
-        trained = load_trained(args, args.checkpoint or None)
+        trained = load_model(args, args.checkpoint or None, dense=False)
         say(trained.notes)
         say([write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url)])
         return 0
@@ -182,7 +182,7 @@ def run(args: Namespace) -> int:
     kind = FORMATS[args.format]
     for package in kind.packages:
         require(package, extra="onnx")
-    trained = load_trained(args, args.checkpoint or None, args.dense)
+    trained = load_model(args, args.checkpoint or None, args.dense)
     say(trained.notes)
     check_dense(trained, args.dense)
 

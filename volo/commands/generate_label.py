@@ -53,9 +53,8 @@ from volo.record.metrics import Sums
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
 from volo.train.label_job import ArchiveJob, LabelJob, TreeJob
-from volo.train.model import eval_settings
 from volo.train.precision import resolve_amp_dtype
-from volo.train.trained_model import load_annotator
+from volo.train.trained_model import load_model
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels
 
@@ -73,10 +72,11 @@ def label_folder(args: Namespace, world: World) -> None:
     """Build everything, label the images and finish the tree or archive."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     say([*args.notes, *(f"warning: {warning}" for warning in folder.warnings)], world.is_primary)
-    model, recorded, notes = load_annotator(args)
-    say(notes, world.is_primary)
-    check_classes(args, model, folder, recorded)
-    settings = label_settings(args, model, recorded)
+    trained = load_model(args, args.checkpoint or None)
+    say(trained.notes, world.is_primary)
+    model, args, settings = trained.model, trained.args, trained.settings
+    check_classes(args, model, folder, trained.config)
+    check_settings(args, settings)
     annotator = prepare_annotator(args, model, settings, world)
     grid = annotator(torch.zeros(1, *settings["input_size"], device=world.device)).values.shape[2:]
     with primary_first():
@@ -104,20 +104,14 @@ def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, record
         )
 
 
-def label_settings(args: Namespace, model: nn.Module, recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return input size, mean, deviation and resize filter of the annotator.
-
-    Raises:
-        UserError: The flags ask for a crop ratio other than 1, but the whole image is labelled.
-    """
+def check_settings(args: Namespace, settings: dict[str, Any]) -> None:
+    """Raise UserError if the flags ask for a crop ratio other than 1, or for other images than of 3 channels."""
     if args.crop_pct not in (None, 1.0):
         raise UserError(
             f"--crop-pct {args.crop_pct:g}: the whole image is labelled, so it can only be 1.0; leave it out"
         )
-    settings = eval_settings(args, model, recorded)
     if settings["input_size"][0] != 3:
         raise UserError(f"--input-size {settings['input_size'][0]} ...: images have 3 channels")
-    return settings
 
 
 def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any], world: World) -> Annotator:

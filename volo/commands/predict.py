@@ -45,7 +45,7 @@ from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, resolve_amp_dtype
-from volo.train.trained_model import TrainedModel, load_trained
+from volo.train.trained_model import TrainedModel, load_model
 
 FEW = 20  # images whose predictions are shown on the terminal even if they are written to a file
 
@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
     found = find_images(args.paths)
     say(f"warning: {line}" for line in found.warnings)
     check_outputs(args, found)
-    trained = load_trained(args, checkpoint_of(args.checkpoint), dense=bool(args.token_maps))
+    trained = load_model(args, checkpoint_of(args.checkpoint), dense=bool(args.token_maps))
     say(trained.notes)
     check_model(args, trained)
     names = names_of_classes(args.class_names, trained)

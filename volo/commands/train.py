@@ -76,7 +76,7 @@ from volo.train.compilation import compile_errors_told
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import ClassCriterion, Criterion, TokenLabelCriterion, make_criterion
 from volo.train.data import Folders, hold_out, open_folders, open_labels, train_loader, validation_loader
-from volo.train.fit_to_data import fit_to_data, kept_of
+from volo.train.fit_to_data import fit_to_data, settings_from_checkpoint
 from volo.train.held_out import held_out_counts
 from volo.train.loop import Training, evaluate, train_epoch
 from volo.train.meter import Meter
@@ -128,7 +128,8 @@ def run(args: TrainArgs) -> int:
 
 def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> None:
     """Build everything, then train in a directory that no other job writes to."""
-    world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
+    # The logger's, too: sums over ranks count the images of a group once.
+    logger.world = world = in_groups(world, 1 if args.dry_run else args.tensor_parallel)
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
@@ -142,7 +143,7 @@ def train(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     chosen = chosen_run(args, settings["input_size"][1:], world, logger)
     with chosen as (directory, spec), RunLock(directory, logger.line) as lock:
         resume = find_checkpoint(args, spec, directory, lock, world)
-        args, batch = decided_by(resume, FrozenArgs(args, resume=spec), world, logger)
+        args, batch = apply_checkpoint_settings(resume, FrozenArgs(args, resume=spec), world, logger)
         if args.num_classes not in (None, model.num_classes):  # the checkpoint's
             model.reset_classifier(args.num_classes)
         folders = hold_out(args, folders, *([resume.path.parent] if resume.path else []), directory)
@@ -162,13 +163,15 @@ def fitted_to(folders: Folders, args: TrainArgs, world: World, logger: Logger) -
     return FrozenArgs(args, **fitted)
 
 
-def decided_by(resume: Resume, args: TrainArgs, world: World, logger: Logger) -> tuple[TrainArgs, dict[str, int]]:
+def apply_checkpoint_settings(
+    resume: Resume, args: TrainArgs, world: World, logger: Logger
+) -> tuple[TrainArgs, dict[str, int]]:
     """Settle what a checkpoint decides before anything is built: fitted defaults, and the accumulation steps that keep
     its global batch.
 
     Returns the arguments with these steps, and the record of the batch that the run writes into its own checkpoints.
     """
-    args = FrozenArgs(args, **kept_of(resume.checkpoint, args, world.data_size))
+    args = FrozenArgs(args, **settings_from_checkpoint(resume.checkpoint, args, world.data_size))
     asked = args.grad_accum_steps
     steps, message = steps_to_keep(resume.checkpoint or {}, args.batch_size, asked, world.data_size)
     if message is not None:

@@ -41,7 +41,7 @@ from volo.train.held_out import listed_images, part
 from volo.train.loop import evaluate
 from volo.train.model import TimmModel, place_model
 from volo.train.precision import Precision, resolve_amp_dtype
-from volo.train.trained_model import load_trained
+from volo.train.trained_model import load_model
 
 
 def run(args: Namespace) -> int:
@@ -101,7 +101,7 @@ def evaluate_with_retry(args: Namespace, path: Path | None, world: World) -> dic
 
 def evaluate_checkpoint(args: Namespace, path: Path | None, world: World) -> dict[str, Any]:
     """Evaluate one checkpoint; return its row of the results."""
-    trained = load_trained(args, path)
+    trained = load_model(args, path, dense=False)
     model, args, config, settings = trained.model, trained.args, trained.config, trained.settings
     say(trained.notes, world.is_primary)
     parameters = sum(p.numel() for p in model.parameters())

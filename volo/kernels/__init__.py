@@ -7,8 +7,8 @@ Modules call `outlook_attention`, which chooses one of several implementations o
     reference   unfold, matrix products, fold: any kernel size, stride and padding, any device
     slices      the arithmetic of windows with only slices, products and sums; for exported models
 
-An implementation is a module with a function `outlook_attention` with the same arguments, and a function `unfit` that
-returns why it can't be used for given arguments.
+An implementation is a module with a function `outlook_attention` with the same arguments, and a function
+`why_unsupported` that returns why it can't be used for given arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OutlookKernel(Protocol):
     ) -> Tensor:
         """Compute outlook attention."""
 
-    def unfit(
+    def why_unsupported(
         self, v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
     ) -> str | None:
         """Return why it can't compute this, or None."""
@@ -94,11 +94,13 @@ def choose_kernel(
     if v.is_meta:
         return reference
     if kernel == "auto" and not own_operators_fit(v, logits):
-        return slices if slices.unfit(v, logits, kernel_size, stride, padding, dropout) is None else reference
+        return slices if slices.why_unsupported(v, logits, kernel_size, stride, padding, dropout) is None else reference
     if kernel == "auto":
-        return next(k for k in KERNELS.values() if k.unfit(v, logits, kernel_size, stride, padding, dropout) is None)
+        return next(
+            k for k in KERNELS.values() if k.why_unsupported(v, logits, kernel_size, stride, padding, dropout) is None
+        )
     chosen = KERNELS[kernel]
-    reason = chosen.unfit(v, logits, kernel_size, stride, padding, dropout)
+    reason = chosen.why_unsupported(v, logits, kernel_size, stride, padding, dropout)
     if chosen in (triton_outlook, windows) and transformed(v, logits):
         reason = "it has no forward-mode derivatives, and torch.func can't transform it"
     if reason is not None:

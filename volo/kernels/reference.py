@@ -29,6 +29,8 @@ def outlook_attention(
     return out.permute(0, 2, 3, 1)
 
 
-def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+def why_unsupported(
+    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+) -> str | None:
     """Return None: it computes everything."""
     return None

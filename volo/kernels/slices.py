@@ -42,7 +42,9 @@ def _join(windows: Tensor, axis: int, places: int) -> Tensor:
     return torch.stack((even, odd + following), axis + 1).flatten(axis, axis + 1)
 
 
-def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+def why_unsupported(
+    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+) -> str | None:
     """Return why it can't compute this: windows other than VOLO's."""
     if (kernel_size, stride, padding) != (3, 2, 1):
         return f"is for kernel 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"

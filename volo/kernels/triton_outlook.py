@@ -27,7 +27,9 @@ _LONGEST = 300  # characters of Triton's message that are shown
 PROGRAMS = ("outlook_forward", "outlook_backward_logits", "outlook_backward_values")
 
 
-def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+def why_unsupported(
+    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+) -> str | None:
     """Return why the programs can't compute this; CPUs only interpret them, for tests (TRITON_INTERPRET=1)."""
     head_dim = v.shape[-1] * 81 // logits.shape[-1]
     if (kernel_size, stride, padding) != (3, 2, 1):

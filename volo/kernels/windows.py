@@ -35,7 +35,9 @@ def outlook_attention(
     return out
 
 
-def unfit(v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float) -> str | None:
+def why_unsupported(
+    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
+) -> str | None:
     """Return why it can't compute this: windows other than VOLO's, or dropout."""
     if (kernel_size, stride, padding) != (3, 2, 1):
         return f"is for kernel 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"

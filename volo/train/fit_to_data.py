@@ -46,7 +46,7 @@ def fit_to_data(args: TrainArgs, images: int, classes: int, world_size: int) -> 
     return fitted, shown and f"defaults for {images} images of {classes} classes and {args.epochs} epochs: {shown}"
 
 
-def kept_of(checkpoint: dict[str, Any] | None, args: TrainArgs, world_size: int) -> dict[str, Any]:
+def settings_from_checkpoint(checkpoint: dict[str, Any] | None, args: TrainArgs, world_size: int) -> dict[str, Any]:
     """Return the fitted values that the checkpoint of a resumed run has: the run goes on with these."""
     recorded = [(checkpoint or {}).get(name) for name in ("args", "model_config", BATCH_KEY)]
     settings, config, batch = (each if isinstance(each, dict) else {} for each in recorded)

@@ -22,9 +22,9 @@ from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.records import relative_to_tail
 from volo.cluster.distributed import World
 from volo.train.compilation import feature_compiler
-from volo.train.model import TimmModel, eval_settings, place_model
+from volo.train.model import TimmModel, place_model
 from volo.train.precision import compute_dtype
-from volo.train.trained_model import load_annotator
+from volo.train.trained_model import load_model
 
 
 class Teacher:
@@ -80,22 +80,22 @@ def load_teacher(
             the student, or does not take images of this size.
     """
     name, path = args.token_label_teacher, args.token_label_teacher_checkpoint
-    asked = Namespace(model=name, checkpoint=path, pretrained=not path, num_classes=None, gp=None)
+    asked = Namespace(model=name, pretrained=not path, num_classes=None, gp=None)
     asked.use_ema, asked.no_use_ema = False, False
     asked.img_size, asked.input_size, asked.model_kwargs = tuple(settings["input_size"][1:]), None, {}
     try:
-        model, recorded, _ = load_annotator(asked, student.num_classes)
-        model = place_model(model.eval().requires_grad_(False), args, world)
+        trained = load_model(asked, path or None, num_classes=student.num_classes)
+        model = place_model(trained.model.requires_grad_(False), args, world)
         _check(model, name, settings["input_size"], world.device)
     except UserError as error:
         raise UserError(f"--token-label-teacher {name}: {error}") from error
-    _compare_classes(args, model, student, recorded.get("class_names"), class_names)
+    _compare_classes(args, model, student, trained.config.get("class_names"), class_names)
     dtype = compute_dtype(args, world.device)
     annotator = Annotator(model, args.token_label_teacher_top_k, dtype, feature_compiler(model, args))
-    own = eval_settings(asked, model, recorded)
+    own = trained.settings
     pixels = (settings["mean"], settings["std"]), (own["mean"], own["std"])
     area = labelled_area(model, settings["input_size"][1:])
-    shown = f"{name} (EMA)" if asked.use_ema else name
+    shown = f"{name} (EMA)" if trained.args.use_ema else name
     return Teacher(shown, annotator, *pixels, area, args.label_tail == "exact")
 
 

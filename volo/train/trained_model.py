@@ -22,17 +22,23 @@ class TrainedModel:
 
     model: TimmModel  # on the CPU, in evaluation
     args: Namespace  # the flags, completed from the checkpoint
-    config: dict[str, Any]  # the checkpoint's `model_config`; without it at most the class names of a described model
+    config: dict[str, Any]  # the checkpoint's `model_config`, and `label_names` of a described model without one
     settings: dict[str, Any]  # how images are prepared, from `eval_settings`
     notes: list[str]  # lines for the user
 
 
-def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) -> TrainedModel:
+def load_model(
+    args: Namespace, path: str | Path | None, dense: bool | None = None, num_classes: int | None = None
+) -> TrainedModel:
     """Build the model that a checkpoint holds, or a published one, and load its weights.
 
     Args:
+        args: `model`, `pretrained`, `use_ema`, `no_use_ema`, `num_classes`, `img_size`, `input_size`, `gp` and
+            `model_kwargs`. What is None is taken from the checkpoint.
         path: The checkpoint; None for `args.pretrained`.
-        dense: Also load the dense head that token labeling added to a timm model, where the checkpoint has one.
+        dense: Also load the dense head that token labeling added to a timm model, where the checkpoint has one; None:
+            if training used it.
+        num_classes: Used for a checkpoint that does not record its class count.
 
     Raises:
         UserError: The model or file does not exist, or the weights don't fit.
@@ -40,11 +46,22 @@ def load_trained(args: Namespace, path: str | Path | None, dense: bool = False) 
     checkpoint = read_checkpoint(path) if path is not None else {}
     config = model_config_of(checkpoint, path or "") or {}
     args = with_recorded(args, config, checkpoint, path)
+    if path is not None:
+        args.num_classes = args.num_classes or num_classes
     args.use_ema, notes = choose_weights(args, checkpoint)
-    model = _build(args, config, checkpoint, path, dense)
+    kwargs = config.get("kwargs") if args.model == config.get("name") else None
+    model = build_model(args, kwargs, count_weights(checkpoint))
+    if path is not None:
+        if dense is None:
+            dense = bool(config.get("dense_head"))
+        if dense and dense_head_of(checkpoint, args.use_ema, path):
+            model = with_dense_head(model, image_size_of(args))
+        load_weights(model, path, args.use_ema, checkpoint)
+    if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
+        model.set_dense_head(False)
     described = (getattr(model, "pretrained_cfg", None) or {}).get("label_names")
     if not config and described and len(described) == model.num_classes:
-        config = {"class_names": list(described)}
+        config = {"label_names": list(described)}
     return TrainedModel(model.eval(), args, config, eval_settings(args, model, config), notes)
 
 
@@ -59,7 +76,7 @@ def with_recorded(
     filled = Namespace(**vars(args))
     filled.model = args.model or config.get("name") or checkpoint.get("arch")
     if not filled.model:
-        raise UserError(f"{path} doesn't say which model it is: give --model")
+        raise UserError(f"--checkpoint {path} does not say what model it holds: add --model NAME")
     filled.num_classes = args.num_classes or config.get("num_classes")
     if args.img_size is None and args.input_size is None and "img_size" in config:
         filled.input_size = [config.get("in_chans", 3), *config["img_size"]]
@@ -79,49 +96,3 @@ def choose_weights(args: Namespace, checkpoint: dict[str, Any]) -> tuple[bool, l
         return True, ["weights: EMA (training selected by it); --no-use-ema takes the plain ones"]
     why = "training selected by them" if selected is False else "the file does not say by which training selected"
     return False, [f"weights: plain ({why}); --use-ema takes the EMA"]
-
-
-def load_annotator(args: Namespace, num_classes: int | None = None) -> tuple[TimmModel, dict[str, Any], list[str]]:
-    """Load an annotator; return it, the `model_config` of its checkpoint and lines for the user.
-
-    Args:
-        args: `model`, `checkpoint`, `pretrained`, `use_ema`, `no_use_ema`, `num_classes`, `img_size`, `input_size`,
-            `gp` and `model_kwargs`. Missing values and the choice of weights are filled in, in place, from the
-            checkpoint.
-        num_classes: Used for a checkpoint that does not record its class count.
-
-    Raises:
-        UserError: The model or file does not exist, or the weights don't fit.
-    """
-    if not args.checkpoint:
-        return build_model(args), {}, []
-    checkpoint = read_checkpoint(args.checkpoint)
-    recorded = model_config_of(checkpoint, args.checkpoint) or {}
-    args.model = args.model or recorded.get("name")
-    if args.model is None:
-        raise UserError(f"--checkpoint {args.checkpoint} does not say what model it holds: add --model NAME")
-    args.num_classes = args.num_classes or recorded.get("num_classes") or num_classes
-    if args.img_size is None and args.input_size is None:
-        args.img_size = recorded.get("img_size")
-    dense = bool(recorded.get("dense_head"))
-    args.use_ema, notes = choose_weights(args, checkpoint)
-    return _build(args, recorded, checkpoint, args.checkpoint, dense), recorded, notes
-
-
-def _build(
-    args: Namespace,
-    config: dict[str, Any],
-    checkpoint: dict[str, Any],
-    path: str | Path | None,
-    dense: bool,
-) -> TimmModel:
-    """Build the model of `args` with the arguments that its checkpoint records, and load the weights of `path`."""
-    kwargs = config.get("kwargs") if args.model == config.get("name") else None
-    model = build_model(args, kwargs, count_weights(checkpoint))
-    if path is not None:
-        if dense and dense_head_of(checkpoint, args.use_ema, path):
-            model = with_dense_head(model, image_size_of(args))
-        load_weights(model, path, args.use_ema, checkpoint)
-    if config.get("dense_head") is False and isinstance(model, TOKEN_LABEL_MODELS):
-        model.set_dense_head(False)
-    return model
