@@ -140,7 +140,9 @@ def by_name(batch: Batch, folder: ImageFolder) -> dict[str, torch.Tensor]:
     return dict(zip(names, batch.images, strict=True))
 
 
-def test_validation_shows_what_pillow_shows_and_names_the_others(folder: ImageFolder, backend: Backend) -> None:
+def test_fault_38_39_validation_shows_what_pillow_does_and_names_the_others(
+    folder: ImageFolder, backend: Backend
+) -> None:
     batch = loaded(EvalDataset(folder, (32, 32), interpolation="bilinear", backend=backend), len(folder))
     shown = by_name(batch, folder)
     assert set(shown) == set(SHOWN)
@@ -159,7 +161,7 @@ def test_validation_shows_what_pillow_shows_and_names_the_others(folder: ImageFo
         assert "\n" not in reason and re.search(BAD[name][1], reason), (name, reason)
 
 
-def test_training_replaces_the_same_images_by_the_same(folder: ImageFolder, backend: Backend) -> None:
+def test_fault_24_25_40_training_replaces_the_same_images_by_the_same(folder: ImageFolder, backend: Backend) -> None:
     config = AugmentConfig(size=(32, 32))
     ours = loaded(TrainDataset(folder, config, seed=3, backend=backend), len(folder))
     pillow = loaded(TrainDataset(folder, config, seed=3, backend=create_backend("pil")), len(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from pathlib import Path
 
@@ -160,26 +159,12 @@ def test_fault_24_truncated_image_is_replaced_the_same_way_each_time(broken: Ima
     assert len({int(loaded(dataset, 2, epoch=epoch).indices) for epoch in range(12)}) > 2
 
 
-def test_fault_25_empty_file_is_replaced_and_named(broken: ImageFolder) -> None:
-    batch = loaded(TrainDataset(broken, CONFIG, seed=7), 4)
-    assert batch.skipped[0] == (broken.path(4), "empty file") and int(batch.indices) != 4
-
-
 def test_fault_27_all_images_bad_ends_with_one_line(broken: ImageFolder) -> None:
     for index in range(len(broken)):
         Path(broken.path(index)).write_bytes(b"")
     fault = TrainDataset(broken, CONFIG, seed=7)[BatchKey(0, (0, 1))]
     assert isinstance(fault, Fault) and "\n" not in fault.message
     assert f"{MAX_ATTEMPTS + 1} images in a row can't be read" in fault.message and "(empty file)" in fault.message
-
-
-def test_fault_40_pixel_bomb_is_replaced_in_training(broken: ImageFolder) -> None:
-    dataset = TrainDataset(broken, CONFIG, seed=7, backend=TorchvisionBackend(max_pixels=7000))
-    batch = loaded(dataset, 0)  # 100 x 75
-    assert batch.skipped[0] == (
-        broken.path(0),
-        "100 x 75 pixels are more than --max-pixels 7000 (make it smaller: tlt pack-images --max-side)",
-    )
 
 
 class Labels:
@@ -214,16 +199,6 @@ def test_bad_label_travels_as_a_fault(folder: ImageFolder) -> None:
             raise UserError("label x.pt is damaged")
 
     assert TrainDataset(folder, CONFIG, 7, Refusing())[BatchKey(0, (0,))] == Fault("label x.pt is damaged")
-
-
-def test_fault_38_odd_names_load(folder: ImageFolder, tmp_path: Path) -> None:
-    for name in ("ü\n.jpg", "\udcff.jpg"):
-        (tmp_path / "d" / "c").mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder.path(0), tmp_path / "d" / "c" / name)
-    odd = scan_folder(tmp_path / "d")
-    dataset = pickle.loads(pickle.dumps(TrainDataset(odd, CONFIG, 7)))
-    assert [dataset.path(i) for i in range(2)] == [odd.path(0), odd.path(1)]
-    assert loaded(dataset, 0, 1).skipped == []
 
 
 # Synthetic data

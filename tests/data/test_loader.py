@@ -1,4 +1,4 @@
-"""Loaders: the same batches for any number of workers, each image once, and faults told in one line."""
+"""Loaders: the same batches for any number of workers, each image once, and faults reported in one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from tests.conftest import LIMIT
+from tlt.data import workers
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.backends.decode import Encoded
@@ -223,7 +222,7 @@ class Hostile(SyntheticBackend):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_fault_22_a_killed_worker_is_told_with_a_memory_hint_and_needs_no_timeout(persistent: bool) -> None:
+def test_fault_22_a_killed_worker_needs_no_timeout_to_be_reported(persistent: bool) -> None:
     reported = refusal(loader(2, Hostile("die"), timeout=0, persistent_workers=persistent).epoch(0))
     assert re.fullmatch(r"a data worker was killed by SIGKILL: .*memory; lower --workers.*", reported), reported
     assert WorkerDied.exit_code == 5  # which MAX_RESTARTS starts again
@@ -258,6 +257,16 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
         assert step_is_complete and ended
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_fault_22_a_worker_that_never_begins_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does whose fork waits for a lock of a thread that stayed behind."""
+    real = workers._obey_main_process
+    monkeypatch.setattr(workers, "_obey_main_process", lambda number: time.sleep(2 * LIMIT) if number else real(number))
+    monkeypatch.setattr(workers, "_BEGIN_S", 0.0)
+    monkeypatch.setattr(workers, "_LOOK_S", 1.0)
+    reported = refusal(loader(2, timeout=0).epoch(0))
+    assert re.fullmatch(r"a data worker has not begun after \d+ s: it hangs; start again", reported), reported
 
 
 @pytest.mark.parametrize("has_threads", [False, True])
@@ -300,20 +309,6 @@ def test_fault_58_no_workers_takes_every_option() -> None:
     assert len(list(training.epoch(0))) == 7
 
 
-@pytest.mark.parametrize(
-    ("device", "prefetch", "pin_memory", "pinned"),
-    [
-        ("cuda", True, False, True),
-        ("cuda", False, True, True),
-        ("cuda", False, False, False),
-        ("cpu", True, True, False),
-    ],
-)
-def test_what_is_copied_ahead_is_pinned(device: str, prefetch: bool, pin_memory: bool, pinned: bool) -> None:
-    training = loader(0, device=device, prefetch=prefetch, pin_memory=pin_memory)
-    assert training._workers.pin_memory is pinned
-
-
 def test_no_image_is_in_hand_when_a_batch_is_done() -> None:
     images = dataset()
     images[BatchKey(0, (1, 2))]
@@ -321,19 +316,6 @@ def test_no_image_is_in_hand_when_a_batch_is_done() -> None:
     images.worker_status.mark(4)
     longest = images.worker_status.longest()
     assert longest is not None and longest[0] == 4 and 0 <= longest[1] < LIMIT
-
-
-def test_all_passes_copy_ahead_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch keeps what was freed on a stream for that stream: with a new one, each pass took the memory anew."""
-    used: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: MagicMock())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-    for training in (loader(), loader()):
-        training.prefetch = True
-        assert [len(list(training.epoch(epoch))) for epoch in range(2)] == [7, 7]
-    assert len(used) == 28 and len(set(used)) == 1
 
 
 @pytest.mark.gpu

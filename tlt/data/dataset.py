@@ -82,6 +82,14 @@ class WorkerStatus:
         worker = get_worker_info()
         self._rows.numpy()[worker.id if worker else 0] = index, time.monotonic()  # one clock for all processes
 
+    def clear(self) -> None:
+        """Forget all: new workers are about to begin."""
+        self._rows.fill_(-1)
+
+    def all_begun(self) -> bool:
+        """Whether every worker has noted something."""
+        return bool((self._rows[:, 1] >= 0).all())
+
     def longest(self) -> tuple[int, float] | None:
         """Index and seconds of the image that a worker has had in hand for longest; None: no worker has any."""
         begun = [(since, int(index)) for index, since in self._rows.tolist() if index >= 0]

@@ -1,5 +1,5 @@
-"""Who makes batches ahead of time: worker processes of torch's DataLoader, or one thread for backends with threads of
-their own. Both tell which file is being read where no batch comes."""
+"""Batches are made ahead of time by worker processes of torch's DataLoader, or by one thread for backends that have
+threads of their own. Where no batch comes, the file that is being read is named."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from tlt.data.batch import Batch, BatchKey
 from tlt.data.dataset import LESS_MEMORY, BatchDataset, Fault, WorkerStatus
@@ -26,20 +26,21 @@ from tlt.io.processes import START_METHOD, end_with_main_process
 from tlt.io.text import printable
 
 PREFETCH_FACTOR = 2  # batches ready or in the making per worker
-_LOOK_S = 5.0  # how often is looked whether workers live, while a batch is waited for
-_DYING_S = 2.0  # in which a process whose connections are closed has ended
-_JOIN_S = 10.0  # for a thread to finish its batch
+_LOOK_S = 5.0  # between two looks whether workers live, while a batch is waited for
+_BEGIN_S = 60.0  # within which a worker begins: CPython up to 3.11 can hang in a fork beside threads of C++ libraries
+_DYING_S = 2.0  # within which a process that has closed its connections ends
+_JOIN_S = 10.0  # within which a thread finishes its batch
 
-Keys = Callable[[], Iterator[BatchKey]]
+Keys = Callable[[], Iterable[BatchKey]]
 
 
 class _Keys(Sampler[BatchKey]):
-    """The sampler of a DataLoader; `source` is set before each pass."""
+    """The sampler of a DataLoader; `source` is set while a pass begins."""
 
-    source: Keys
+    source: Keys = tuple
 
     def __iter__(self) -> Iterator[BatchKey]:
-        return self.source()
+        return iter(self.source())
 
 
 class Workers:
@@ -65,24 +66,17 @@ class Workers:
 
     def run(self, keys: Keys) -> Iterator[Batch]:
         """Yield the batches of the keys, in their order. Raises UserError."""
-        self._keys.source = keys
-        try:
-            batches, complete = self._begin(), False
-        except (RuntimeError, OSError) as error:
-            reason = str(error).split("\n")[0]
-            raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
-        processes = getattr(batches, "_workers", [])
-        weakref.finalize(batches, _kill, processes, os.getpid())
+        (batches, processes), complete = self._begin(keys), False
         try:
             while (batch := self._next(batches, processes)) is not None:
                 yield _checked(batch)
             complete = True
         finally:
-            del self._keys.source  # it may refer to the owner
             if self.persistent and not complete:
                 self._loader = self._new_loader()
 
     def _new_loader(self) -> DataLoader[Batch | Fault]:
+        self.dataset.worker_status.clear()
         return DataLoader(
             self.dataset,
             batch_size=None,
@@ -100,18 +94,22 @@ class Workers:
             generator=torch.Generator(),
         )
 
-    def _begin(self) -> Iterator[Batch | Fault]:
-        """Start the workers. torch then handles SIGCHLD: it raises for a dead worker wherever the main process is, in
-        the middle of an optimizer step say. The handler that was there before is put back; `_next` looks for itself.
-        """
-        if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
-            return iter(self._loader)
-        handler = signal.getsignal(signal.SIGCHLD)
+    def _begin(self, keys: Keys) -> tuple[Iterator[Batch | Fault], list[BaseProcess]]:
+        """Start the workers, or tell those that were kept to go on."""
+        self._keys.source = keys
+        if not self.persistent:
+            self.dataset.worker_status.clear()
         try:
-            return iter(self._loader)
+            with _sigchld_untouched():
+                batches = iter(self._loader)
+        except (RuntimeError, OSError) as error:
+            reason = str(error).split("\n")[0]
+            raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
         finally:
-            if handler is not None:  # None: it is not Python's
-                signal.signal(signal.SIGCHLD, handler)
+            self._keys.source = tuple  # the keys may refer to the owner
+        processes = getattr(batches, "_workers", [])
+        weakref.finalize(batches, _kill, processes, os.getpid())  # at the latest when the program ends
+        return batches, processes
 
     def _next(self, batches: Iterator[Batch | Fault], processes: list[BaseProcess]) -> Batch | Fault | None:
         """Wait for the next batch; None at the end. Raises UserError."""
@@ -132,11 +130,27 @@ class Workers:
                         raise WorkerDied(message) from error
                     if not timed_out:
                         raise
-                if self.timeout and time.monotonic() - began >= self.timeout:
+                waited = time.monotonic() - began
+                if waited >= _BEGIN_S and not self.dataset.worker_status.all_begun():
+                    raise WorkerDied(f"a data worker has not begun after {waited:.0f} s: it hangs; start again")
+                if self.timeout and waited >= self.timeout:
                     raise _hung(self.dataset, self.timeout)
         except BaseException:
             _kill(processes, os.getpid())  # nothing is loaded any more: torch would wait 10 s for each that hangs
             raise
+
+
+@contextmanager
+def _sigchld_untouched() -> Iterator[None]:
+    """Put back the handler of SIGCHLD. torch's raises for a dead worker wherever the main process is, in the middle of
+    an optimizer step say; `Workers._next` looks for dead workers itself."""
+    settable = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD) if settable else None
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGCHLD, handler)
 
 
 class OneThread:
@@ -158,7 +172,7 @@ class OneThread:
         thread = threading.Thread(target=self._serve, args=(wanted, made), daemon=True)
         thread.start()
         end = weakref.finalize(thread, _end_thread, thread, wanted)  # at the latest when the program ends
-        pending, source = 0, keys()
+        pending, source = 0, iter(keys())
         try:
             while True:
                 while pending < PREFETCH_FACTOR and (key := next(source, None)) is not None:
@@ -234,10 +248,12 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _obey_main_process(worker: int) -> None:
-    """Ctrl-C, Slurm and torchrun signal all processes of a job: what becomes of a worker is the main process's to say.
-    It ends when it is told so in its queue, is killed, or when the main process is no more."""
+    """Ignore what Ctrl-C, Slurm and torchrun send to all processes of a job: the main process decides. A worker ends by
+    its queue, by SIGKILL, or with the main process."""
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):  # Windows has but the first two
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.platform == "linux":
         end_with_main_process()
+    info: Any = get_worker_info()
+    info.dataset.worker_status.mark(-1)

@@ -181,8 +181,7 @@ def train_loader(
         micro_batches=args.grad_accum_steps,
         repeats=args.aug_repeats or 1,
         label_view=label_view(args.compat or ()),
-        persistent_workers=args.use_multi_epochs_loader,
-        **_loading(args),
+        **_loading(args, world),
     )
 
 
@@ -201,8 +200,7 @@ def validation_loader(
         device=world.device,
         workers=args.workers,
         skips=SkipCounter(len(folder), args.max_bad_images),
-        persistent_workers=getattr(args, "use_multi_epochs_loader", False),
-        **_loading(args),
+        **_loading(args, world),
         world_size=world.data_size,
         rank=world.data_rank,
         may_be_empty=world.data_size > 1,  # `evaluate` checks the sum over all ranks
@@ -226,6 +224,8 @@ def _rgb(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(values) * (3 // len(values))
 
 
-def _loading(args: Namespace) -> dict[str, Any]:
-    """What the flags say of either loader."""
-    return {"pin_memory": args.pin_mem, "prefetch": not args.no_prefetcher, "timeout": float(args.loader_timeout)}
+def _loading(args: Namespace, world: World) -> dict[str, Any]:
+    """What the flags say of either loader. Several ranks keep their workers: forks beside threads of gloo can hang."""
+    keep = getattr(args, "use_multi_epochs_loader", False) or world.size > 1
+    feed = {"pin_memory": args.pin_mem, "prefetch": not args.no_prefetcher, "timeout": float(args.loader_timeout)}
+    return feed | {"persistent_workers": keep}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tlt.data.backends import decode
 from tlt.data.backends.choice import create_backend
-from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, TorchvisionBackend, resized_crop
+from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, TorchvisionBackend
 from tlt.data.sources.image_file import BadImage, image_extensions, read_file, read_size
 from tlt.errors import UserError
 
@@ -69,26 +69,6 @@ def test_crop_and_resize_within_a_grey_level_of_pillow(tmp_path: Path, name: str
         assert (together > 1).mean() < 1e-3 and together.max() <= 5
 
 
-def test_whole_image_is_the_crop_of_everything(tmp_path: Path) -> None:
-    path = saved(picture(), tmp_path / "x.jpg")
-    for name in BACKENDS:
-        whole = decoded(name, path, None, (30, 40), "bicubic")
-        assert (whole == decoded(name, path, (0, 0, 96, 72), (30, 40), "bicubic")).all()
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kind", ["L", "CMYK", "progressive", "png", "webp", "bmp", "tiff"])
-def test_formats_as_pillow_converts_them(tmp_path: Path, name: str, kind: str) -> None:
-    image = picture()
-    path = {
-        "L": lambda: saved(image.convert("L"), tmp_path / "x.jpg"),
-        "CMYK": lambda: saved(image.convert("CMYK"), tmp_path / "x.jpg", quality=95),
-        "progressive": lambda: saved(image, tmp_path / "x.jpg", progressive=True, subsampling=2),
-    }.get(kind, lambda: saved(image, tmp_path / f"x.{kind}"))()
-    crop, size = (10, 5, 60, 50), (40, 40)
-    assert abs(decoded(name, path, crop, size, "bicubic") - expected(path, crop, size, "bicubic")).max() <= 1
-
-
 def jpeg(mode: str = "RGB", **options: Any) -> bytes:
     picture().convert(mode).save(file := io.BytesIO(), "JPEG", **options)
     return file.getvalue()
@@ -128,33 +108,6 @@ def test_simplejpeg_decodes_what_is_plain_and_whole() -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_exif_orientation_is_ignored(tmp_path: Path, name: str) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn
-    turned = saved(picture(), tmp_path / "turned.jpg", exif=exif)
-    plain = saved(picture(), tmp_path / "plain.jpg")
-    backend = create_backend(name)
-    assert (backend.open(turned).width, backend.open(turned).height) == (96, 72)
-    args = ((10, 5, 60, 50), (40, 40), "bilinear")
-    assert (decoded(name, turned, *args) == decoded(name, plain, *args)).all()
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_fault_39_odd_modes_and_sizes(tmp_path: Path, name: str) -> None:
-    paths = [saved(picture().convert(mode), tmp_path / f"{mode}.png") for mode in ("L", "LA", "RGBA", "P", "1")]
-    paths.append(saved(picture().convert("P"), tmp_path / "P.gif", transparency=3))
-    for path in paths:
-        crop, size = (10, 5, 60, 50), (24, 24)
-        assert abs(decoded(name, path, crop, size, "bilinear") - expected(path, crop, size, "bilinear")).max() <= 1
-    for width, height in ((1, 1), (1, 400), (400, 1)):
-        path = saved(picture(width, height), tmp_path / "small.jpg")
-        crop = (0, 0, width, height)
-        assert (
-            abs(decoded(name, path, crop, (16, 16), "bicubic") - expected(path, crop, (16, 16), "bicubic")).max() <= 1
-        )
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name: str) -> None:
     data = Path(saved(picture(), tmp_path / "whole.jpg", quality=90)).read_bytes()
     cuts = [*range(1, len(data), len(data) // 25), len(data) - 3]
@@ -165,24 +118,6 @@ def test_fault_24_truncated_jpeg_is_bad_wherever_it_is_cut(tmp_path: Path, name:
         with pytest.raises(BadImage) as caught:
             backend.decode(backend.open(str(path)), None, (16, 16), "bilinear")
         assert "\n" not in str(caught.value) and "0x" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_fault_25_empty_and_garbage_files_are_bad(tmp_path: Path, name: str) -> None:
-    cases = {
-        "empty file": b"",
-        "no image format": b"hello, world" * 50,
-        "can't|could not|broken|no image": b"\xff\xd8\xff",
-    }
-    for reason, data in cases.items():
-        (tmp_path / "x.jpg").write_bytes(data)
-        with pytest.raises(BadImage, match=reason):
-            create_backend(name).open(str(tmp_path / "x.jpg"))
-    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
-    with pytest.raises(BadImage):
-        create_backend(name).open(str(tmp_path / "x.png"))
-    with pytest.raises(BadImage, match="No such file"):
-        create_backend(name).open(str(tmp_path / "none.jpg"))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -237,11 +172,6 @@ def test_postscript_is_never_run(tmp_path: Path) -> None:
 def test_unknown_backend_is_named() -> None:
     with pytest.raises(UserError, match="--data-backend dali.*torchvision, pil"):
         create_backend("dali")
-
-
-def test_resized_crop_of_the_wanted_size_is_a_view() -> None:
-    pixels = torch.arange(3 * 6 * 8, dtype=torch.uint8).reshape(3, 6, 8)
-    assert (resized_crop(pixels, (2, 1, 4, 3), (3, 4), "bilinear") == pixels[:, 1:4, 2:6]).all()
 
 
 def test_nothing_of_what_torchvision_has_deprecated_is_imported(tmp_path: Path) -> None:
