@@ -56,8 +56,8 @@ def image_extensions() -> frozenset[str]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A regular file, opened for reading. Raises OSError; BadImage: it is none, such as a pipe, which is not waited
-    for."""
+    """A regular file, opened for reading. Raises OSError; BadImage: the file is of another kind, such as a pipe, which
+    is not waited for."""
     # O_NONBLOCK: opening a pipe without a writer would wait for ever.
     descriptor = os.open(path, READ_FLAGS)
     try:

@@ -26,7 +26,7 @@ class Frame(NamedTuple):
 
 def plain_size(data: bytes | bytearray) -> tuple[int, int] | None:
     """Width and height in the header of a plain JPEG: 8 bits, gray or three components, JFIF or no application's
-    segment, nothing that is not as it should be. None for all others, which only a decoder can judge.
+    segment, every length right. None for all other files, which only a decoder can judge.
 
     Pillow opens every such file and finds the same size, in ten times the time.
     """

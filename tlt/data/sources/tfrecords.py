@@ -212,7 +212,7 @@ class _Field(NamedTuple):
 
 
 def parse_example(record: bytes) -> Features:
-    """The features of an Example by name. Raises ValueError: it is none, or damaged."""
+    """The features of an Example by name. Raises ValueError: the record is damaged or something else."""
     found: Features = {}
     for features in _messages(record, 0, len(record), 1):
         for entry in _messages(record, features.start, features.stop, 1):
