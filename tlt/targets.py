@@ -6,9 +6,9 @@ resampled twice, and it is the same for crops, flips, shears, rotations and tran
 
 Label logits are zero but for the classes of the map cells that a token shows: four cells per point and k classes per
 cell are at most M = 4 n n k entries, 80 for 18 x 18 maps of 5 classes on 14 x 14 tokens. So a soft label is one number
-for all classes plus an excess at M places, and neither targets (B, N, C) nor label maps (B, h * w, C) are ever made.
-Deterministic on CUDA too: entries are sorted and added in a fixed order, nothing is scattered by atomics onto a place
-that another entry changes.
+for all classes plus an excess at M entries, and neither targets (B, N, C) nor label maps (B, h * w, C) are ever made.
+Deterministic on CUDA too: entries are sorted and added in a fixed order, nothing is scattered by atomics onto an entry
+that another one changes.
 
 Shapes: B images, a token grid of `rows x cols` with N = rows * cols tokens, C classes, maps of `h x w` cells with k
 classes each.
@@ -265,7 +265,7 @@ def _sample(crops: _Crops, num_classes: int, window: Area = FULL_AREA) -> _Sampl
     _, _, h, w = labels.values.shape
     n = points_per_token((h, w), crops.grid)
     offsets = [((index // n + 0.5) / n, (index % n + 0.5) / n) for index in range(n * n)]
-    read = [source_points(affine, crops.grid, offset, window) for offset in offsets]
+    read = [_source_points(affine, crops.grid, offset, window) for offset in offsets]
     points, shown = torch.stack([each for each, _ in read], 2), torch.stack([each for _, each in read], 1)
     area = labels.area.to(affine.dtype)
     low = torch.maximum(area[:, :2], visible[:, :2])[:, None, None]
@@ -276,7 +276,7 @@ def _sample(crops: _Crops, num_classes: int, window: Area = FULL_AREA) -> _Sampl
     return _Sample(*_listed_once(labels, num_classes, affine.dtype), area, (h, w), points, inside, counted)
 
 
-def source_points(
+def _source_points(
     affine: Tensor, grid: tuple[int, int], offset: tuple[float, float], window: Area = FULL_AREA
 ) -> tuple[Tensor, Tensor]:
     """(B, N, 2) source `(x, y)` of the point at `offset` = (row share, column share) inside every token of a grid that
@@ -296,11 +296,11 @@ def _listed_once(labels: LabelBatch, num_classes: int, dtype: torch.dtype) -> tu
     become an entry of no class: id C, value 0."""
     ids = labels.ids.flatten(2).transpose(1, 2).contiguous()
     values = labels.values.flatten(2).transpose(1, 2).to(dtype)
-    place = torch.arange(ids.shape[2], device=ids.device)
+    position = torch.arange(ids.shape[2], device=ids.device)
     lost = torch.zeros_like(ids, dtype=torch.bool)
     for j in range(ids.shape[2]):
         other = values[..., j : j + 1]
-        wins = (other > values) | ((other == values) & (place > j))
+        wins = (other > values) | ((other == values) & (position > j))
         lost |= wins & (ids == ids[..., j : j + 1])
     return ids.masked_fill(lost, num_classes), values.masked_fill(lost, 0)
 
@@ -309,14 +309,14 @@ def _crop_logits(sample: _Sample, num_classes: int) -> tuple[Tensor, Tensor]:
     """(B, C) mean label logits over the points of the whole crop that count, and (B, 1) their number."""
     inside = sample.inside.flatten(1)  # (B, P)
     total = sample.counted.flatten(1).sum(1, keepdim=True)
-    across, down = hat_weights(sample.points.flatten(1, 2), sample.area, sample.map_size)  # (B, P, w), (B, P, h)
+    across, down = _hat_weights(sample.points.flatten(1, 2), sample.area, sample.map_size)  # (B, P, w), (B, P, h)
     cells = torch.bmm((down * inside[..., None]).transpose(1, 2), across).flatten(1) / total.clamp(min=1)  # (B, h * w)
-    ids, sums, _ = merge_equal(sample.ids.flatten(1), (sample.values * cells[..., None]).flatten(1), cells.shape[1])
+    ids, sums, _ = _merge_equal(sample.ids.flatten(1), (sample.values * cells[..., None]).flatten(1), cells.shape[1])
     logits = sums.new_zeros(ids.shape[0], num_classes + 1).scatter_add_(1, ids.long(), sums)
     return logits[:, :num_classes], total
 
 
-def hat_weights(point: Tensor, area: Tensor, map_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _hat_weights(point: Tensor, area: Tensor, map_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Bilinear weights of the map's columns (B, N, w) and rows (B, N, h) at (B, N, 2) source points."""
     h, w = map_size
     extent = (area[:, 2:] - area[:, :2]).clamp(min=torch.finfo(area.dtype).eps)[:, None]  # (B, 1, 2)
@@ -332,13 +332,13 @@ def _hat(share: Tensor, size: int) -> Tensor:
 
 
 def _token_logits(sample: _Sample) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, N, M) class ids, label logits and the mask of one entry per class, as `merge_equal` gives them."""
+    """(B, N, M) class ids, label logits and the mask of one entry per class, as `_merge_equal` gives them."""
     cells, weights = _corners(sample.points, sample.area, sample.map_size)  # (B, N, n * n, 4)
     weights = weights * (sample.inside / sample.counted.sum(-1, keepdim=True).clamp(min=1))[..., None]
     index = cells.flatten(1)[..., None].expand(-1, -1, sample.ids.shape[2])  # (B, N * n * n * 4, k)
     entries = sample.values.gather(1, index) * weights.flatten(1)[..., None]
     shape = (*weights.shape[:2], -1)
-    return merge_equal(sample.ids.gather(1, index).view(shape), entries.view(shape), 4 * weights.shape[2])
+    return _merge_equal(sample.ids.gather(1, index).view(shape), entries.view(shape), 4 * weights.shape[2])
 
 
 def _corners(points: Tensor, area: Tensor, map_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -361,7 +361,7 @@ def _neighbours(share: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.stack([cell, (cell + 1).clamp(max=size - 1)], -1), torch.stack([1 - part, part], -1)
 
 
-def merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the values of equal ids along the last axis.
 
     The sums double their reach in every step, in an order that depends on nothing but the shape; cumulative sums and

@@ -1,5 +1,4 @@
-"""Token targets, and the dense definition that other tests hold them against (`tests.labels.dense_targets`), against
-roi_align. test_sparse_targets.py has the plain float64 loop for any affine."""
+"""Token targets against torchvision's roi_align and against a plain float64 loop over points and classes."""
 
 from __future__ import annotations
 
@@ -9,124 +8,186 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import roi_align
 
-from tests.labels.dense_targets import sample_tokens
+from tests.labels.brute_force import brute_force
+from tlt.errors import UserError
+from tlt.io import chunks
 from tlt.label_map import FULL_AREA, NO_AREA, LabelBatch, LabelMap
-from tlt.targets import make_targets, points_per_token
+from tlt.targets import Targets, entries_per_token, make_targets, points_per_token
 
-CLASSES = 11
+CLASSES, SMOOTHING = 9, 0.1
+WHOLE = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
+Case = tuple[LabelBatch, Tensor, Tensor, Tensor]
 
 
-def random_labels(batch: int, k: int, h: int, w: int, classes: int = CLASSES, seed: int = 0) -> LabelBatch:
+def random_case(seed: int, cells: tuple[int, int] = (5, 7), k: int = 3, batch: int = 4) -> Case:
+    """Maps whose cells share classes and list some twice; turned and shifted crops that leave image and map."""
     rng = np.random.default_rng(seed)
-    ids = np.argsort(rng.random((batch, classes, h, w)), axis=1)[:, :k].astype(np.int32)
-    values = (rng.standard_normal((batch, k, h, w)) * 4).astype(np.float16)
-    return LabelBatch.stack([LabelMap(v, i) for v, i in zip(values, ids, strict=True)])
+    values = (rng.standard_normal((batch, k, *cells)) * 4).astype(np.float16)
+    maps = [LabelMap(v, rng.integers(0, CLASSES, v.shape).astype(np.int32)) for v in values]
+    area = torch.tensor([FULL_AREA, (0.144, 0.0, 0.852, 1.0), (0.0, 0.2, 1.0, 0.7), (0.4, 0.4, 0.6, 0.6)])
+    affine = torch.from_numpy(rng.standard_normal((batch, 2, 3)) * 0.6)
+    affine[:, :, 2] = 0.5 - affine[:, :, :2].sum(2) / 2 + torch.from_numpy(rng.standard_normal((batch, 2)) * 0.1)
+    low = rng.random((batch, 2)) * 0.3
+    visible = torch.from_numpy(np.concatenate([low, low + 0.6], 1))
+    labels = LabelBatch.stack(maps)
+    labels = LabelBatch(labels.values, labels.ids, area[torch.arange(batch) % 4])
+    return labels, affine, visible, torch.arange(batch) + 1
 
 
-def dense_map(labels: LabelBatch, classes: int = CLASSES) -> Tensor:
-    """(B, C, h, w) float64, written cell by cell."""
-    batch, k, h, w = labels.values.shape
-    dense = torch.zeros(batch, classes, h, w, dtype=torch.float64)
-    for b, j, r, c in np.ndindex(batch, k, h, w):
-        dense[b, labels.ids[b, j, r, c], r, c] = labels.values[b, j, r, c].double()
-    return dense
+def single(case: Case) -> Case:
+    labels, affine, visible, classes = case
+    return labels, affine.float(), visible.float(), classes
 
 
-def random_boxes(batch: int, seed: int = 1) -> Tensor:
-    """(B, 4) x0, y0, x1, y1 float64 in the unit square, off the diagonal."""
-    rng = np.random.default_rng(seed)
-    size = 0.2 + 0.5 * rng.random((batch, 2))
-    start = rng.random((batch, 2)) * (1 - size)
-    return torch.from_numpy(np.concatenate([start, start + size], axis=1))
-
-
-def crop_affine(boxes: Tensor) -> Tensor:
-    x0, y0, x1, y1 = boxes.unbind(1)
-    none = torch.zeros_like(x0)
-    return torch.stack([x1 - x0, none, x0, none, y1 - y0, y0], 1).view(-1, 2, 3)
-
-
-def everything(batch: int) -> Tensor:
-    return torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64).repeat(batch, 1)
-
-
-def roi_reference(labels: LabelBatch, boxes: Tensor, size: tuple[int, int], points: int) -> Tensor:
-    """(B, N, C) by torchvision, boxes scaled to cells per axis."""
-    h, w = labels.values.shape[2:]
-    cells = boxes * torch.tensor([w, h, w, h], dtype=torch.float64)
-    rois = torch.cat([torch.arange(len(boxes), dtype=torch.float64)[:, None], cells], 1)
-    pooled = roi_align(dense_map(labels), rois, size, sampling_ratio=points, aligned=True)
-    return pooled.flatten(2).transpose(1, 2)
-
-
-@pytest.mark.parametrize("cells", [(18, 18), (10, 20), (32, 24), (1, 7)])
+@pytest.mark.parametrize("cells", [(18, 18), (10, 20), (1, 7)])
 @pytest.mark.parametrize("grid", [(14, 14), (8, 6)])
 def test_plain_crops_equal_roi_align_with_the_true_box(cells: tuple[int, int], grid: tuple[int, int]) -> None:
-    labels, boxes = random_labels(3, 5, *cells), random_boxes(3)
+    rng, (h, w) = np.random.default_rng(1), cells
+    size = 0.2 + 0.5 * rng.random((3, 2))
+    start = rng.random((3, 2)) * (1 - size)
+    boxes = torch.from_numpy(np.concatenate([start, start + size], axis=1))  # x0, y0, x1, y1, off the diagonal
+    values = (rng.standard_normal((3, 5, h, w)) * 4).astype(np.float16)
+    ids = np.argsort(rng.random((3, CLASSES, h, w)), axis=1)[:, :5].astype(np.int32)
+    labels = LabelBatch.stack([LabelMap(v, i) for v, i in zip(values, ids, strict=True)])
+    maps = torch.zeros(3, CLASSES, h, w).double().scatter_(1, labels.ids.long(), labels.values.double())
+    rois = torch.cat([torch.arange(3.0).double()[:, None], boxes * torch.tensor([w, h, w, h])], 1)
+    none, (x0, y0, x1, y1) = torch.zeros(3), boxes.unbind(1)
+    affine = torch.stack([x1 - x0, none, x0, none, y1 - y0, y0], 1).view(-1, 2, 3)
+    made = make_targets(labels, affine, boxes, torch.tensor([4, 0, 8]), grid, CLASSES, SMOOTHING)
+    assert made.tokens is not None and made.weight is not None and (made.weight == 1).all()
     n = points_per_token(cells, grid)
-    expected = roi_reference(labels, boxes, grid, n)
-    logits, coverage = sample_tokens(labels, crop_affine(boxes), grid, boxes, CLASSES)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
-    assert (coverage == 1).all()
-    single, _ = sample_tokens(labels, crop_affine(boxes).float(), grid, boxes.float(), CLASSES)
-    assert single.dtype == torch.float32
-    torch.testing.assert_close(single.double(), expected, rtol=0, atol=5e-5)
+    for found, size in ((made.tokens.dense(CLASSES), grid), (made.cls[:, None], (1, 1))):
+        points = n if size == grid else n * grid[0]
+        if size == grid or grid[0] == grid[1]:
+            pooled = roi_align(maps, rois, size, sampling_ratio=points, aligned=True).flatten(2).transpose(1, 2)
+            expected = (1 - SMOOTHING) * pooled.softmax(-1) + SMOOTHING / CLASSES
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+    assert made.truth_target()[0].tolist() == pytest.approx([0.1 / 9] * 4 + [0.9 + 0.1 / 9] + [0.1 / 9] * 4)
 
 
-def test_transposed_and_square_boxes_are_something_else() -> None:
-    """The two published mistakes would be seen: (y, x) order, and both axes scaled by the map's width."""
-    labels, boxes = random_labels(3, 5, 10, 20), random_boxes(3)
-    logits, _ = sample_tokens(labels, crop_affine(boxes), (5, 5), boxes, CLASSES)
-    n = points_per_token((10, 20), (5, 5))
-    for wrong in (boxes[:, [1, 0, 3, 2]], boxes * torch.tensor([1.0, 2.0, 1.0, 2.0])):
-        assert (roi_reference(labels, wrong, (5, 5), n) - logits).abs().max() > 1
+@pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
+@pytest.mark.parametrize(("cells", "grid", "k"), [((5, 7), (3, 4), 3), ((5, 7), (2, 2), 3), ((1, 6), (3, 2), 1)])
+def test_every_number_equals_the_loop(cells: tuple[int, int], grid: tuple[int, int], k: int, uncovered: str) -> None:
+    case = random_case(0, cells, k)
+    case[0].area[2] = torch.tensor(NO_AREA)
+    expected = brute_force(*case, grid, CLASSES, SMOOTHING, uncovered)
+    counts = expected.weight.mean(1).tolist()
+    assert counts[2] == 0 and (0 < counts[0] < 1 if uncovered == "ignore" else counts[0] == 1)
+    for given, tolerance in ((case, 1e-12), (single(case), 1e-5)):
+        found = make_targets(*given, grid, CLASSES, SMOOTHING, None, uncovered)
+        assert found.tokens is not None and found.weight is not None and found.cls.dtype == given[1].dtype
+        assert found.tokens.ids.shape[2] == entries_per_token(case[0], grid)
+        torch.testing.assert_close(found.cls.double(), expected.cls, rtol=tolerance, atol=0)
+        torch.testing.assert_close(found.tokens.dense(CLASSES).double(), expected.tokens, rtol=tolerance, atol=0)
+        torch.testing.assert_close(found.weight.double(), expected.weight, rtol=0, atol=1e-7)
 
 
-def test_token_sees_the_label_of_the_flipped_cell() -> None:
-    """Class = column, no interpolation to blur it: a mirrored crop has the classes in reverse order."""
-    ids = np.tile(np.arange(4, dtype=np.int32), (1, 4, 1))
-    labels = LabelBatch.stack([LabelMap(np.full((1, 4, 4), 8, np.float16), ids)])
-    mirror = torch.tensor([[[-1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
-    logits, _ = sample_tokens(labels, mirror, (4, 4), everything(1).float(), 4)
-    assert logits.argmax(-1).view(4, 4).tolist() == [[3, 2, 1, 0]] * 4
+def test_each_class_has_one_entry_that_is_not_zero() -> None:
+    found = make_targets(*random_case(0), (3, 4), CLASSES)
+    assert found.tokens is not None
+    for ids, excess in zip(found.tokens.ids.flatten(0, 1), found.tokens.excess.flatten(0, 1), strict=True):
+        named = ids[excess != 0].tolist()
+        assert len(named) == len(set(named))
 
 
-def test_points_per_token_leave_no_cell_out() -> None:
-    assert points_per_token((18, 18), (14, 14)) == points_per_token((7, 7), (28, 28)) == 2
-    assert points_per_token((32, 24), (8, 8)) == 4
-    assert points_per_token((7, 60), (14, 14)) == math.ceil(60 / 14)
+@pytest.mark.parametrize("value", [60_000.0, -60_000.0])
+def test_the_largest_half_precision_logits_do_not_overflow(value: float) -> None:
+    ids = np.array([0, 1], np.int32).reshape(2, 1, 1)
+    labels = LabelBatch.stack([LabelMap(np.array([value, 3], np.float16).reshape(2, 1, 1), ids)])
+    found = make_targets(labels, WHOLE, torch.tensor([FULL_AREA]), torch.tensor([0]), (1, 1), 4, 0.0)
+    assert found.tokens is not None
+    expected = [1.0, 0, 0, 0] if value > 0 else [0, math.exp(3) / (math.exp(3) + 2)] + [1 / (math.exp(3) + 2)] * 2
+    assert found.tokens.dense(4)[0, 0].tolist() == pytest.approx(expected)
+    assert found.cls[0].tolist() == pytest.approx(expected)
 
 
 def test_class_ids_above_2048_are_exact() -> None:
     ids = np.array([[2049, 4097], [9998, 9999]], np.int32)[None]
     labels = LabelBatch.stack([LabelMap(np.full((1, 2, 2), 9, np.float16), ids)])
-    whole = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]])
-    logits, _ = sample_tokens(labels, whole, (2, 2), everything(1).float(), 10_000)
-    assert logits.argmax(-1).tolist() == [[2049, 4097, 9998, 9999]]
+    found = make_targets(labels, WHOLE, torch.tensor([FULL_AREA]), torch.tensor([0]), (2, 2), 10_000)
+    assert found.tokens is not None
+    assert found.tokens.dense(10_000).argmax(-1).tolist() == [[2049, 4097, 9998, 9999]]
 
 
-def test_targets_are_the_published_softmax_with_smoothing_that_sums_to_one() -> None:
-    labels, boxes, classes = random_labels(3, 5, 18, 18), random_boxes(3), torch.tensor([4, 0, 10])
-    made = make_targets(labels, crop_affine(boxes), boxes, classes, (6, 6), CLASSES, smoothing=0.1)
-    tokens = roi_reference(labels, boxes, (6, 6), 3).softmax(-1)
-    crop = roi_reference(labels, boxes, (1, 1), 3 * 6)[:, 0].softmax(-1)
-    assert made.tokens is not None and made.weight is not None
-    found = made.tokens.dense(CLASSES)
-    torch.testing.assert_close(found, 0.9 * tokens + 0.1 / CLASSES, rtol=0, atol=1e-12)
-    torch.testing.assert_close(made.cls, 0.9 * crop + 0.1 / CLASSES, rtol=0, atol=1e-12)
-    for target in (found, made.cls, made.truth_target()):
-        torch.testing.assert_close(target.sum(-1), torch.ones(target.shape[:-1], dtype=torch.float64))
-    assert made.truth_target()[0].tolist() == pytest.approx([0.1 / 11] * 4 + [0.9 + 0.1 / 11] + [0.1 / 11] * 6)
+def test_without_maps_and_with_one_label_per_crop() -> None:
+    labels, affine, visible, _ = random_case(0)
+    plain = make_targets(None, affine, visible, torch.tensor([1, 0, 2, 8]), (2, 3), CLASSES, 0.2)
+    assert plain.tokens is not None and plain.weight is not None and (plain.weight == 1).all()
+    expected = torch.full((4, CLASSES), 0.2 / CLASSES, dtype=torch.float64)
+    expected[range(4), [1, 0, 2, 8]] += 0.8
+    torch.testing.assert_close(plain.tokens.dense(CLASSES), expected[:, None].expand(-1, 6, -1))
+    torch.testing.assert_close(plain.cls, expected)
+    for given in (None, labels):
+        arguments = (given, affine, visible, torch.arange(4), (2, 3), CLASSES, 0.2)
+        crop_only = make_targets(*arguments, token_label_size=1)
+        assert crop_only.tokens is None and crop_only.weight is None
+        assert torch.equal(crop_only.cls, make_targets(*arguments).cls)
+    with pytest.raises(UserError, match="--token-label-size 24 does not fit the model's 2 x 3"):
+        make_targets(*arguments, token_label_size=24)
+    with pytest.raises(UserError, match="--uncovered zero is none of ignore, uniform"):
+        make_targets(*arguments, uncovered="zero")
 
 
-def test_nothing_covered_means_the_folder_class_and_no_token_weight() -> None:
-    labels = LabelBatch.stack([LabelMap.unknown((2, 4, 4)), LabelMap.unknown((2, 4, 4), FULL_AREA)])
-    assert tuple(labels.area[0].tolist()) == NO_AREA
-    whole = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]]).repeat(2, 1, 1)
-    made = make_targets(labels, whole, everything(2).float(), torch.tensor([2, 2]), (2, 2), 4, smoothing=0.1)
-    assert made.weight is not None and made.weight.tolist() == [[0.0] * 4, [1.0] * 4]
-    assert made.cls[0].tolist() == pytest.approx([0.025, 0.025, 0.925, 0.025])
-    assert made.cls[1].tolist() == pytest.approx([0.25] * 4)
-    assert made.tokens is not None and torch.isfinite(made.tokens.dense(4)).all()
+def test_groups_of_images_and_autocast_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(case: Case) -> Targets:
+        return make_targets(*case, (3, 4), CLASSES)
+
+    at_once, plain = made(random_case(2)), made(single(random_case(2)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = made(single(random_case(2)))
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
+    one_by_one = made(random_case(2))
+    assert at_once.tokens and plain.tokens and mixed.tokens and one_by_one.tokens
+    assert torch.equal(plain.tokens.excess, mixed.tokens.excess) and torch.equal(plain.cls, mixed.cls)
+    assert torch.equal(at_once.tokens.ids, one_by_one.tokens.ids)
+    torch.testing.assert_close(at_once.tokens.excess, one_by_one.tokens.excess, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(at_once.cls, one_by_one.cls, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("images,numbers", [(7, 2**17), (5, 2**30), (1, 1), (3, 0)])
+def test_groups_cover_every_image_once(images: int, numbers: int) -> None:
+    parts = chunks.image_chunks(images, numbers, torch.device("cpu"))
+    assert [i for part in parts for i in range(images)[part]] == list(range(images))
+    assert all((part.stop - part.start) * numbers <= 2**18 or part.stop - part.start == 1 for part in parts)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        tensors = result if isinstance(result, (tuple, list)) else [result]
+        self.numel = max([self.numel, *(t.numel() for t in tensors if isinstance(t, Tensor))])
+        return result
+
+
+def test_no_tensor_has_a_number_for_every_token_and_class() -> None:
+    labels, *geometry = random_case(0, batch=2)
+    labels = LabelBatch(labels.values, labels.ids * 1000, labels.area)
+    with LargestTensor() as largest:
+        make_targets(labels, *geometry, (3, 4), 10_000)
+    assert 0 < largest.numel <= 2 * 10_001  # the crops' labels; 12 tokens would be 240,000
+
+
+@pytest.mark.gpu
+def test_cuda_agrees_with_the_cpu_repeats_itself_and_does_not_synchronise() -> None:
+    case = single(random_case(0))
+    expected = make_targets(*case, (3, 4), CLASSES)
+    on_gpu = [part.to("cuda") for part in case]
+    make_targets(*on_gpu, (3, 4), CLASSES)  # loads kernels, which synchronises
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first, second = (make_targets(*on_gpu, (3, 4), CLASSES) for _ in range(2))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first.tokens is not None and second.tokens is not None and expected.tokens is not None
+    assert torch.equal(first.tokens.excess, second.tokens.excess) and torch.equal(first.cls, second.cls)
+    found = first.tokens.dense(CLASSES).cpu()
+    torch.testing.assert_close(found, expected.tokens.dense(CLASSES), rtol=0, atol=1e-5)
+    torch.testing.assert_close(first.cls.cpu(), expected.cls, rtol=0, atol=1e-5)

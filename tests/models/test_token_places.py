@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import volo  # noqa: F401
-from tests.labels.dense_targets import dense_targets, sample_tokens
+from tests.labels.brute_force import brute_force
 from tests.models.token_looks import measure
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import MixRatios
@@ -130,14 +130,18 @@ def test_labels_are_read_in_the_window() -> None:
     moved[:, :, 2] += AFFINE[:, :, 0] * x0 + AFFINE[:, :, 1] * y0
     moved[:, :, 0] *= x1 - x0
     moved[:, :, 1] *= y1 - y0
-    expected = sample_tokens(labels, moved, (3, 4), VISIBLE, 6)
-    torch.testing.assert_close(sample_tokens(labels, AFFINE, (3, 4), VISIBLE, 6, (x0, y0, x1, y1)), expected)
+    classes = torch.tensor([1, 2])
+    expected = make_targets(labels, moved, VISIBLE, classes, (3, 4), 6)
+    found = make_targets(labels, AFFINE, VISIBLE, classes, (3, 4), 6, window=(x0, y0, x1, y1))
+    assert expected.tokens is not None and found.tokens is not None
+    torch.testing.assert_close(found.tokens.dense(6), expected.tokens.dense(6))
 
 
 def test_what_is_outside_of_the_crop_has_no_label_even_where_the_image_goes_on() -> None:
     # A ResNet at 64 pixels: half of the first row and column of tokens, and all beyond the last.
-    _, coverage = sample_tokens(_labels(2, 4, 6), AFFINE, (2, 2), VISIBLE, 6, (-0.25, -0.25, 0.75, 0.75))
-    assert coverage.tolist() == [[0.25, 0.5, 0.5, 1.0]] * 2
+    arguments = (_labels(2, 4, 6), AFFINE, VISIBLE, torch.tensor([1, 2]), (2, 2), 6)
+    found = make_targets(*arguments, window=(-0.25, -0.25, 0.75, 0.75))
+    assert found.weight is not None and found.weight.tolist() == [[0.25, 0.5, 0.5, 1.0]] * 2
 
 
 @pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
@@ -147,7 +151,7 @@ def test_targets_of_a_window_are_those_of_their_definition_and_the_class_is_that
     window = (-0.2, -0.1, 0.9, 0.8)
     arguments = (_labels(2, 5, 200), AFFINE, VISIBLE, torch.tensor([1, 2]), (3, 4), 200, 0.1)
     whole, found = make_targets(*arguments, None, uncovered), make_targets(*arguments, None, uncovered, window)
-    expected = dense_targets(*arguments, uncovered, window)
+    expected = brute_force(*arguments, uncovered, window)
     assert found.window == window and found.tokens is not None and whole.tokens is not None
     torch.testing.assert_close(found.cls, whole.cls)
     torch.testing.assert_close(found.tokens.dense(200), expected.tokens)

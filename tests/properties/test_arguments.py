@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from benchmarks.program import COMMANDS, benchmark_parser, parse_benchmark
 from tests.properties.outcomes import result_or_refusal
-from tlt.tools import cli as tlt_cli
 from volo.commands.console import run_program
 from volo.config.args import parse_train, train_parser
 from volo.config.flag_table import Flag, FlagParser
@@ -93,17 +92,6 @@ def test_a_command_line_is_understood_or_refused_in_one_line(program: str, data:
     assert error.count("\n") == bool(error) and "Traceback" not in error, error
 
 
-@given(words=st.lists(st.sampled_from([*ODD, "pack", "check", "unpack", "-n", "--area", "full"]), max_size=5))
-def test_the_label_command_parses_or_leaves_with_2(words: list[str]) -> None:
-    error = io.StringIO()
-    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            tlt_cli.parser().parse_args(words)
-        except SystemExit as end:
-            assert end.code in (0, 2)
-    assert "Traceback" not in error.getvalue()
-
-
 KNOWN = train_parser().flags
 _SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.dates() | st.binary(max_size=4)
@@ -152,11 +140,4 @@ _WORDS = st.sampled_from(
 def test_any_text_as_a_recipe(text: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
-    result_or_refusal(lambda: load_yaml(str(file), KNOWN))
-
-
-@given(content=st.binary(max_size=64))
-def test_any_bytes_as_a_recipe(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_bytes(content)
     result_or_refusal(lambda: load_yaml(str(file), KNOWN))

@@ -39,8 +39,8 @@ def _erase_box(image: Tensor, box: Sequence[int], key: int, mode: str, number: i
     part = image[:, top : top + tall, left : left + wide]
     channel = torch.arange(channels)[:, None, None]
     if mode == "pixel":
-        places = torch.arange(top, top + tall)[:, None] * width + torch.arange(left, left + wide)
-        part.copy_(normal_noise(key, channel * (height * width) + places))
+        pixels = torch.arange(top, top + tall)[:, None] * width + torch.arange(left, left + wide)
+        part.copy_(normal_noise(key, channel * (height * width) + pixels))
     elif mode == "rand":
         part.copy_(normal_noise(key, channel + channels * number))
     else:
