@@ -79,19 +79,16 @@ def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> 
     return files
 
 
-def find_labels(listing: Listing, root: str, names: Sequence[str], published_names: bool = False) -> LabelMatches:
+def find_labels(listing: Listing, root: str, names: Sequence[str]) -> LabelMatches:
     """Match images with label files, at the cost of one listing per folder.
 
     Args:
         listing: Names of the label files in a folder, which is relative to `root`.
         names: Image paths relative to the image folder.
-        published_names: By the published rule alone, which may give one file to several images.
 
     Raises:
         UserError: A label file fits two images, or a folder can't be read.
     """
-    if published_names:
-        return _find_published(listing, names)
     free: dict[str, set[str]] = {}  # label files not yet given to an image, by folder
     by_folder: dict[str, list[int]] = {}
     for index, name in enumerate(names):
@@ -111,17 +108,6 @@ def find_labels(listing: Listing, root: str, names: Sequence[str], published_nam
             else:
                 open_cases.append(index)
     _match_published(listing, root, names, free, open_cases, found)
-    return found
-
-
-def _find_published(listing: Listing, names: Sequence[str]) -> LabelMatches:
-    found = LabelMatches()
-    for index, name in enumerate(names):
-        label = published_label_name(name)
-        if _exists(listing, label):
-            found.other_name[index] = label
-        else:
-            found.missing.add(index)
     return found
 
 
