@@ -112,7 +112,11 @@ class Column:
 
     def whole(self) -> np.ndarray:
         """All rows, in memory."""
-        return np.load(self.path)
+        return np.array(self.mapped())
+
+    def mapped(self) -> np.ndarray:
+        """All rows, in a memory map."""
+        return np.memmap(self.path, self.dtype, "r", self._begin, self.shape)
 
     def write(self, row: int, data: bytes) -> None:
         """Write the bytes of a row. Raises OSError."""
@@ -222,11 +226,9 @@ def read_meta(root: str | Path) -> Meta:
 
 def read_names(root: str, meta: Meta) -> Names:
     """The names of the rows, in memory that processes share. Raises UserError: damaged."""
-    try:
-        block, ends = (np.load(os.path.join(root, name), mmap_mode="r") for name in ("names.npy", "name_ends.npy"))
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"label archive {printable(root)}: its names can't be read ({error}); {_REMEDY}") from error
-    if len(ends) != meta.records or names_crc(block, ends) != meta.names_crc32:
+    ends = Column(os.path.join(root, "name_ends.npy"), (meta.records,), ("<i8",)).mapped()
+    block = Column(os.path.join(root, "names.npy"), (int(ends[-1]),), ("|u1",)).mapped()
+    if names_crc(block, ends) != meta.names_crc32:
         raise UserError(f"label archive {printable(root)}: names.npy or name_ends.npy is damaged; {_REMEDY}")
     return Names.packed(block.data, ends)
 

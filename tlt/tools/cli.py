@@ -40,8 +40,8 @@ def parser() -> ArgumentParser:
 
 
 def _pack(command: ArgumentParser) -> None:
-    """Pack every label file of TREE, or an archive of an earlier version, into the archive OUT, a folder. Every entry is
-    checked. A killed command goes on where it was."""
+    """Pack every label file of TREE, or an archive of an earlier version, into the archive OUT, a folder. Every entry
+    is checked. A killed command goes on where it was."""
     command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt, or an old archive")
     command.add_argument("out", metavar="OUT", help="folder of the archive")
     command.add_argument("--images", metavar="DATA", help="images: stores their names, measures agreement")
