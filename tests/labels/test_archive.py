@@ -125,7 +125,7 @@ def test_cut_headless_and_missing_files_are_refused_at_the_start(archive: Path, 
         open_labels(archive, NAMES)
 
 
-@pytest.mark.parametrize("name,place", [("names.npy", -1), ("name_ends.npy", -8), ("meta.json", 60)])
+@pytest.mark.parametrize("name,place", [("names.npy", -1), ("name_ends.npy", -16), ("meta.json", 60)])
 def test_damage_of_names_and_description_is_noticed_at_the_start(archive: Path, name: str, place: int) -> None:
     flip(archive / name, place % (archive / name).stat().st_size)
     with pytest.raises(UserError, match="is damaged|can't be read as JSON"):

@@ -124,7 +124,7 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
 
 
 def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours) -> None:
-    """Cells over the box (x0, y0, x1, y1): colour is the class, opacity `Cells.opacity`; hatched where nothing counts."""
+    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts."""
     from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
