@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import get_ident
 from typing import Protocol
 
 import numpy as np
@@ -131,7 +130,7 @@ class LabelStore:
         self.num_classes, self.bad_label = num_classes, bad_label
         self.warnings: list[str] = []
         self._names = names
-        self._faults: dict[int, list[tuple[str, str]]] = {}  # by thread
+        self._faults: list[tuple[str, str]] = []
         if reader.info is not None:
             self._check_classes(reader.info, class_names)
             self.num_classes = num_classes or reader.info.num_classes
@@ -182,7 +181,7 @@ class LabelStore:
         except UserError as error:
             if self.bad_label == "stop" or isinstance(error, MachineFault):
                 raise
-            self._faults.setdefault(get_ident(), []).append((self._names[index], str(error)))
+            self._faults.append((self._names[index], str(error)))
             return self._replacement()
         return label_map
 
@@ -203,8 +202,9 @@ class LabelStore:
         return centre_square(width, height)
 
     def take_faults(self) -> list[tuple[str, str]]:
-        """(image, reason) of the maps replaced by `read` since the last call, in this thread."""
-        return self._faults.pop(get_ident(), [])
+        """(image, reason) of the maps replaced by `read` since the last call."""
+        found, self._faults = self._faults, []
+        return found
 
     def _replacement(self) -> LabelMap:
         return LabelMap.unknown(self.shape, FULL_AREA if self.bad_label == "uniform" else NO_AREA)
