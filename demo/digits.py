@@ -138,7 +138,8 @@ class Demo:
     def annotate(self) -> None:
         """Make the token labels, look whether they belong to the images, and draw some."""
         weights = f"{self.output}/annotator/model_best.pth.tar"
-        done = (ROOT / self.labels / "manifest.json").is_file()
+        meta = ROOT / self.labels / "meta.json"
+        done = meta.is_file() and json.loads(meta.read_text())["complete"]
         flags = f"--checkpoint {weights} --format archive {self.decoding}"
         run(f"python generate_label.py {self.digits} {self.labels} {flags}", done)
         run(f"python -m tlt check {self.digits} {self.labels}")

@@ -38,17 +38,19 @@ class LabelMap:
 
     Attributes:
         values: (k, h, w) float16 logits of the classes in `ids`; float32 where they were shifted
-            (`tlt.labels.records`).
+            (`tlt.labels.tail`).
         ids: (k, h, w) int32 class ids.
         area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. It may reach outside by less than
             the image's size, where a network has padding. An empty area means that nothing is known about the image.
         source: Where the map was read, such as its file: messages about it start with this.
+        log_sum_exp: (h, w) float32, of all the annotator's logits; None: not known (`tlt.labels.tail`).
     """
 
     values: np.ndarray
     ids: np.ndarray
     area: Area = FULL_AREA
     source: str = "label map"
+    log_sum_exp: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:

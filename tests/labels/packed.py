@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ from PIL import Image
 
 from tlt.data.sources.source import ImageSource
 from tlt.label_map import LabelMap
-from tlt.labels.archive_writer import ArchiveWriter, make_header
+from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_files import label_names
-from tlt.labels.metadata import TreeMetadata
+from tlt.labels.label_info import LabelInfo
 from tlt.labels.tree import write_map
 
 SHAPE = (2, 3, 4)
@@ -41,23 +42,20 @@ def write_images(root: Path) -> Path:
     return root
 
 
-def make_tree(root: Path, images: ImageSource, metadata: TreeMetadata | None = None) -> Path:
+def make_tree(root: Path, images: ImageSource, info: LabelInfo | None = None) -> Path:
     for row, name in enumerate(label_names(images.paths)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         write_map(root / name, label_map(row), 5)
-    if metadata is not None:
-        metadata.write(root / "labels.json")
+    if info is not None:
+        info.write(root / "labels.json")
     return root
 
 
-def make_archive(root: Path, images: ImageSource, area: str = "full", transposed: bool = False) -> Path:
-    metadata = TreeMetadata(SHAPE[0], SHAPE[1:], 5, area, {"model": "x"})
-    names = list(images.paths), label_names(images.paths)
-    header = make_header(SHAPE, 5, *names, area, metadata, log_sum_exp=True, transposed=transposed)
-    writer = ArchiveWriter(root, header, *names)
+def make_archive(root: Path, images: ImageSource, area: str = "full") -> Path:
+    info = LabelInfo(SHAPE[0], SHAPE[1:], 5, area, {"model": "x"}, log_sum_exp=True)
+    writer = ArchiveWriter(root, info, images.paths)
     for row in range(len(images)):
         sums = np.log(np.exp(label_map(row).values.astype(np.float32)).sum(0) + 0.5 + row)
-        bounds = (-1.0,) * 4 if area == "center" and row % 2 else (0.0, 0.25, 1.0, 0.75)
-        writer.write(row, label_map(row), images.size(row), 0, sums, bounds)
-    writer.finish(metadata.text())
+        writer.write(row, replace(label_map(row), log_sum_exp=sums))
+    writer.finish()
     return root

@@ -1,9 +1,19 @@
-"""generate_label.py as its users call it, with real models."""
+"""generate_label.py as its users call it: archives and trees, by one process or several, killed at any time."""
 
 from __future__ import annotations
 
+import filecmp
+import itertools
 import json
-from collections.abc import Callable
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +22,25 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform
+from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
+from tests.commands.conftest import ROOT
+from tests.conftest import LIMIT, free_port
 from tlt.data.sources.folder import scan_folder
 from tlt.io.progress import Progress
-from tlt.labels.metadata import TreeMetadata
+from tlt.label_map import LabelMap
+from tlt.labels import annotate
+from tlt.labels.annotate import Annotator
+from tlt.labels.archive_writer import ArchiveWriter
+from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
 from tlt.labels.tree import read_map
+from tlt.tools.cli import main as tlt
 from volo import cli
 
 SIZE = 64
+ARCHIVE = ["--format", "archive"]
 
 
 @pytest.fixture
@@ -46,8 +65,71 @@ def command(make_dataset: Callable[..., Path], annotator: Callable[..., str], tm
     )
 
 
+def into(command: list[str], name: str, *more: str) -> list[str]:
+    """The command with another OUT."""
+    return [command[0], str(Path(command[1]).with_name(name)), *command[2:], *more]
+
+
 def out_of(command: list[str]) -> Path:
     return Path(command[1])
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = [sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) for root in (one, other)]
+    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, False) for name in names[0])
+
+
+def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list[Process]:
+    """The command in forked processes, which together are `ranks` ranks; what they say goes to OUT.log.
+
+    Args:
+        writes: Each process kills itself half-way through its write of this number.
+    """
+    port, context = free_port(), multiprocessing.get_context("fork")
+
+    def rank(number: int) -> None:
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{command[1]}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+        if ranks > 1:
+            place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ |= {key: str(value) for key, value in place.items()}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+        if writes is not None:
+            die_after(writes)
+        os._exit(cli.run("label", command))
+
+    processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
+    for process in processes:
+        process.start()
+    return list(processes)
+
+
+def die_after(writes: int) -> None:
+    """Let this process kill itself half-way through a write into an archive's row."""
+    countdown, pwrite = itertools.count(writes, -1), os.pwrite
+
+    def dying_pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if next(countdown):
+            return pwrite(descriptor, data, offset)
+        pwrite(descriptor, data[: len(data) // 2], offset)
+        return os.kill(os.getpid(), signal.SIGKILL) or 0
+
+    os.pwrite = dying_pwrite  # type: ignore[assignment]
+
+
+def end(processes: Sequence[Process]) -> list[int | None]:
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def kill(processes: Sequence[Process]) -> bool:
+    """kill -9; returns whether it ended any of them."""
+    for process in processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+    return -signal.SIGKILL in end(processes)
 
 
 def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +138,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
         Image.fromarray(ramp.astype(np.uint8)).save(path)
     assert cli.run("label", command) == 0
     said = capsys.readouterr().out
-    assert "16 label maps of 4 classes on 2 x 2 places" in said and "of 16 images" in said and "64 places" in said
+    assert "16 label maps of 4 classes on 2 x 2 places" in said and "of 16 images" in said and "64 cells" in said
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval()
     transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
     folder = scan_folder(Path(command[0]) / "train")
@@ -76,13 +158,13 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
 
 def test_the_tree_says_what_it_is(command: list[str]) -> None:
     assert cli.run("label", [*command, "--top-k", "3"]) == 0
-    metadata = TreeMetadata.read(out_of(command) / "labels.json")
-    assert metadata is not None and (metadata.k, metadata.grid, metadata.num_classes) == (3, (2, 2), 4)
+    info = LabelInfo.read(out_of(command) / "labels.json")
+    assert info is not None and (info.k, info.grid, info.num_classes) == (3, (2, 2), 4)
     # resnet10t: the first token's centre is at 14.5 pixels of 64, where that of the image's upper half is at 16.
-    assert metadata.area == (-1.5 / 64, -1.5 / 64, 62.5 / 64, 62.5 / 64)
-    assert metadata.class_names == ["blue", "green", "grey", "red"]
-    assert metadata.annotator["model"] == "resnet10t" and metadata.annotator["input_size"] == [3, SIZE, SIZE]
-    assert not (out_of(command) / "labels.partial.json").exists()
+    assert info.area == (-1.5 / 64, -1.5 / 64, 62.5 / 64, 62.5 / 64)
+    assert info.class_names == ["blue", "green", "grey", "red"]
+    assert info.annotator["model"] == "resnet10t" and info.annotator["input_size"] == [3, SIZE, SIZE]
+    assert not (out_of(command) / ".archive").exists()
     assert torch.load(out_of(command) / "blue" / "blue0.pt").shape == (2, 3, 2, 2)
 
 
@@ -96,89 +178,88 @@ def test_the_average_labels_where_training_selected_by_it(
     for flag, said in (("--no-use-ema", ""), ("--use-ema", ""), (None, "weights: EMA (training selected by it)")):
         assert cli.run("label", [*command, "--overwrite", *([flag] if flag else [])]) == 0
         assert said in capsys.readouterr().out
-        metadata = TreeMetadata.read(out_of(command) / "labels.json")
-        assert metadata is not None and metadata.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
+        info = LabelInfo.read(out_of(command) / "labels.json")
+        assert info is not None and info.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
         top[flag] = read_map(out_of(command) / "red" / "red3.pt").values.astype(np.float32)
     np.testing.assert_allclose(top["--use-ema"], top["--no-use-ema"] + 0.1, atol=2e-3)
     assert (top[None] == top["--use-ema"]).all()
 
 
-def test_it_goes_on_where_it_was_stopped(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archive_has_the_maps_of_the_tree_and_log_sum_exp_of_all_logits(command: list[str], tmp_path: Path) -> None:
     assert cli.run("label", command) == 0
-    whole = {path: path.read_bytes() for path in out_of(command).rglob("*.pt")}
-    kept, damaged, gone = sorted(whole)[:3]
-    stamp = kept.stat().st_mtime_ns
-    damaged.write_bytes(whole[damaged][:50])
-    gone.unlink()
-    (out_of(command) / "labels.json").rename(out_of(command) / "labels.partial.json")
-    capsys.readouterr()
-    assert cli.run("label", command) == 0
-    said = capsys.readouterr().out
-    assert "14 of 16 images are labelled already" in said and "2 label maps" in said
-    assert kept.stat().st_mtime_ns == stamp
-    for path in (damaged, gone):
-        assert torch.equal(torch.load(path), torch.load(kept.with_name(path.name)))
-        assert path.read_bytes() == whole[path]
-    assert (out_of(command) / "labels.json").exists()
+    assert cli.run("label", into(command, "whole", *ARCHIVE)) == 0
+    assert cli.run("label", into(command, "without", *ARCHIVE, "--no-log-sum-exp")) == 0
+    model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval().double()
+    transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
+    folder = scan_folder(Path(command[0]) / "train")
+    tree, whole, without = (open_labels(tmp_path / name, folder.paths) for name in ("out", "whole", "without"))
+    for index in range(16):
+        maps = [store.read(index) for store in (tree, whole, without)]
+        assert all((each.values == maps[0].values).all() and (each.ids == maps[0].ids).all() for each in maps)
+        assert maps[0].area == maps[1].area == maps[2].area
+    for index in (0, 9):
+        with torch.no_grad():
+            features = model.forward_features(transform(Image.open(folder.path(index)))[None].double())[0]
+            dense = torch.einsum("chw,kc->khw", features, model.fc.weight) + model.fc.bias[:, None, None]
+        found = whole.reader.read(index).log_sum_exp
+        assert found is not None and found.dtype == np.float32 and without.reader.read(index).log_sum_exp is None
+        # One grey level of the resize, and the rounding of the listed values.
+        assert np.abs(found - dense.logsumexp(0).numpy()).max() < 0.02 * float(dense.std())
 
 
-def test_two_annotators_do_not_share_a_tree(
-    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("ranks,form", [(1, "archive"), (2, "archive"), (2, "tree")])
+def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, form: str
 ) -> None:
-    assert cli.run("label", command) == 0
-    other = [*command]
-    other[3], other[5] = "resnet18", annotator("resnet18")
-    before = read_map(out_of(command) / "red" / "red3.pt")
-    assert cli.run("label", other) == 2
-    assert "model resnet10t, this command says resnet18: choose another OUT, or --overwrite" in capsys.readouterr().err
-    assert cli.run("label", [*other, "--overwrite"]) == 0
-    assert (read_map(out_of(command) / "red" / "red3.pt").values != before.values).any()
-    metadata = TreeMetadata.read(out_of(command) / "labels.json")
-    assert metadata is not None and metadata.annotator["model"] == "resnet18"
+    label = Annotator.__call__
+
+    def telling(self: Annotator, images: Tensor) -> annotate.Annotation:
+        """As the last bits of many networks do, the values depend on the whole batch; but visibly so."""
+        found = label(self, images)
+        return found._replace(values=found.values + images.mean().half())
+
+    monkeypatch.setattr(Annotator, "__call__", telling)
+    arguments = into(command, "killed", "--format", form)
+    assert end(start(into(command, "whole", "--format", form))) == [0]
+    draw = random.Random(ranks)
+    for _ in range(3):
+        processes = start(arguments, ranks, draw.randrange(20))
+        multiprocessing.connection.wait([process.sentinel for process in processes])
+        assert kill(processes)
+    assert end(start(arguments, ranks)) == [0] * ranks
+    assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
-def test_no_file_that_is_no_label_is_replaced(
-    command: list[str], capsys: pytest.CaptureFixture[str], flags: list[str]
+@pytest.mark.parametrize("form", ["tree", "archive"])
+def test_what_is_in_out_decides(
+    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    mine = out_of(command) / "red" / "red3.pt"
-    mine.parent.mkdir(parents=True)
-    torch.save({"weights": torch.ones(3)}, mine)
-    before = mine.read_bytes()
-    for _ in range(2):  # nor by the same command once more
-        assert cli.run("label", [*command, *flags]) == 2
-        assert (
-            "OUT holds a file that is not replaced, label " in (said := capsys.readouterr().err) and "red3.pt" in said
-        )
-        assert [path for path in out_of(command).rglob("*") if path.is_file()] == [mine]
-        assert mine.read_bytes() == before
+    def said(code: int, *arguments: str) -> str:
+        assert cli.run("label", list(arguments)) == code
+        captured = capsys.readouterr()
+        assert code == 0 or captured.err.count("\n") == 1
+        return captured.err if code else captured.out
 
+    def top() -> np.ndarray:
+        return open_labels(out_of(command), ["red/red3.jpg"]).read(0).values
 
-def test_labels_of_unknown_origin_are_replaced_only_if_that_is_said(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    published = out_of(command) / "red" / "red3.pt"
-    published.parent.mkdir(parents=True)
-    torch.save(torch.ones(2, 5, 18, 18).half(), published)
-    before = published.read_bytes()
-    for _ in range(2):
-        assert cli.run("label", command) == 2
-        assert "of unknown origin and another shape" in capsys.readouterr().err
-        assert published.read_bytes() == before
-    assert cli.run("label", [*command, "--overwrite"]) == 0
-    assert read_map(published).shape == (4, 2, 2)
-
-
-def test_a_refused_annotator_leaves_nothing(
-    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = [*command]
+    command += ["--format", form]
+    refused = into(command, "out")
     refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
-    assert cli.run("label", refused) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --model mobilenetv3_small_050 can't annotate") and error.count("\n") == 1
+    assert "error: --model mobilenetv3_small_050 can't annotate" in said(2, *refused)
     assert not out_of(command).exists()
-    assert cli.run("label", command) == 0
+    assert "16 label maps of 4 classes on 2 x 2 places" in said(0, *command)
+    before, other = top(), into(command, "out")
+    assert "was complete already" in said(0, *command)
+    other[3], other[5] = "resnet18", annotator("resnet18")
+    assert "choose another" in said(2, *other) and (top() == before).all()
+    assert "16 label maps" in said(0, *other, "--overwrite") and (top() != before).any()
+    mine = into(command, "mine")
+    (Path(mine[1]) / "red").mkdir(parents=True)
+    torch.save(torch.ones(2, 5, 18, 18).half(), Path(mine[1]) / "red" / "red3.pt")  # of unknown origin
+    for flags in ([], ["--overwrite"]):
+        assert "holds other things" in said(2, *mine, *flags)
+    assert torch.load(Path(mine[1]) / "red" / "red3.pt").shape == (2, 5, 18, 18)
 
 
 @pytest.mark.parametrize("name,flags", [("volo_test", []), ("lvvit_test", ["--amp"]), ("resnet10t", ["--amp"])])
@@ -214,25 +295,27 @@ def test_a_folder_without_splits_and_images_of_one_stem(command: list[str], tmp_
     assert open_labels(out_of(command), scan_folder(data).paths).warnings == []
 
 
-def test_broken_images_are_counted_and_the_tree_can_still_be_used(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["tree", "archive"])
+def test_broken_images_are_counted_and_the_labels_can_still_be_used(
+    command: list[str], capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
+    command += ["--format", form]
     broken = Path(command[0]) / "train" / "red" / "red3.jpg"
     broken.write_bytes(broken.read_bytes()[:100])
     assert cli.run("label", [*command, "--max-bad-images", "0"]) == 2
-    error = capsys.readouterr().err
-    assert "red3.jpg" in error and "--max-bad-images 0" in error
-    assert not (out_of(command) / "labels.json").exists()
+    assert "1 of 16 images can't be read, more than --max-bad-images 0" in capsys.readouterr().err
     assert cli.run("label", command) == 0
     assert "left out" in (said := capsys.readouterr().out) and "red3.jpg" in said
-    metadata = TreeMetadata.read(out_of(command) / "labels.json")
-    assert metadata is not None and metadata.skipped == ["red/red3.jpg"]
     folder = scan_folder(Path(command[0]) / "train")
     store = open_labels(out_of(command), folder.paths)
+    assert store.info.skipped == ["red/red3.jpg"] and store.warnings == [] and store.reader.extra() == []
     assert store.read(folder.paths.index("red/red3.jpg"), 40, 36).area == (0, 0, 0, 0)
+    assert cli.run("label", command) == 0  # nothing left but what can't be read
 
 
-def test_transfer_labels_another_data_set(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfer_labels_another_data_set_and_names_the_classes(
+    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     for path in (Path(command[0]) / "train" / "red").iterdir():
         path.unlink()
     (Path(command[0]) / "train" / "red").rmdir()
@@ -240,7 +323,19 @@ def test_transfer_labels_another_data_set(command: list[str], capsys: pytest.Cap
     assert "4 classes" in (error := capsys.readouterr().err) and "3 class folders" in error and "--transfer" in error
     assert cli.run("label", [*command, "--transfer"]) == 0
     assert "%" not in capsys.readouterr().out
-    assert json.loads((out_of(command) / "labels.json").read_text())["class_names"] is None
+    folder = scan_folder(Path(command[0]) / "train")
+    store = open_labels(out_of(command), folder.paths, class_names=folder.class_names)
+    assert store.info.transfer and store.info.class_names is None  # four classes, whose names nobody has said
+    imagenet = into(command, "imagenet", "--transfer", *ARCHIVE)
+    torch.manual_seed(0)
+    torch.save(timm.create_model("resnet10t", num_classes=1000).state_dict(), command[5])
+    imagenet[imagenet.index("--num-classes") + 1] = "1000"
+    assert cli.run("label", imagenet) == 0
+    info = open_labels(imagenet[1], folder.paths, class_names=folder.class_names).info
+    assert info.class_names is not None and info.class_names[309] == "bee" and len(info.class_names) == 1000
+    capsys.readouterr()
+    assert tlt(["check", command[0], imagenet[1]]) == 0
+    assert "the labels are of other classes" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_a_run_says_all_that_is_needed(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
@@ -280,6 +375,75 @@ def test_weights_with_nan_logits_are_told(command: list[str], capsys: pytest.Cap
     torch.save(state, command[5])
     assert cli.run("label", command) == 2
     assert "beyond half precision" in capsys.readouterr().err
+
+
+def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "distributed_generate_label.sh"), "2", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+
+
+def test_an_error_on_one_rank_ends_all_and_is_told_once(command: list[str], tmp_path: Path) -> None:
+    (Path(command[0]) / "train" / "blue" / "blue12.jpg").write_bytes(b"nothing")  # in rank 1's first batch of 3
+    assert end(start(into(command, "out", *ARCHIVE, "-b", "3", "--max-bad-images", "0"), 2)) == [5, 2]
+    said = (tmp_path / "out.log").read_text()
+    assert said.count("1 of 16 images") == said.count("[rank 1] error: 1 of 16 images") == 1
+    assert said.count("error:") == 2 and "[rank 0] error: another rank has ended" in said and "Traceback" not in said
+    assert not json.loads((tmp_path / "out" / "meta.json").read_text())["complete"]
+    done = launched(*into(command, "other", "--model", "resnet10x"))
+    assert done.returncode == 2 and done.stderr.count("error:") == done.stderr.count("error: --model resnet10x") == 1
+
+
+def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: Path) -> None:
+    assert cli.run("label", into(command, "one", *ARCHIVE)) == 0
+    said = launched(*into(command, "two", *ARCHIVE))
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("labelling: 16/16 images") == said.stdout.count("16 label maps") == 1
+    assert "cells" in said.stdout.splitlines()[-1]
+    assert same_files(tmp_path / "one", tmp_path / "two")
+
+
+class ManyClasses(nn.Module):
+    """The least that timm's interface asks for: 4 features a place, averaged, and a linear head."""
+
+    global_pool, num_prefix_tokens, output_fmt = "avg", 0, "NCHW"
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes, self.fc = num_classes, nn.Linear(4, num_classes)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("classes,dtype", [(21_841, np.uint16), (70_000, np.int32)])
+def test_many_classes_are_exact_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes: int, dtype: type
+) -> None:
+    torch.manual_seed(0)
+    model, images, sizes = ManyClasses(classes).eval(), torch.randn(7, 4, 5, 6), []
+    real = annotate._annotation
+    monkeypatch.setattr(annotate, "_annotation", lambda dense, k: (sizes.append(dense.numel()), real(dense, k))[1])
+    found = Annotator(model, 5)(images)
+    assert sizes == [5 * 6 * classes] * 7  # one image at a time, although a batch of 7
+    weight, bias = model.fc.weight.detach().double().numpy(), model.fc.bias.detach().double().numpy()
+    dense = np.einsum("bchw,kc->bkhw", images.double().numpy(), weight) + bias[:, None, None]
+    order = np.argsort(-dense, axis=1)[:, :5]
+    np.testing.assert_array_equal(found.ids, order)
+    np.testing.assert_allclose(found.log_sum_exp, np.log(np.exp(dense).sum(1)), atol=2e-3)
+
+    names = [f"a/{number}.jpg" for number in range(7)]
+    writer = ArchiveWriter(tmp_path / "out", LabelInfo(5, (5, 6), classes), names, large_ids=classes > 2**16)
+    for row in range(7):
+        writer.write(row, LabelMap(found.values[row].numpy(), found.ids[row].numpy()))
+    writer.finish()
+    store = open_labels(tmp_path / "out", names, num_classes=classes)
+    np.testing.assert_array_equal([store.read(row).ids for row in range(7)], order)
+    stored = np.load(tmp_path / "out" / "ids.npy")
+    assert stored.dtype == dtype and stored.max() > 2**14
 
 
 def test_progress_has_an_eta_where_nobody_watches(

@@ -42,7 +42,6 @@ def test_images_without_label(data: Path, tmp_path: Path) -> None:
 BAD_LABELS: dict[str, tuple[dict[str, object], str]] = {
     "classes": ({"num_classes": 4}, "has class ids up to 4, which are not in 0..3"),
     "tail": ({"label_tail": "exact"}, "has no log-sum-exp"),
-    "published names": ({"published_names": True}, "--compat label-names: .* leave it out"),
     "other images": ({"names": ["z/z.jpg"]}, "labels are of another data set"),
 }
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from tlt.errors import UserError
 from tlt.label_map import LabelBatch, LabelMap
 from tlt.labels.annotate import _annotation
-from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.records import relative_to_tail
+from tlt.labels.archive_writer import ArchiveWriter
+from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
+from tlt.labels.tail import relative_to_tail
 from tlt.targets import make_targets
 
 
@@ -64,15 +65,13 @@ def test_tails_that_rounding_has_taken_are_as_good_as_nothing() -> None:
     assert torch.equal(relative_to_tail(found.values, found.log_sum_exp, 3), found.values.float())
 
 
-def archive_of(root: Path, dense: Tensor, k: int, log_sum_exp: bool = True) -> list[str]:
+def archive_of(root: Path, dense: Tensor, k: int, log_sum_exp: bool = True, classes: int | None = None) -> list[str]:
     """An archive of (B, h, w, C) dense logits; returns the images' names."""
     found, names = _annotation(dense.clone(), k), [f"a/{number}.jpg" for number in range(len(dense))]
-    labels = [name.replace("jpg", "pt") for name in names]
-    header = make_header((k, *dense.shape[1:3]), dense.shape[3], names, labels, log_sum_exp=log_sum_exp)
-    writer = ArchiveWriter(root, header, names, labels)
+    writer = ArchiveWriter(root, LabelInfo(k, tuple(dense.shape[1:3]), classes, log_sum_exp=log_sum_exp), names)
     for row in range(len(names)):
         total = found.log_sum_exp[row].numpy() if log_sum_exp else None
-        writer.write(row, LabelMap(found.values[row].numpy(), found.ids[row].numpy()), log_sum_exp=total)
+        writer.write(row, LabelMap(found.values[row].numpy(), found.ids[row].numpy(), log_sum_exp=total))
     writer.finish()
     return names
 
@@ -100,11 +99,10 @@ def test_pooled_labels_are_those_of_the_mean_of_the_shifted_logits(tmp_path: Pat
 def test_stores_without_log_sum_exp_are_refused(tmp_path: Path) -> None:
     dense = annotator_says(6, 1.0)
     names = archive_of(tmp_path / "without", dense, 2, log_sum_exp=False)
-    with pytest.raises(UserError, match="without has no log-sum-exp: make it with `generate_label.py --format archive"):
+    with pytest.raises(
+        UserError, match="without has no log-sum-exp: make labels with `generate_label.py --format archive"
+    ):
         open_labels(tmp_path / "without", names, num_classes=6, label_tail="exact")
-    (tmp_path / "tree").mkdir()
-    with pytest.raises(UserError, match="tree is no archive with log-sum-exp, as `generate_label.py --format archive"):
-        open_labels(tmp_path / "tree", names, label_tail="exact")
     archive_of(tmp_path / "with", dense, 2)
     with pytest.raises(UserError, match="does not say how many classes"):
         open_labels(tmp_path / "with", names, label_tail="exact")

@@ -76,14 +76,13 @@ def read_at(descriptor: int, length: int, offset: int) -> bytes:
         return os.read(descriptor, length)
 
 
-def write_at(descriptor: int, data: bytes, offset: int) -> None:
-    """Write `data` to byte `offset` of an open file, in one write."""
+def write_at(descriptor: int, data: bytes, offset: int) -> int:
+    """Write `data` to byte `offset` of an open file, in one write; return how many bytes were written."""
     if hasattr(os, "pwrite"):
-        os.pwrite(descriptor, data, offset)
-        return
+        return os.pwrite(descriptor, data, offset)
     with _SEEKING:
         os.lseek(descriptor, offset, os.SEEK_SET)
-        os.write(descriptor, data)
+        return os.write(descriptor, data)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,19 +10,19 @@ import numpy as np
 from tlt.label_map import LabelMap
 
 
-def class_shares(label_map: LabelMap) -> tuple[np.ndarray, np.ndarray]:
+def _class_shares(label_map: LabelMap) -> tuple[np.ndarray, np.ndarray]:
     """The class ids of a map, (c,), and the share of each in every cell, (h * w, c).
 
     Shares are the softmax over the k stored logits of a cell.
     """
-    ids, place = np.unique(label_map.ids, return_inverse=True)
+    ids, position = np.unique(label_map.ids, return_inverse=True)
     k = label_map.ids.shape[0]
     values = label_map.values.reshape(k, -1).astype(np.float32)
     weights = np.exp(values - values.max(axis=0))
     weights /= weights.sum(axis=0)
     shares = np.zeros((values.shape[1], len(ids)), np.float32)
     cells = np.broadcast_to(np.arange(values.shape[1]), values.shape)
-    np.add.at(shares, (cells, place.reshape(k, -1)), weights)
+    np.add.at(shares, (cells, position.reshape(k, -1)), weights)
     return ids, shares
 
 
@@ -40,7 +41,7 @@ class Agreement:
         """Count an image, given the class of its folder."""
         values, ids = label_map.values, label_map.ids
         top = np.take_along_axis(ids, values.argmax(axis=0)[None], axis=0)[0]  # (h, w)
-        found, shares = class_shares(label_map)
+        found, shares = _class_shares(label_map)
         self.images += 1
         self.images_agreeing += int(found[shares.mean(axis=0).argmax()] == truth)
         self.cells += top.size
@@ -66,14 +67,14 @@ class Agreement:
             "cells_by_chance": self.chance(),
         }
 
-    def text(self) -> str:
-        """The result as one line of text."""
-        if not self.images:
-            return "agreement with the folders' classes: not measured"
-        said = self.summary()
-        return (
-            "the mean of the cells' shares names the folder's class for "
-            f"{100 * said['images_naming_their_class']:.2f} % of {self.images} images, a single cell for "
-            f"{100 * said['cells_naming_their_class']:.2f} % of {self.cells} cells "
-            f"({100 * said['cells_by_chance']:.2f} % by chance)"
-        )
+
+def agreement_text(summary: Mapping[str, Any]) -> str:
+    """A summary as one line of text."""
+    if not summary:
+        return "agreement with the folders' classes: not measured"
+    return (
+        "the mean of the cells' shares names the folder's class for "
+        f"{100 * summary['images_naming_their_class']:.2f} % of {summary['images']} images, a single cell for "
+        f"{100 * summary['cells_naming_their_class']:.2f} % of {summary['cells']} cells "
+        f"({100 * summary['cells_by_chance']:.2f} % by chance)"
+    )

@@ -75,13 +75,11 @@ class Annotation(NamedTuple):
     Attributes:
         values, ids: (B, k, h, w) float16 and int32, as of `top_classes`.
         log_sum_exp: (B, h, w) float32, of all logits of a place, where those listed count as rounded in `values`.
-        named: (B,) int64, the class that the mean over the places names.
     """
 
     values: Tensor
     ids: Tensor
     log_sum_exp: Tensor
-    named: Tensor
 
 
 class Annotator:
@@ -125,11 +123,10 @@ def _annotation(dense: Tensor, k: int) -> Annotation:
     """The annotation in dense logits (B, h, w, C), which are overwritten."""
     dense = dense.float()
     values, ids = top_classes(dense, k)
-    named = dense.mean((1, 2)).argmax(-1)
     # The difference of two sums would lose the digits of a small tail.
     tail = dense.scatter_(-1, ids.permute(0, 2, 3, 1).long(), -torch.inf).logsumexp(-1)
     total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
-    return Annotation(values, ids, total, named)
+    return Annotation(values, ids, total)
 
 
 def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -> None:

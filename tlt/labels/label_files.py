@@ -79,88 +79,51 @@ def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> 
     return files
 
 
-def find_labels(listing: Listing, root: str, names: Sequence[str], published_names: bool = False) -> LabelMatches:
+def find_labels(listing: Listing, root: str, names: Sequence[str]) -> LabelMatches:
     """Match images with label files, at the cost of one listing per folder.
+
+    An image takes `a/x.jpg.pt`, else `a/x.pt`, else what the published reader would open if that is no other image's.
 
     Args:
         listing: Names of the label files in a folder, which is relative to `root`.
         names: Image paths relative to the image folder.
-        published_names: By the published rule alone, which may give one file to several images.
 
     Raises:
         UserError: A label file fits two images, or a folder can't be read.
     """
-    if published_names:
-        return _find_published(listing, names)
-    free: dict[str, set[str]] = {}  # label files not yet given to an image, by folder
     by_folder: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         by_folder.setdefault(os.path.dirname(name), []).append(index)
-    found, open_cases = LabelMatches(), []
+    found, others = LabelMatches(), []
     for folder, indices in by_folder.items():
-        files = free[folder] = set(listing(folder))
+        files, owner = listing(folder), dict[str, int]()
         for index in indices:
-            file = os.path.basename(names[index])
-            label = file + ".pt"
-            if label in files:
-                found.other_name[index] = os.path.join(folder, label)
-            else:
-                label = usual_label_name(file)
-            if label in files:
-                files.remove(label)
-            else:
-                open_cases.append(index)
-    _match_published(listing, root, names, free, open_cases, found)
-    return found
-
-
-def _find_published(listing: Listing, names: Sequence[str]) -> LabelMatches:
-    found = LabelMatches()
-    for index, name in enumerate(names):
-        label = published_label_name(name)
-        if _exists(listing, label):
-            found.other_name[index] = label
-        else:
-            found.missing.add(index)
-    return found
-
-
-def _exists(listing: Listing, label: str) -> bool:
-    folder, file = os.path.split(label)
-    return file in listing(folder)
-
-
-def _match_published(
-    listing: Listing,
-    root: str,
-    names: Sequence[str],
-    free: dict[str, set[str]],
-    open_cases: list[int],
-    found: LabelMatches,
-) -> None:
-    claims: dict[str, list[int]] = {}
-    for index in open_cases:
-        own = usual_label_name(names[index])
-        if _exists(listing, own):
-            raise UserError(
-                f"label {printable(os.path.join(root, own))} fits {printable(names[index])} and another image; "
-                "make the labels again with generate_label.py, which tells the two apart"
-            )
-        claims.setdefault(published_label_name(names[index]), []).append(index)
-    for label, indices in claims.items():
+            own = os.path.basename(names[index])
+            if f"{own}.pt" in files:
+                found.other_name[index] = os.path.join(folder, f"{own}.pt")
+            elif (label := usual_label_name(own)) not in files:
+                others.append(index)
+            elif owner.setdefault(label, index) != index:
+                raise _fits_two(root, os.path.join(folder, label), names, owner[label], index)
+    claims: dict[str, int] = {}
+    usual = set(map(usual_label_name, names)) if others else set()
+    for index in others:
+        label = published_label_name(names[index])
         folder, file = os.path.split(label)
-        if folder not in free:
-            free[folder] = set(listing(folder))
-        if file not in free[folder]:
-            found.missing.update(indices)
-        elif len(indices) > 1:
-            first, second = (printable(names[index]) for index in indices[:2])
-            raise UserError(
-                f"label {printable(os.path.join(root, label))} fits {len(indices)} images, such as {first} and "
-                f"{second}: it was overwritten while it was made; make the labels again with generate_label.py"
-            )
+        if file not in listing(folder) or label in usual:
+            found.missing.add(index)
+        elif claims.setdefault(label, index) != index:
+            raise _fits_two(root, label, names, claims[label], index)
         else:
-            found.other_name[indices[0]] = label
+            found.other_name[index] = label
+    return found
+
+
+def _fits_two(root: str, label: str, names: Sequence[str], one: int, other: int) -> UserError:
+    return UserError(
+        f"label {printable(os.path.join(root, label))} fits {printable(names[one])} and {printable(names[other])}; "
+        "make the labels again with generate_label.py, which tells the two apart"
+    )
 
 
 def _label_files(root: str, folder: str) -> frozenset[str]:

@@ -5,18 +5,18 @@
 | `values` | float16 (k, h, w) | logits |
 | `ids` | uint16 or int32 (k, h, w) | class ids |
 | `log_sum_exp` | float32 (h, w), where the packed archive had it | of all the annotator's logits |
-| `area` | float32 (4) | x0, y0, x1, y1: share of the image that the map covers; -1: only its size tells |
-| `size` | int32 (2) | width and height of the image the map was made of; 0: not known |
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load
+from safetensors.numpy import load, save
 
 from tlt.data.sources.folder import TRAIN_SPLITS
 from tlt.data.sources.image_file import BadImage
@@ -25,8 +25,9 @@ from tlt.data.sources.tar_shards import LABELS, TABLE
 from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
+from tlt.label_map import LabelMap
 from tlt.labels.label_files import usual_label_name
-from tlt.labels.records import MapForm, Record
+from tlt.labels.label_info import LabelInfo
 
 
 def shard_folder(path: str | Path) -> str | None:
@@ -37,8 +38,22 @@ def shard_folder(path: str | Path) -> str | None:
     return None
 
 
+def label_bytes(label_map: LabelMap) -> bytes:
+    """The file of a map in a shard."""
+    ids = label_map.ids.astype(np.uint16 if label_map.ids.max() < 2**16 else np.int32)
+    tensors = {"values": label_map.values, "ids": ids}
+    if label_map.log_sum_exp is not None:
+        tensors["log_sum_exp"] = label_map.log_sum_exp
+    return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
+
+
+def described(info: LabelInfo, identity: bytes) -> dict[str, Any]:
+    """What the table of the labels says of them."""
+    return {"info": asdict(info), "identity": identity.decode(errors="surrogateescape")}
+
+
 class ShardReader:
-    """The label maps of a list of images in tar shards, matched by name. A `tlt.labels.records.Reader`.
+    """The label maps of a list of images in tar shards, matched by name. A `tlt.labels.store.Reader`.
 
     Args:
         names: Image paths relative to the image folder.
@@ -56,10 +71,11 @@ class ShardReader:
             )
         self.table = RecordTable(os.path.join(root, LABELS))
         self.table.check_files()
-        said = dict(self.table.description["about"])
-        self._identity = str(said.pop("identity"))
-        said |= {name: tuple(said[name]) for name in ("shape", "area") if isinstance(said[name], list)}
-        self.form = MapForm(**said)
+        about = self.table.description["about"]
+        if "info" not in about:
+            raise UserError(f"--token-label-data {printable(root)}: labels of an earlier version; pack the shards anew")
+        self._identity = str(about["identity"])
+        self.info = LabelInfo.from_json(about["info"], os.path.join(root, f"{LABELS}.json"))
         self._row_of = self._match(names)  # (images,) int64 row of the table, -1: none; None: row i is image i
 
     def identity(self) -> bytes:
@@ -71,19 +87,18 @@ class ShardReader:
     def usual_label(self, name: str) -> str:
         return usual_label_name(name)
 
-    def record(self, index: int) -> Record:
-        row = index if self._row_of is None else int(self._row_of[index])
+    def read(self, index: int) -> LabelMap:
+        row, source = index if self._row_of is None else int(self._row_of[index]), self.source(index)
         try:
-            return Record(**load(bytes(self.table.read(row))))
-        except (BadImage, SafetensorError, TypeError) as error:
-            raise UserError(f"{self.source(index)}: {error}") from error
+            tensors = load(bytes(self.table.read(row)))
+            values, ids = tensors["values"], tensors["ids"].astype(np.int32)
+        except (BadImage, SafetensorError, KeyError) as error:
+            raise UserError(f"{source}: {error}") from error
+        return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
 
     def extra(self) -> list[str]:
         used = np.arange(len(self._names)) if self._row_of is None else self._row_of
         return [self.table.names[row] for row in np.setdiff1d(np.arange(len(self.table.names)), used).tolist()]
-
-    def damaged_files(self) -> list[str]:
-        return self.table.damaged_files()
 
     def _match(self, names: Names) -> np.ndarray | None:
         self.missing: set[int] = set()

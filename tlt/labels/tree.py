@@ -3,7 +3,7 @@
 `ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
 exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
 
-`ROOT/labels.json` says what the maps are (`tlt.labels.metadata`). Published trees have none.
+`ROOT/labels.json` says what the maps are (`tlt.labels.label_info`). Published trees have none.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,17 +23,15 @@ from tlt.io.names import Names
 from tlt.io.natural import natural_key
 from tlt.io.text import printable
 from tlt.io.weights import refused_name, short_reason, verify_zip
-from tlt.label_map import FULL_AREA, Area, LabelMap
+from tlt.label_map import LabelMap
 from tlt.labels.label_files import (
     LabelMatches,
     find_labels,
     label_files_below,
-    published_label_name,
     tree_listing,
     usual_label_name,
 )
-from tlt.labels.metadata import METADATA_NAME, TreeMetadata
-from tlt.labels.records import MapForm, Record
+from tlt.labels.label_info import INFO_NAME, LabelInfo
 
 # Largest class id up to which every id is a number of its own.
 _EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
@@ -45,18 +42,8 @@ def label_dtype(num_classes: int) -> torch.dtype:
     return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
 
 
-def most_classes(dtype: torch.dtype) -> int:
-    """How many classes labels of a number format can tell apart."""
-    return _EXACT_IDS.get(dtype, 2**31 - 1) + 1
-
-
 def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
-    """Write one label file in the published form, replacing `path` in one step.
-
-    Raises:
-        UserError: The map can't be trained on (see `LabelMap.validate`); nothing is written.
-    """
-    replace(label_map, source=printable(str(path))).validate(num_classes)
+    """Write one label file in the published form, replacing `path` in one step."""
     dtype = label_dtype(num_classes)
     both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
     path = Path(path)
@@ -70,45 +57,20 @@ def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def refuse_other_files(root: str | Path, labels: Iterable[str], shape: tuple[int, int, int] | None = None) -> None:
-    """Raise UserError if what lies where label files are to be written is no label map, or none of a given shape
-    (k, h, w). For folders that don't say what they are (`labels.json`)."""
-    for label in labels:
-        path = os.path.join(root, label)
-        if not os.path.lexists(path):
-            continue
-        try:
-            found = read_map(path).shape
-        except MachineFault:
-            raise
-        except UserError as error:
-            raise UserError(
-                f"OUT holds a file that is not replaced, {error}, remove it, or choose another folder"
-            ) from error
-        if shape not in (None, found):
-            raise UserError(
-                f"OUT holds label {printable(path)} of unknown origin and another shape (k, h, w), {found} and not "
-                f"{shape}: choose another folder, or --overwrite"
-            )
-
-
-def read_map(path: str | Path, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
+def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     """Read one label file, [2, k, H, W] or [1, 2, k, H, W], without running code from it.
 
+    What the map says is checked by `LabelMap.validate`.
+
+    Args:
+        num_classes: The number format of the file must be able to tell so many apart.
+
     Raises:
-        UserError: Missing, damaged, no such tensor, class ids that its number format can't hold, or a map that
-            can't be trained on (see `LabelMap.validate`). The message starts with the file.
+        UserError: Missing, damaged, no such tensor, or class ids that its number format can't hold. The message starts
+            with the file.
     """
     shown = f"label {printable(str(path))}"
-    return map_of(read_tensor(path, shown), shown, num_classes, area).validate(num_classes)
-
-
-def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, area: Area = FULL_AREA) -> LabelMap:
-    """The map in the tensor of a label file; `LabelMap.validate` checks what it says. `shown` starts its messages.
-
-    Raises:
-        UserError: Another shape, or class ids that its number format can't hold.
-    """
+    tensor = read_tensor(path, shown)
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
@@ -122,8 +84,7 @@ def map_of(tensor: torch.Tensor, shown: str, num_classes: int | None = None, are
             f"{shown}: class ids in {str(tensor.dtype).removeprefix('torch.')} are exact to {limit} only, too few for "
             f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
         )
-    values = tensor[0].half().numpy()
-    return LabelMap(values, ids.int().numpy(), area, shown)
+    return LabelMap(tensor[0].half().numpy(), ids.int().numpy(), source=shown)
 
 
 def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
@@ -159,7 +120,7 @@ _SAMPLED = 1024  # files of a tree that `identity` reads: if 100 of 10,000 chang
 
 
 class TreeReader:
-    """The label files of a list of images, found when constructed. A `tlt.labels.records.Reader`.
+    """The label files of a list of images, found when constructed. A `tlt.labels.store.Reader`.
 
     The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
     take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
@@ -167,7 +128,6 @@ class TreeReader:
     Args:
         names: Image paths relative to the image folder.
         num_classes: Class ids must be below it.
-        published_names: Find labels by the published rule alone (`tlt.labels.label_files.published_label_name`).
         found: As in `tlt.data.sources.folder_listing.list_folder`.
         matches: Which file belongs to which image, if that is known already; nothing is listed then.
 
@@ -180,16 +140,14 @@ class TreeReader:
         root: str,
         names: Names,
         num_classes: int | None = None,
-        published_names: bool = False,
         found: Callable[[str, int], None] | None = None,
         matches: LabelMatches | None = None,
     ) -> None:
-        self.root, self.num_classes, self.published_names = root, num_classes, published_names
+        self.root, self.num_classes, self._names = root, num_classes, names
         if not os.path.isdir(root):
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
-        self._names = names
-        self.form = self._read_form()
-        self.matches = matches or find_labels(tree_listing(root, found), root, names, published_names)
+        self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
+        self.matches = matches or find_labels(tree_listing(root, found), root, names)
         self.missing = self.matches.missing
 
     def path(self, index: int) -> str:
@@ -204,14 +162,13 @@ class TreeReader:
         return f"label {printable(self.path(index))}"
 
     def usual_label(self, name: str) -> str:
-        return published_label_name(name) if self.published_names else usual_label_name(name)
+        return usual_label_name(name)
 
-    def record(self, index: int) -> Record:
-        label_map = map_of(read_tensor(self.path(index), shown := self.source(index)), shown, self.num_classes)
-        return Record(label_map.values, label_map.ids)
+    def read(self, index: int) -> LabelMap:
+        return read_map(self.path(index), self.num_classes)
 
     def identity(self) -> bytes:
-        file = Path(self.root) / METADATA_NAME
+        file = Path(self.root) / INFO_NAME
         digest = hashlib.sha256()
         count = min(len(self._names), _SAMPLED)
         for number in range(count):
@@ -226,12 +183,3 @@ class TreeReader:
         used = {self.label(index) for index in range(len(self._names)) if index not in self.missing}
         labels, _ = label_files_below(self.root)
         return sorted(set(labels) - used, key=natural_key)
-
-    def damaged_files(self) -> list[str]:
-        return []
-
-    def _read_form(self) -> MapForm | None:
-        said = TreeMetadata.read(os.path.join(self.root, METADATA_NAME))
-        if said is None:
-            return None
-        return MapForm((said.k, *said.grid), said.num_classes - 1, said.area, False, said.text())

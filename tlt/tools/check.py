@@ -14,7 +14,8 @@ from tlt.errors import MachineFault, UserError
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
-from tlt.labels.agreement import Agreement
+from tlt.labels.agreement import Agreement, agreement_text
+from tlt.labels.shards import ShardReader
 from tlt.labels.store import LabelStore, open_labels
 
 _SHOWN = 3  # examples of each fault
@@ -54,7 +55,9 @@ class Report:
         for what, faults in counts:
             lines.append(f"{what}: {len(faults)}")
             lines += [f"  {printable(name)}{': ' + why if why else ''}" for name, why in faults[:_SHOWN]]
-        lines.append(self.agreement.text() if self.agreement else "agreement: the labels are of other classes")
+        lines.append(
+            agreement_text(self.agreement.summary()) if self.agreement else "agreement: the labels are of other classes"
+        )
         return lines
 
 
@@ -66,12 +69,12 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
     """
     folder = open_images(data, split, allow_root=True)
     store = open_labels(labels, folder.paths, num_classes=num_classes, bad_label="skip")
-    skipped = set(store.metadata.skipped) if store.metadata else set()
+    skipped = set(store.info.skipped)
     missing_names = [folder.paths[row] for row in store.missing() if folder.paths[row] not in skipped]
     report = Report(len(folder), missing=missing_names, notes=[*folder.warnings])
     if skipped:
         report.notes.append(f"{len(skipped)} images could not be read when the labels were made, and have none")
-    compared = store.metadata is None or store.metadata.class_names == folder.class_names
+    compared = not store.info.transfer and store.info.class_names in (None, folder.class_names)
     report.agreement = Agreement() if compared else None
     shapes: dict[int, tuple[int, int, int]] = {}
     missing = set(store.missing())
@@ -86,9 +89,9 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
         progress.step()
     progress.close()
     _compare_shapes(report, store, shapes, folder.paths)
-    report.extra, report.damaged_files = store.reader.extra(), store.reader.damaged_files()
-    if isinstance(folder, RecordImages):
-        report.damaged_files = sorted({*report.damaged_files, *folder.table.damaged_files()})
+    report.extra = store.reader.extra()
+    tables = [each.table for each in (folder, store.reader) if isinstance(each, (RecordImages, ShardReader))]
+    report.damaged_files = sorted({file for table in tables for file in table.damaged_files()})
     return report
 
 
@@ -111,6 +114,6 @@ def _compare_shapes(
     if not shapes:
         return
     frequent = Counter(shapes.values()).most_common(1)[0][0]
-    report.shape = store.shape if store.metadata else frequent
+    report.shape = store.shape if store.reader.info else frequent
     odd = [(names[row], f"{shape}") for row, shape in shapes.items() if shape != report.shape]
     report.wrong_shape = odd

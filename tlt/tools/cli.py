@@ -1,7 +1,7 @@
 """`tlt`: label archives and checks of labels. The arguments are parsed before torch is imported.
 
-    tlt pack TREE OUT --images DATA     one archive out of a tree of label files
-    tlt unpack ARCHIVE OUT              and back, bit for bit
+    tlt pack TREE OUT --images DATA     one archive out of a tree of label files, or out of an old archive
+    tlt unpack ARCHIVE OUT              a tree of label files out of an archive
     tlt pack-images DATA OUT            images, with their label maps, into tar shards
     tlt check DATA LABELS               do labels and images belong together?
     tlt show DATA LABELS -o page.png    images, label maps and token targets before and after augmentation
@@ -40,19 +40,19 @@ def parser() -> ArgumentParser:
 
 
 def _pack(command: ArgumentParser) -> None:
-    """Pack every label file of TREE into the archive OUT, a folder. Every entry is checked, and compared with what was
-    packed. A killed command goes on where it was."""
-    command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt")
+    """Pack every label file of TREE, or an archive of an earlier version, into the archive OUT, a folder. Every entry
+    is checked. A killed command goes on where it was."""
+    command.add_argument("tree", metavar="TREE", help="label files, CLASS/IMAGE.pt, or an old archive")
     command.add_argument("out", metavar="OUT", help="folder of the archive")
-    command.add_argument("--images", metavar="DATA", help="images: stores their names and sizes, measures agreement")
+    command.add_argument("--images", metavar="DATA", help="images: stores their names, measures agreement")
     command.add_argument("--split", default="train", help=_SPLIT)
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (labels.json, else full)")
-    command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: readers turn them")
+    command.add_argument("--transposed", action="store_true", help="the maps' rows are columns: turn them")
     command.add_argument("--overwrite", action="store_true", help="replace the archive in OUT, and nothing else")
 
 
 def _unpack(command: ArgumentParser) -> None:
-    """Write the label files that ARCHIVE was packed from, bit for bit. Every entry is checked."""
+    """Write the maps of ARCHIVE as label files, CLASS/IMAGE.pt, as published. Every entry is checked."""
     command.add_argument("archive", metavar="ARCHIVE")
     command.add_argument("out", metavar="OUT", help="folder of the tree")
     command.add_argument("--overwrite", action="store_true", help="replace label files in OUT, and nothing else")
@@ -126,8 +126,8 @@ def _positive(text: str) -> int:
 
 
 _COMMANDS = {  # arguments, one line of help, and what adds the flags; the description is its text
-    "pack": ("TREE OUT", "a tree of label files into one archive", _pack),
-    "unpack": ("ARCHIVE OUT", "an archive into the tree it was packed from", _unpack),
+    "pack": ("TREE OUT", "a tree of label files, or an old archive, into an archive", _pack),
+    "unpack": ("ARCHIVE OUT", "an archive into a tree of label files", _unpack),
     "pack-images": ("DATA OUT", "images and labels into tar shards", _pack_images),
     "check": ("DATA LABELS", "whether labels and images belong together", _check),
     "show": ("DATA LABELS -o FILE", "a picture of images with their labels", _show),

@@ -82,15 +82,6 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def place(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
-    """Axes without ticks at a place of the page."""
-    page_width, page_height = figure.get_size_inches()
-    box = (left / page_width, 1 - (top + height) / page_height, width / page_width, height / page_height)
-    axes = figure.add_axes(box)
-    axes.set_axis_off()
-    return axes
-
-
 def write(figure: Figure, left: float, top: float, text: str, size: float = 8, **style: Any) -> None:
     """Text at a place of the page, its upper left corner unless `style` says otherwise."""
     width, height = figure.get_size_inches()
@@ -133,11 +124,8 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
 
 
 def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float], colours: Colours) -> None:
-    """Cells over the box (x0, y0, x1, y1): class by colour, `Cells.opacity` by opacity, hatched where nothing counts.
-
-    Lines run between cells of different classes.
-    """
-    from matplotlib.collections import LineCollection, PatchCollection
+    """Cells over the box (x0, y0, x1, y1): colour is the class; hatched where no label counts."""
+    from matplotlib.collections import PatchCollection
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
 
@@ -152,50 +140,25 @@ def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float],
     if blank:
         style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808090", "linewidth": 0.3}
         axes.add_collection(PatchCollection(blank, hatch="//////", zorder=3, label="blank", **style))
-    lines = _borders(np.where(cells.weight > 0, cells.ids, -1)) * (width, height) + (x0, y0)
-    axes.add_collection(LineCollection(lines, colors="white", linewidths=1.6, zorder=4))
-    axes.add_collection(LineCollection(lines, colors=INK, linewidths=0.7, zorder=5))
-
-
-def _borders(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """(lines, 2, 2) of x, y: the sides between neighbouring cells of different ids, in cells."""
-    right = np.argwhere(ids[:, 1:] != ids[:, :-1]) + (0, 1)  # row, column of the cell behind the side
-    below = np.argwhere(ids[1:] != ids[:-1]) + (1, 0)
-    starts = np.concatenate([right, below])[:, ::-1].astype(float)
-    steps = np.repeat([[0.0, 1.0], [1.0, 0.0]], [len(right), len(below)], axis=0)
-    return np.stack([starts, starts + steps], axis=1)
 
 
 def name_regions(
     axes: Axes, cells: Cells, box: tuple[float, float, float, float], names: dict[int, str], most: int = 4
 ) -> None:
-    """Write the names of the classes with the most cells onto one of their cells each, far from others' and names."""
+    """Write the names of the classes with the most cells, each onto its cell nearest to the middle of all its cells."""
     from matplotlib.patheffects import withStroke
 
     x0, y0, x1, y1 = box
     rows, cols = cells.ids.shape
-    ids = np.pad(np.where(cells.weight > 0, cells.ids, -1), 1, constant_values=-1)  # pad with -1: no class outside
-    found, counts = np.unique(ids[ids >= 0], return_counts=True)
-    frequent = found[np.argsort(-counts, kind="stable")][:most]
-    taken = np.empty((0, 2))
-    for class_id in frequent[::-1]:  # the small ones first: the large ones have more room to give way
-        own, others = (np.argwhere((ids == class_id) == same) - 0.5 for same in (True, False))
-        place_of_name = own[_room(own, np.concatenate([others, taken])).argmax()]
-        taken = np.concatenate([taken, place_of_name[None] + [(0, -2), (0, 0), (0, 2)]])
-        row, col = place_of_name
+    found, counts = np.unique(cells.ids[cells.weight > 0], return_counts=True)
+    for class_id in found[np.argsort(-counts, kind="stable")][:most]:
+        own = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
+        row, col = own[((own - own.mean(axis=0)) ** 2).sum(axis=1).argmin()]
         x, y = x0 + col / cols * (x1 - x0), y0 + row / rows * (y1 - y0)
         effect = [withStroke(linewidth=2, foreground="#ffffffd0")]
         text = drawable(shorten(names[int(class_id)], 14))
         style: dict[str, Any] = {"ha": "center", "va": "center", "path_effects": effect, "parse_math": False}
         axes.text(x, y, text, fontsize=7, color=INK, zorder=8, clip_on=True, **style)
-
-
-def _room(cells: npt.NDArray[Any], others: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """(n,) squared distance of each cell (row, column) to the nearest of the others, columns counting half because
-    names are wide; of equal ones, the cell nearest to the middle of all wins."""
-    cells, others = cells * (1, 0.5), others * (1, 0.5)
-    off_middle = ((cells - cells.mean(axis=0)) ** 2).sum(axis=1)
-    return np.array([((others - cell) ** 2).sum(axis=1).min() for cell in cells]) - 1e-3 * off_middle
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:

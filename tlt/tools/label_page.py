@@ -7,6 +7,7 @@ itself: a `Batch` and its targets.
 from __future__ import annotations
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +31,9 @@ from tlt.tools.drawing import (
     Pixels,
     class_colours,
     draw_cells,
+    drawable,
     name_regions,
     new_figure,
-    place,
     shorten,
     show_image,
     write,
@@ -44,10 +45,13 @@ if TYPE_CHECKING:
 
 MAX_IMAGES = 64
 _SOURCE_PIXELS = 480  # longer side of the source images as drawn
-_PANEL, _GAP, _HEAD, _EDGE = 1.85, 0.12, 0.34, 0.25  # inches
-_LEGEND_COLUMN, _LEGEND_ROW, _LEGEND_ROWS = 2.2, 0.19, 6
-_KEY_COLUMN = 5.2
+_PANEL, _HEAD, _EDGE = 2.0, 0.3, 0.15  # inches: a picture, what stands above it, the page's edge
+_LEGEND_ROWS, _LEGEND_ROW = 6, 0.2
 _WINDOW = "#ffee00"
+_KEY = (
+    "Yellow: the window that the augmented image shows, with a dot at its upper left; dotted: fill colour beyond. "
+    "Dashed: what the label map covers. Hatched: no label. Opacity: {} x share of the token that has a label."
+)
 
 
 @dataclass(frozen=True)
@@ -169,81 +173,78 @@ def _best(row: Tensor) -> tuple[int, float]:
 
 
 def draw_page(examples: Sequence[Example], class_names: Sequence[str], title: str, note: str = "") -> Figure:
-    """Draw the examples, two abreast if there are more than three, and the legend.
+    """Draw the examples, a row each, and the legend.
 
     Args:
         class_names: By class id; ids beyond them are shown as numbers.
         title: First line of the page.
         note: What the probabilities are, for the legend.
     """
+    from matplotlib.patches import Patch
+
     counts = sum((example.classes() for example in examples), Counter[int]())
     colours = class_colours(class_id for class_id, _ in counts.most_common())
     names = {i: class_names[i] if i < len(class_names) else f"class {i}" for i in counts}
     panels = _panels(examples)
-    abreast = 2 if len(examples) > 3 else 1
-    rows = -(-len(examples) // abreast)
-    block = len(panels) * (_PANEL + _GAP) + _GAP
-    width = max(abreast * block + _EDGE, _KEY_COLUMN + 3)
-    per_row = max(1, int((width - 2 * _EDGE) / _LEGEND_COLUMN))
-    coloured = "label" in panels or "tokens" in panels
-    swatches = min(len(counts), per_row * _LEGEND_ROWS) if coloured else 0
-    legend = 0.75 + _LEGEND_ROW * -(-swatches // per_row)
-    body = rows * (_HEAD + _PANEL) + 0.5
-    figure = new_figure(width, body + legend)
-    write(figure, _EDGE, 0.12, title, size=10, weight="bold")
-    for number, example in enumerate(examples):
-        left, top = _EDGE + number % abreast * block, 0.4 + number // abreast * (_HEAD + _PANEL)
-        _draw_example(figure, left, top, example, panels, colours, names)
-    _draw_key(figure, body, note, coloured)
-    common = sorted(class_id for class_id, _ in counts.most_common(swatches))
-    if coloured:
-        _draw_swatches(figure, body + 0.5, common, colours, names, per_row, len(counts) - len(common))
+    width = max(len(panels) * (_PANEL + _EDGE) + _EDGE, 2 * (_PANEL + _EDGE) + _EDGE)
+    columns = max(1, int(width / 2))
+    shown = sorted(class_id for class_id, _ in counts.most_common(columns * _LEGEND_ROWS))
+    body = 0.4 + len(examples) * (_PANEL + _HEAD)
+    figure = new_figure(width, body + 0.8 + _LEGEND_ROW * -(-len(shown) // columns))
+    write(figure, _EDGE, 0.1, title, size=9, weight="bold")
+    for row, example in enumerate(examples):
+        _draw_row(figure, 0.4 + row * (_PANEL + _HEAD), example, panels, colours, names)
+    for number, line in enumerate(textwrap.wrap(_KEY.format(note or "probability"), int(19 * width))):
+        write(figure, _EDGE, body + 0.05 + 0.13 * number, line, size=7)
+    patches = [Patch(facecolor=colours[i], label=drawable(shorten(names[i], 28))) for i in shown]
+    more = f"and {len(counts) - len(shown)} more classes" if len(counts) > len(shown) else None
+    legend = figure.legend(handles=patches, loc="lower left", ncols=columns, fontsize=7, frameon=False, title=more)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return figure
 
 
 def _panels(examples: Sequence[Example]) -> list[str]:
-    """The pictures that are drawn for each image."""
+    """The pictures that are drawn of each image."""
     label = ["label"] if any(example.label is not None for example in examples) else []
     tokens = ["tokens"] if any(example.tokens is not None for example in examples) else []
     return ["source", *label, "augmented", *tokens]
 
 
-def _draw_example(
-    figure: Figure,
-    left: float,
-    top: float,
-    example: Example,
-    panels: Sequence[str],
-    colours: Colours,
-    names: dict[int, str],
+def _draw_row(
+    figure: Figure, top: float, example: Example, panels: Sequence[str], colours: Colours, names: dict[int, str]
 ) -> None:
-    write(figure, left, top, shorten(example.name, 30 * len(panels)), size=7.5)
-    for panel in panels:
-        axes = place(figure, left, top + 0.17, _PANEL, _PANEL)
-        axes.set_gid(panel)
-        _PAINTERS[panel](axes, example, colours, names)
-        left += _PANEL + _GAP
+    """The pictures of an image beside each other, below its name and the target of the whole image."""
+    target = ""
     if example.target is not None:
         class_id, probability = example.target
-        name = shorten(names.get(class_id, f"class {class_id}"), 24)
-        write(figure, left - _GAP, top, f"target: {name} {probability:.2f}", size=7.5, ha="right", color=FAINT)
+        target = f"   target: {shorten(names.get(class_id, f'class {class_id}'), 24)} {probability:.2f}"
+    write(figure, _EDGE, top + 0.08, shorten(example.name, 60) + target, size=7, color=FAINT)
+    page_width, page_height = figure.get_size_inches()
+    for column, panel in enumerate(panels):
+        left, low = _EDGE + column * (_PANEL + _EDGE), page_height - top - _HEAD - _PANEL
+        box = (left / page_width, low / page_height, _PANEL / page_width, _PANEL / page_height)
+        axes = figure.add_axes(box, label=f"{panel} {top}", gid=panel)
+        axes.set_axis_off()
+        if panel == "source":
+            _draw_source(axes, example)
+        elif panel == "label":
+            _draw_label(axes, example, colours, names)
+        else:
+            _draw_augmented(axes, example, example.tokens if panel == "tokens" else None, colours, names)
 
 
-def _draw_source(axes: Axes, example: Example, colours: Colours, names: dict[int, str]) -> None:
+def _draw_source(axes: Axes, example: Example) -> None:
     """The image as it is, and the window that the augmented image shows."""
     from matplotlib.patches import Polygon, Rectangle
-    from matplotlib.patheffects import withStroke
 
     show_image(axes, example.source, example.size)
     x0, y0, x1, y1 = example.crop
-    common: dict[str, Any] = {"fill": False, "clip_on": False}
-    dotted: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.0, "linestyle": (0, (2, 2))}
-    around = [withStroke(linewidth=2, foreground="#00000080")]
-    axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, label="crop", path_effects=around, **dotted, **common))
-    solid: dict[str, Any] = {"edgecolor": _WINDOW, "linewidth": 1.6, "joinstyle": "miter"}
-    around = [withStroke(linewidth=3, foreground="#000000a0")]
-    axes.add_patch(Polygon(example.window, closed=True, label="window", path_effects=around, **solid, **common))
-    axes.plot(*example.window[0], marker="o", color=_WINDOW, markersize=6, markeredgecolor=INK, clip_on=False)
+    dotted: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.0, "linestyle": (0, (2, 2)), "fill": False}
+    axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, label="crop", clip_on=False, **dotted))
+    solid: dict[str, Any] = {"edgecolor": _WINDOW, "linewidth": 1.6, "fill": False}
+    axes.add_patch(Polygon(example.window, closed=True, label="window", clip_on=False, **solid))
+    axes.plot(*example.window[0], marker="o", color=_WINDOW, markersize=5, markeredgecolor=INK, clip_on=False)
     corners = np.concatenate([example.window, [(0, 0), example.size]])
     (left, top), (right, bottom) = corners.min(axis=0), corners.max(axis=0)
     axes.set(xlim=(left, right), ylim=(bottom, top))
@@ -262,67 +263,20 @@ def _draw_label(axes: Axes, example: Example, colours: Colours, names: dict[int,
         return
     draw_cells(axes, example.label, example.area, colours)
     name_regions(axes, example.label, example.area, names)
-    style: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 1.2, "linestyle": (0, (4, 2)), "zorder": 7}
-    axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, clip_on=False, label="area", **style))
+    dashed: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 1.2, "linestyle": (0, (4, 2)), "zorder": 7}
+    axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, clip_on=False, label="area", **dashed))
     axes.set(xlim=(0, example.size[0]), ylim=(example.size[1], 0))
 
 
-def _draw_augmented(axes: Axes, example: Example, colours: Colours, names: dict[int, str]) -> None:
-    show_image(axes, example.augmented)
-    axes.plot(0, 0, marker="o", color=_WINDOW, markersize=6, markeredgecolor=INK, clip_on=False)
-
-
-def _draw_tokens(axes: Axes, example: Example, colours: Colours, names: dict[int, str]) -> None:
-    show_image(axes, example.augmented, muted=True)
-    if example.tokens is not None:
-        height, width = example.augmented.shape[:2]
-        draw_cells(axes, example.tokens, (0, 0, width, height), colours)
-        name_regions(axes, example.tokens, (0, 0, width, height), names)
-        axes.set(xlim=(0, width), ylim=(height, 0))
-
-
-_PAINTERS = {"source": _draw_source, "label": _draw_label, "augmented": _draw_augmented, "tokens": _draw_tokens}
-
-
-def _draw_key(figure: Figure, top: float, note: str, coloured: bool) -> None:
-    """One line that says what the marks mean."""
-    from matplotlib.patches import Rectangle
-
-    width = figure.get_size_inches()[0] - 2 * _EDGE
-    axes = place(figure, _EDGE, top, width, 0.4)
-    axes.set(xlim=(0, width), ylim=(0.4, 0))
-
-    def explain(x: float, y: float, text: str) -> None:
-        axes.text(x + 0.36, y, text, fontsize=7.5, va="center", color=INK)
-
-    def box(x: float, y: float, **style: Any) -> None:
-        axes.add_patch(Rectangle((x, y), 0.26, 0.12, **{"facecolor": "none", **style}))
-
-    box(0.02, 0.03, edgecolor=_WINDOW, linewidth=1.8)
-    axes.plot(0.02, 0.03, marker="o", color=_WINDOW, markersize=5, markeredgecolor=INK, clip_on=False)
-    explain(0.02, 0.09, "window of the augmented image, dot at its upper left (dotted: fill colour beyond)")
-    if not coloured:
-        return
-    steps = np.linspace(0, 1, 32)[None]
-    axes.imshow(steps, extent=(0.02, 0.28, 0.36, 0.24), cmap="Greys", aspect="auto", vmin=0, vmax=1.2)
-    explain(0.02, 0.30, f"opacity 0 to 1: {note} x share of the token that has a label")
-    box(_KEY_COLUMN, 0.24, edgecolor="#808080", hatch="//////", linewidth=0.3)
-    explain(_KEY_COLUMN, 0.30, "no label: left out of the dense loss")
-    box(_KEY_COLUMN, 0.03, linestyle=(0, (4, 2)), edgecolor=INK)
-    explain(_KEY_COLUMN, 0.09, "what the label map covers")
-
-
-def _draw_swatches(
-    figure: Figure, top: float, ids: Sequence[int], colours: Colours, names: dict[int, str], per_row: int, more: int
+def _draw_augmented(
+    axes: Axes, example: Example, tokens: Cells | None, colours: Colours, names: dict[int, str]
 ) -> None:
-    """The colours of the classes, row by row."""
-    from matplotlib.patches import Rectangle
-
-    width, height = figure.get_size_inches()
-    for number, class_id in enumerate(ids):
-        left, y = _EDGE + number % per_row * _LEGEND_COLUMN, top + number // per_row * _LEGEND_ROW
-        box = (left / width, 1 - (y + 0.13) / height), 0.22 / width, 0.13 / height
-        figure.add_artist(Rectangle(*box, facecolor=colours[class_id], edgecolor=INK, linewidth=0.4))
-        write(figure, left + 0.3, y + 0.065, shorten(names[class_id], 28), size=7.5, va="center")
-    if more:
-        write(figure, width - _EDGE, top - 0.12, f"and {more} more classes", size=7, ha="right", color=FAINT)
+    """What the model sees, with the targets of its tokens over it where there are any."""
+    show_image(axes, example.augmented, muted=tokens is not None)
+    height, width = example.augmented.shape[:2]
+    if tokens is None:
+        axes.plot(0, 0, marker="o", color=_WINDOW, markersize=5, markeredgecolor=INK, clip_on=False)
+        return
+    draw_cells(axes, tokens, (0, 0, width, height), colours)
+    name_regions(axes, tokens, (0, 0, width, height), names)
+    axes.set(xlim=(0, width), ylim=(height, 0))

@@ -1,43 +1,38 @@
-"""A published tree of label files into one archive (`tlt pack`), and back, bit for bit (`tlt unpack`)."""
+"""A tree of label files, or an archive of version 1, into an archive (`tlt pack`); a tree out of it (`tlt unpack`)."""
 
 from __future__ import annotations
 
-import io
 import os
-import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 
-from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import leads_out
+from tlt.io.names import Names, leads_out
 from tlt.io.natural import natural_key
 from tlt.io.progress import Progress
 from tlt.io.text import printable
-from tlt.label_map import Area, centre_square
-from tlt.labels.agreement import Agreement
-from tlt.labels.archive import Rows, read_manifest
-from tlt.labels.archive_format import FILE_DTYPES, SHARD_RECORDS, UNKNOWN_AREA, Form
-from tlt.labels.archive_writer import ArchiveWriter, make_header
-from tlt.labels.label_files import find_labels, label_files_below, tree_listing
-from tlt.labels.metadata import METADATA_NAME, TreeMetadata
-from tlt.labels.tree import map_of, most_classes, read_tensor, refuse_other_files
+from tlt.label_map import LabelMap
+from tlt.labels.agreement import agreement_text
+from tlt.labels.archive import ArchiveReader, is_old_archive, read_meta, read_names
+from tlt.labels.archive_writer import ArchiveWriter
+from tlt.labels.label_files import find_labels, label_files_below, label_names, tree_listing
+from tlt.labels.label_info import INFO_NAME, LabelInfo
+from tlt.labels.tree import read_map, read_tensor, write_map
+from tlt.tools.old_archive import convert_old_archive
 
 
 @dataclass(frozen=True)
-class Sources:
-    """The contents of a tree, row by row: label file, image ("" where not known) and its row
-    among the images (-1 where not known), its class (-1 where not known)."""
+class TreeRows:
+    """The contents of a tree, row by row: label file, image (or label file, where the image is not known), and class
+    (-1 where not known)."""
 
     labels: list[str]
-    images: list[str]
-    image_rows: list[int]
+    names: list[str]
     classes: np.ndarray
     notes: list[str]
 
@@ -50,68 +45,62 @@ def pack(
     area: str | None = None,
     transposed: bool = False,
     overwrite: bool = False,
-    shard_records: int = SHARD_RECORDS,
 ) -> list[str]:
-    """Pack every label file of a tree, reading each one back from what was packed; return lines that say what was done.
+    """Pack every label file of a tree, or an archive of version 1; return lines that say what was done.
 
     Args:
-        images: The images, or a folder with them in `split`: gives sizes, image names, and how well labels agree.
+        images: The images, or a folder with them in `split`: gives image names, and how well labels agree.
         area: "full" or "center", what the maps cover; None: as `labels.json` says, else full.
-        transposed: The maps are stored as (k, w, h); readers will turn them.
+        transposed: The maps of the tree are stored as (k, w, h): they are turned.
         overwrite: Begin anew.
 
     Raises:
-        UserError: No labels, a label that can't be trained on or restored exactly, or `out` can't be written.
+        UserError: No labels, a label that can't be trained on, or `out` can't be written.
     """
+    if is_old_archive(tree):
+        return convert_old_archive(tree, out, overwrite)
     if not os.path.isdir(tree):
         raise UserError(f"TREE {printable(tree)} does not exist or is not a folder")
-    path = os.path.join(tree, METADATA_NAME)
-    metadata = TreeMetadata.read(path)
-    text = None if metadata is None else Path(path).read_text()
+    said = LabelInfo.read(os.path.join(tree, INFO_NAME))
     folder = open_images(images, split, allow_root=True) if images else None
-    sources = find_sources(tree, folder)
-    path = os.path.join(tree, sources.labels[0])
-    tensor = read_tensor(path, f"label {printable(path)}")
-    first = map_of(tensor, f"label {printable(path)}", metadata.num_classes if metadata else None)
-    num_classes = metadata.num_classes if metadata else most_classes(tensor.dtype)
-    covered = area or (metadata.area if metadata else "full")
-    header = make_header(
-        first.shape, num_classes, sources.images, sources.labels, covered, text, False, transposed, shard_records
-    )
-    writer = ArchiveWriter(out, header, sources.images, sources.labels, overwrite)
+    rows = find_rows(tree, folder)
+    k, h, w = _read(tree, rows.labels[0], said, transposed).shape
+    info = replace(said or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
+    info = replace(info, area=area or info.area)
+    writer = ArchiveWriter(out, info, rows.names, overwrite, large_ids=_large_ids(tree, rows.labels[0], said))
+    if writer.complete:
+        raise UserError(f"OUT {printable(out)} is a complete label archive: choose another folder, or --overwrite")
     pending = writer.pending()
     progress = Progress("packing", len(pending), "label")
     for row in pending:
-        size = _image_size(folder, sources.image_rows[row])
-        _pack_row(writer, tree, row, sources.labels[row], size, metadata.num_classes if metadata else None)
+        writer.write(row, _read(tree, rows.labels[row], said, transposed))
         progress.step()
     progress.close()
-    tally = Agreement() if folder and (metadata is None or metadata.class_names == folder.class_names) else None
-    manifest = writer.finish(tally=tally, classes=sources.classes)
-    total = sum(length for length, _ in manifest.files.values())
-    done = f"{header.records} labels packed in {out}: {len(manifest.files)} files, {total} bytes, every label compared"
-    notes = [*sources.notes, done]
-    return [*notes, tally.text()] if tally else notes
+    compared = folder is not None and (said is None or said.class_names == folder.class_names)
+    agreement = writer.agreement(rows.classes) if compared else {}
+    writer.finish(said.skipped if said else (), agreement)
+    done = f"{len(rows.names)} labels packed in {printable(out)}"
+    return [*rows.notes, done, *([agreement_text(agreement)] if agreement else [])]
 
 
-def find_sources(tree: str, folder: ImageSource | None) -> Sources:
+def find_rows(tree: str, folder: ImageSource | None) -> TreeRows:
     """The label files of a tree: those of the images in their order, then all others.
 
     Raises:
         UserError: None at all, or one of them fits two images.
     """
     files, other = label_files_below(tree)
-    other = [name for name in other if name != METADATA_NAME]
+    other = [name for name in other if name != INFO_NAME]
     notes = [f"left out {len(other)} files that are no labels, such as {printable(other[0])}"] if other else []
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     if folder is None:
-        return Sources(files, [""] * len(files), [-1] * len(files), np.full(len(files), -1), notes)
+        return TreeRows(files, files, np.full(len(files), -1), notes)
     found = find_labels(tree_listing(tree), tree, folder.paths)
-    rows = [row for row in range(len(folder)) if row not in found.missing]
-    labels = [found.label(row, folder.paths[row]) for row in rows]
+    images = [row for row in range(len(folder)) if row not in found.missing]
+    labels = [found.label(row, folder.paths[row]) for row in images]
     extra = sorted(set(files).difference(labels), key=lambda name: (natural_key(name), name))
-    if not rows:
+    if not images:
         raise UserError(
             f"no image in {printable(folder.root)} has a label in {printable(tree)}: is it another data set?"
         )
@@ -120,132 +109,73 @@ def find_sources(tree: str, folder: ImageSource | None) -> Sources:
         notes.append(f"warning: {len(found.missing)} of {len(folder)} images have no label, such as {first}")
     if extra:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
-    images = [folder.paths[row] for row in rows] + [""] * len(extra)
-    return Sources(
-        labels + extra, images, rows + [-1] * len(extra), np.append(folder.classes[rows], [-1] * len(extra)), notes
-    )
+    names, classes = [folder.paths[row] for row in images], folder.classes[images]
+    return TreeRows(labels + extra, names + extra, np.append(classes, [-1] * len(extra)), notes)
 
 
-def _image_size(folder: ImageSource | None, image_row: int) -> tuple[int, int]:
-    if folder is None or image_row < 0:
-        return 0, 0
-    try:
-        return folder.size(image_row)
-    except BadImage as error:
-        raise UserError(
-            f"{printable(folder.path(image_row))}: {error}; mend the image, or pack without --images"
-        ) from error
+def _read(tree: str, label: str, said: LabelInfo | None, transposed: bool) -> LabelMap:
+    found = read_map(os.path.join(tree, label), said.num_classes if said else None)
+    if not transposed:
+        return found
+    return replace(found, values=found.values.swapaxes(1, 2), ids=found.ids.swapaxes(1, 2))
 
 
-def _pack_row(
-    writer: ArchiveWriter, tree: str, row: int, label: str, size: tuple[int, int], num_classes: int | None
-) -> None:
+def _large_ids(tree: str, label: str, said: LabelInfo | None) -> bool:
+    """Whether class ids may be above 65,535: the tree says so, or is in a number format that can hold them."""
+    if said is not None and said.num_classes:
+        return said.num_classes > 2**16
     path = os.path.join(tree, label)
-    shown = f"label {printable(path)}"
-    tensor = read_tensor(path, shown)
-    label_map = map_of(tensor, shown, num_classes).validate(num_classes)
-    form = _form(path, tensor, shown)
-    writer.write(row, label_map, size, form, area=_area(writer.header.area, size))
-    tensors, place = writer.rows.tensors(row)
-    restored = restore(tensors["values"][place], tensors["ids"][place], form)
-    if not _same_bits(restored, tensor):
-        raise UserError(
-            f"{shown} holds numbers that half precision logits and whole class ids can't: packing would change them; "
-            "make it again with generate_label.py"
-        )
-
-
-def _area(area: str | Area, size: tuple[int, int]) -> Area | None:
-    if not isinstance(area, str):
-        return area
-    if area == "full":
-        return None
-    return centre_square(*size) if all(size) else UNKNOWN_AREA
-
-
-def _form(path: str, tensor: torch.Tensor, shown: str) -> int:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in FILE_DTYPES:
-        raise UserError(f"{shown}: numbers of type {dtype} are none of {', '.join(FILE_DTYPES)}")
-    form = FILE_DTYPES.index(dtype) | (Form.FIVE_DIMENSIONS if tensor.ndim == 5 else 0)
-    if not zipfile.is_zipfile(path):
-        return form  # torch's format before 1.6
-    with zipfile.ZipFile(path) as file:
-        saved_as = file.namelist()[0].split("/")[0]
-    return form | {f".{os.path.basename(path)}": Form.TEMPORARY_NAME, "archive": Form.NO_NAME}.get(saved_as, 0)
-
-
-def restore(values: np.ndarray, ids: np.ndarray, form: int) -> torch.Tensor:
-    """The tensor of a label file from its row: values and ids (k, h, w) as stored."""
-    dtype = getattr(torch, FILE_DTYPES[form & Form.DTYPE])
-    both = [torch.from_numpy(values.copy()).to(dtype), torch.from_numpy(ids.astype(np.int64)).to(dtype)]
-    tensor = torch.stack(both)
-    return tensor[None] if form & Form.FIVE_DIMENSIONS else tensor
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return read_tensor(path, f"label {printable(path)}").dtype in (torch.float32, torch.float64)
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
-    """Write the label files that an archive was packed from, `labels.json` last; return lines that say what was done.
+    """Write the labels of an archive as a tree of label files; return lines that say what was done.
+
+    `labels.json` is written first. A file of an image without a label is not written.
 
     Raises:
-        UserError: The archive is incomplete or damaged, or `out` is not empty or can't be written, or holds something
-            else than label files where these are to be.
+        UserError: The archive is incomplete or damaged, or `out` can't be written or holds something else than a tree
+            that such a command has begun.
     """
-    manifest = read_manifest(archive)
-    header, root = manifest.header, Path(out)
+    meta, root = read_meta(archive), Path(out)
+    names = read_names(archive, meta)
+    reader = ArchiveReader(archive, names)
+    labels = tree_names(names)
+    if (outside := next(filter(leads_out, labels), None)) is not None:
+        raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")
     try:
         if root.exists() and not root.is_dir():
             raise UserError(f"OUT {printable(out)} is not a folder")
-        if root.is_dir() and any(root.iterdir()) and not overwrite:
-            raise UserError(f"OUT {printable(out)} is not empty: choose another folder, or --overwrite")
-        rows = Rows(archive, header)
-        labels = [_inside(label) for label in rows.all_names("label")]
-        if TreeMetadata.read(root / METADATA_NAME) is None:
-            refuse_other_files(root, labels)
+        if root.is_dir() and any(not path.name.startswith(".") for path in root.iterdir()):
+            if not overwrite:
+                raise UserError(f"OUT {printable(out)} is not empty: choose another folder, or --overwrite")
+            if LabelInfo.read(root / INFO_NAME) is None:
+                raise UserError(f"OUT {printable(out)} holds other things than a label tree: choose another folder")
         root.mkdir(parents=True, exist_ok=True)
-        progress = Progress("unpacking", header.records, "label")
-        with TemporaryDirectory(prefix=".saving-", dir=root) as saving:
-            for row, label in enumerate(labels):
-                _unpack_row(rows, row, root / label, Path(saving))
-                progress.step()
-        progress.close()
-        if header.labels_json is not None:
-            (root / METADATA_NAME).write_text(header.labels_json)
+        replace(meta.info, log_sum_exp=False).write(root / INFO_NAME)
+        _write_files(reader, labels, root)
     except OSError as error:
         raise UserError(f"OUT {printable(str(error.filename or out))} can't be written ({error.strerror})") from error
-    absent = f", {manifest.absent} rows without label" if manifest.absent else ""
-    return [f"{header.records - manifest.absent} label files in {out}{absent}"]
-
-
-def _unpack_row(rows: Rows, row: int, path: Path, saving: Path) -> None:
-    tensors, place = rows.tensors(row)
-    form = int(tensors["form"][place])
-    if form == Form.ABSENT:
-        return
-    tensor = restore(tensors["values"][place], tensors["ids"][place], form)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # torch keeps in a file the name it was saved under: so a file is saved under its own name, in another folder.
-    temporary = path.with_name(f".{path.name}.tmp") if form & Form.TEMPORARY_NAME else saving / path.name
-    try:
-        if form & Form.NO_NAME:
-            torch.save(tensor, buffer := io.BytesIO())
-            temporary.write_bytes(buffer.getvalue())
-        else:
-            torch.save(tensor, temporary)
-        os.replace(temporary, path)
     except RuntimeError as error:  # torch.save hides a full disk in it
-        raise UserError(f"OUT {printable(str(path))} can't be written ({error})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise UserError(f"OUT {printable(out)} can't be written ({error})") from error
+    absent = f", {len(reader.missing)} images without label" if reader.missing else ""
+    return [f"{meta.records - len(reader.missing)} label files in {printable(out)}{absent}"]
 
 
-def _inside(label: str) -> str:
-    """The path of the label file, refused if it is outside of the folder it is unpacked into."""
-    if leads_out(label):
-        raise UserError(f"the archive names the label file {printable(label)}, outside of its tree: it is not unpacked")
-    return label
+def _write_files(reader: ArchiveReader, labels: list[str], root: Path) -> None:
+    info = reader.info
+    num_classes = info.num_classes or (info.max_id or 0) + 1
+    progress = Progress("unpacking", len(labels), "label")
+    for row, label in enumerate(labels):
+        if row not in reader.missing:
+            label_map = reader.read(row).validate(info.num_classes)
+            (root / label).parent.mkdir(parents=True, exist_ok=True)
+            write_map(root / label, label_map, num_classes)
+        progress.step()
+    progress.close()
+
+
+def tree_names(names: Names) -> list[str]:
+    """The label file of each row of an archive, in a tree: of its image, or the one that the row is called after."""
+    made = label_names(names)
+    return [name if name.endswith(".pt") else label for name, label in zip(names, made, strict=True)]

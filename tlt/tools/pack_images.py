@@ -20,14 +20,14 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.sources.image_file import (
@@ -48,9 +48,7 @@ from tlt.io.files import locked, sync_folder, write_whole
 from tlt.io.names import leads_out
 from tlt.io.processes import in_processes
 from tlt.io.text import printable
-from tlt.label_map import LabelMap
-from tlt.labels.archive_format import UNKNOWN_AREA
-from tlt.labels.records import MapForm
+from tlt.labels.shards import described, label_bytes
 from tlt.labels.store import LabelStore, open_labels
 
 # A shard, a file of a table, or the plan.
@@ -193,9 +191,7 @@ class Packing:
     def _finish(self, shards: Sequence[FileRecords], maps: Sequence[FileRecords], max_ids: Sequence[int]) -> list[str]:
         source, labels = self.source, self.labels
         if labels is not None:
-            text = labels.metadata.text() if labels.metadata else None
-            form = MapForm(labels.shape, max(max_ids), labels.area, labels.has_log_sum_exp, text)
-            about = {**asdict(form), "identity": labels.identity().decode(errors="surrogateescape")}
+            about = described(replace(labels.info, max_id=max(max_ids), area=labels.area), labels.identity())
             rows = [row for row in range(len(source)) if self.has_label(row)]
             names, classes = [source.paths[row] for row in rows], source.classes[rows]
             own = Contents(names, classes, source.class_names, about=about)
@@ -303,14 +299,13 @@ def _tar_header(name: str, size: int) -> bytes:
 def _members(packing: Packing, row: int) -> list[tuple[str, bytes | bytearray]]:
     """Name and bytes of the files that are stored for an image."""
     image: bytes | bytearray = read_image(packing.source, row)
-    size = None
     if packing.max_side is not None:
-        image, size = made_smaller(image, packing.max_side)
+        image, _ = made_smaller(image, packing.max_side)
     name, number = packing.names[row], int(packing.source.classes[row])
     key = name.rpartition(".")[0]
     members: list[tuple[str, bytes | bytearray]] = [(name, image), (f"{key}.cls", str(number).encode())]
     if packing.labels is not None and packing.has_label(row):
-        members.append((f"{key}.{LABEL_EXTENSION}", save(label_record(packing.labels, row, size))))
+        members.append((f"{key}.{LABEL_EXTENSION}", label_of(packing.labels, row)))
     return members
 
 
@@ -355,22 +350,13 @@ def _largest_id(maps: FileRecords) -> int:
     return largest
 
 
-def label_record(labels: LabelStore, index: int, size: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
-    """The map of image `index` as it is written beside it. `size`: of the image, where it isn't the one labelled.
+def label_of(labels: LabelStore, index: int) -> bytes:
+    """The map of image `index` as it is written beside it.
 
     Raises:
         UserError: The map is damaged, or can't be trained on.
     """
-    found = labels.reader.record(index)
-    record = {name: np.ascontiguousarray(array) for name, array in found._asdict().items() if array is not None}
-    if found.area is None:
-        record["area"] = np.array(UNKNOWN_AREA if labels.area == "center" else labels.area_of(None, None), np.float32)
-    if found.size is None:
-        record["ids"] = found.ids.astype(np.uint16 if found.ids.max() < 2**16 else np.int32)
-        record["size"] = np.zeros(2, np.int32)
-    shape = LabelMap(record["values"], record["ids"], source=labels.source(index)).validate(labels.num_classes).shape
-    if shape != labels.shape:
-        raise UserError(f"{labels.source(index)}: shape (k, h, w) = {shape}, but the others' is {labels.shape}")
-    if size is not None:
-        record["size"] = np.array(size, np.int32)
-    return record
+    label_map = labels.reader.read(index).validate(labels.num_classes)
+    if label_map.shape != labels.shape:
+        raise UserError(f"{label_map.source}: shape (k, h, w) = {label_map.shape}, but the others' is {labels.shape}")
+    return label_bytes(label_map)

@@ -123,9 +123,9 @@ def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> tuple[Batc
 def classes_of(store: LabelStore, folder: ImageSource, seen: int) -> tuple[int, list[str]]:
     """How many classes the labels have, at least `seen`, and the names of those that have one.
 
-    Labels of other classes than the folder's (`generate_label.py --transfer`) have none.
+    Labels of other classes than the folder's (`generate_label.py --transfer`) have the annotator's names, if known.
     """
-    metadata = store.metadata
-    if metadata is None:
+    info = store.info
+    if not info.num_classes:
         return max(seen, len(folder.class_names)), folder.class_names if seen <= len(folder.class_names) else []
-    return max(seen, metadata.num_classes), metadata.class_names or []
+    return max(seen, info.num_classes), info.class_names or []

@@ -6,8 +6,9 @@
 
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
 OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
-With `--format archive` it becomes one label archive instead (docs/token_label_archive.md). The whole image is shown to
-the annotator, squashed to its input size, so that every crop of it has labels. The annotator is a timm ConvNet, Swin or
+With `--format archive` it becomes one label archive instead (docs/token_label_archive.md); a tree is written out of
+such an archive at the end, so its disk needs twice the room for a while. The whole image is shown to the annotator,
+squashed to its input size, so that every crop of it has labels. The annotator is a timm ConvNet, Swin or
 vision transformer with average pooling, or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token
 labels.
 
@@ -18,9 +19,13 @@ whole, so that the labels are the same as without an interruption.
 
 from __future__ import annotations
 
+import shutil
 from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,8 +41,12 @@ from tlt.io.files import sha256_of
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelMap
+from tlt.labels.agreement import agreement_text
 from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
-from tlt.labels.metadata import TreeMetadata
+from tlt.labels.archive_writer import ArchiveWriter
+from tlt.labels.label_info import INFO_NAME, LabelInfo
+from tlt.tools.pack import unpack
+from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import (
     World,
     from_all,
@@ -49,10 +58,8 @@ from volo.cluster.distributed import (
     wait_for_hosts,
 )
 from volo.commands.console import say
-from volo.record.metrics import Sums
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
-from volo.train.label_job import ArchiveJob, LabelJob, TreeJob
 from volo.train.precision import resolve_amp_dtype
 from volo.train.trained_model import load_model
 
@@ -79,10 +86,16 @@ def label_folder(args: Namespace, world: World) -> None:
     check_settings(args, settings)
     annotator = prepare_annotator(args, model, settings, world)
     grid = annotator(torch.zeros(1, *settings["input_size"], device=world.device)).values.shape[2:]
+    info = describe(args, settings, folder, model, trained.config, grid)
+    if args.format == "tree" and from_primary(world.is_primary and tree_is_complete(args, info)):
+        return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)
     with primary_first():
-        job = open_job(args, folder, describe(args, settings, folder, model, grid), world)
-    pending = from_primary(find_pending(args, job) if world.is_primary else [])
-    make_labels(args, job, pending, annotator, settings, world)
+        overwrite = args.overwrite and world.is_primary
+        writer = ArchiveWriter(
+            archive_folder(args), info, folder.paths, overwrite, world.is_primary, large_ids=model.num_classes > 2**16
+        )
+    pending = from_primary(find_pending(writer) if world.is_primary else [])
+    make_labels(args, folder, writer, pending, annotator, settings, world)
 
 
 def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, recorded: dict[str, Any]) -> None:
@@ -130,9 +143,14 @@ def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any
 
 
 def describe(
-    args: Namespace, settings: dict[str, Any], folder: ImageSource, model: Any, grid: torch.Size
-) -> TreeMetadata:
-    """Return the content of labels.json: how the labels are made."""
+    args: Namespace,
+    settings: dict[str, Any],
+    folder: ImageSource,
+    model: Any,
+    recorded: dict[str, Any],
+    grid: torch.Size,
+) -> LabelInfo:
+    """Return what the label maps have in common: how they are made, and of which classes."""
     area = labelled_area(model, settings["input_size"][1:])
     weights = "published"
     if args.checkpoint:
@@ -147,36 +165,51 @@ def describe(
         "std": list(settings["std"]),
         "amp_dtype": (args.amp_dtype or "default") if args.amp else None,
     }
-    names = None if args.transfer else folder.class_names
-    return TreeMetadata(
+    return LabelInfo(
         min(args.top_k, model.num_classes),
         (grid[0], grid[1]),
         model.num_classes,
         "full" if area == FULL_AREA else area,
         annotator,
-        names,
+        class_names(recorded, model.num_classes) or None if args.transfer else folder.class_names,
+        transfer=args.transfer,
+        log_sum_exp=not args.no_log_sum_exp,
     )
 
 
-def open_job(args: Namespace, folder: ImageSource, metadata: TreeMetadata, world: World) -> LabelJob:
-    """Open the tree or the archive that OUT becomes; rank 0 calls this first."""
-    overwrite = args.overwrite and world.is_primary
-    if args.format == "archive":
-        return ArchiveJob(args.token_label_root, folder, metadata, overwrite, not args.no_log_sum_exp)
-    return TreeJob(args.token_label_root, folder, metadata, overwrite)
+def archive_folder(args: Namespace) -> Path:
+    """Return the folder of the archive: OUT, or one in it until the tree is written."""
+    root = Path(args.token_label_root)
+    return root if args.format == "archive" else root / ".archive"
 
 
-def find_pending(args: Namespace, job: LabelJob) -> list[int]:
-    """Return the rows of the folder that have no labels yet, and print how many have."""
-    images = len(job.folder)
-    if job.origin_unknown:
-        print(
-            f"warning: {args.token_label_root} has label files of unknown origin; those that fit are kept", flush=True
+def tree_is_complete(args: Namespace, info: LabelInfo) -> bool:
+    """Return whether OUT is a tree that this command has made.
+
+    Raises:
+        UserError: It holds something else.
+    """
+    root = Path(args.token_label_root)
+    found = LabelInfo.read(root / INFO_NAME)
+    if found is None and root.is_dir() and any(not path.name.startswith(".") for path in root.iterdir()):
+        raise UserError(f"OUT {printable(str(root))} holds other things than such labels: choose another folder")
+    if found is None or args.overwrite or archive_folder(args).exists():
+        return False
+    if replace(found, skipped=[], max_id=None) != replace(info, log_sum_exp=False):
+        raise UserError(
+            f"OUT {printable(str(root))} holds labels that were made in another way: choose another folder, or "
+            "--overwrite"
         )
-    if not job.found:
-        return list(range(images))
+    return True
+
+
+def find_pending(writer: ArchiveWriter) -> list[int]:
+    """Return the rows of the folder that have no labels yet, and print how many have."""
+    images = len(writer.names)
+    if writer.complete or not writer.begun:
+        return [] if writer.complete else list(range(images))
     progress = Progress("checking labels", images)
-    pending = job.pending(progress.step)
+    pending = writer.pending(progress.step)
     progress.close()
     print(f"{images - len(pending)} of {images} images are labelled already", flush=True)
     return pending
@@ -184,28 +217,29 @@ def find_pending(args: Namespace, job: LabelJob) -> list[int]:
 
 def make_labels(
     args: Namespace,
-    job: LabelJob,
+    folder: ImageSource,
+    writer: ArchiveWriter,
     pending: list[int],
     annotator: Annotator,
     settings: dict[str, Any],
     world: World,
 ) -> None:
-    """Label the pending rows, each rank its share, then finish the tree or archive."""
-    batches = whole_batches(pending, len(job.folder), args.batch_size)[world.rank :: world.size]
+    """Label the pending rows, each rank its share, then finish the archive or tree."""
+    batches = whole_batches(pending, len(folder), args.batch_size)[world.rank :: world.size]
     rows = [row for batch in batches for row in batch]
-    loader = image_loader(args, job.folder, rows, settings, world.device)
-    wanted, sums = set(pending), Sums(("images", "top1", "places", "agreeing"), world)
+    loader = image_loader(args, folder, rows, settings, world.device)
+    wanted = set(pending)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
-        made = write_batch(job, batch, annotator(batch.images), rows, wanted, None if args.transfer else sums)
+        made = write_batch(folder, writer, batch, annotator(batch.images), rows, wanted)
         if progress is not None:  # the other ranks are about as far
             progress.step(min(made * world.size, progress.total - progress.done))
     wait_for_hosts()
-    skips, totals = from_all(loader.skips.reasons), sums.totals()
+    skips = from_all(loader.skips.reasons)
     if progress is not None:
         progress.step(progress.total - progress.done)
         progress.close()
-        close(args, job, wanted, skips, totals)
+        close(args, folder, writer, wanted, skips)
 
 
 def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:
@@ -215,25 +249,26 @@ def whole_batches(pending: list[int], images: int, batch_size: int) -> list[rang
 
 
 def write_batch(
-    job: LabelJob, batch: Batch, found: Annotation, rows: list[int], wanted: set[int], sums: Sums | None
+    folder: ImageSource, writer: ArchiveWriter, batch: Batch, found: Annotation, rows: list[int], wanted: set[int]
 ) -> int:
     """Write the labels of the wanted images in a batch; return how many were written.
 
     Args:
         rows: Maps an index of the loader to a row of the folder.
-        sums: Counts images whose mean dense logits name the folder's class, and places whose top class is that class.
+
+    Raises:
+        UserError: A logit is NaN or infinite, or the disk is full.
     """
-    found = Annotation(*(tensor.cpu() for tensor in found))
-    indices, classes = batch.indices.tolist(), batch.classes.cpu()
-    places = [place for place, index in enumerate(indices) if rows[index] in wanted]
-    area = job.metadata.area if isinstance(job.metadata.area, tuple) else FULL_AREA
-    for place in places:
-        label_map = LabelMap(found.values[place].numpy(), found.ids[place].numpy(), area)
-        width, height = batch.sizes[place].tolist()
-        job.write(rows[indices[place]], label_map, found.log_sum_exp[place].numpy(), (width, height))
-    if sums is not None:
-        top, truth = found.ids[places, 0], classes[places]
-        sums.add(len(places), (found.named[places] == truth).sum(), top.numel(), (top == truth[:, None, None]).sum())
+    values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in found)
+    places = [(place, rows[index]) for place, index in enumerate(batch.indices.tolist()) if rows[index] in wanted]
+    for place, row in places:
+        source = printable(folder.path(row))
+        if not np.isfinite(values[place]).all():
+            raise UserError(
+                f"the annotator's logits for {source} are NaN or beyond half precision: check its weights, or leave "
+                "out --amp"
+            )
+        writer.write(row, LabelMap(values[place], ids[place], source=source, log_sum_exp=log_sum_exp[place]))
     return len(places)
 
 
@@ -264,36 +299,39 @@ def image_loader(
 
 
 def close(
-    args: Namespace, job: LabelJob, pending: set[int], skips: list[dict[str, str]], totals: dict[str, float]
+    args: Namespace, folder: ImageSource, writer: ArchiveWriter, pending: set[int], skips: list[dict[str, str]]
 ) -> None:
-    """Finish the tree or archive, and print what it holds and how well it agrees with the class folders.
+    """Finish the archive or tree, and print what it holds and how well it agrees with the class folders.
 
     Args:
         skips: For each rank, the reason by path of the images that could not be read.
-        totals: The sums of `write_batch` over all ranks.
 
     Raises:
         UserError: More images are unreadable than `--max-bad-images` allows, or all are, or the disk is full.
     """
-    folder, counter = job.folder, SkipCounter(len(job.folder), args.max_bad_images)
-    counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
-    if counter.total == len(folder):
-        raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
-    say(counter.take_lines())
-    row_of = {folder.path(row): row for row in pending}
-    skipped = sorted(row_of[path] for path in counter.reasons if path in row_of)
-    agreement = job.finish(skipped)
-    grid = job.metadata.grid
-    made = len(pending) - len(skipped)
-    print(
-        f"{made} label maps of {job.metadata.k} classes on {grid[0]} x {grid[1]} places made in "
-        f"{args.token_label_root}, for {len(folder)} images",
-        flush=True,
-    )
-    if not agreement and totals["images"]:
-        agreement = [
-            f"mean of the places names the folder's class for {100 * totals['top1'] / totals['images']:.2f} % of "
-            f"{totals['images']:.0f} images, a single place for {100 * totals['agreeing'] / totals['places']:.2f} % of "
-            f"{totals['places']:.0f} places"
-        ]
-    say(agreement)
+    if writer.complete:
+        print(f"{printable(args.token_label_root)} was complete already", flush=True)
+    else:
+        counter = SkipCounter(len(folder), args.max_bad_images)
+        counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
+        if counter.total == len(folder):
+            raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
+        say(counter.take_lines())
+        row_of = {folder.path(row): row for row in pending}
+        skipped = sorted(row_of[path] for path in counter.reasons if path in row_of)
+        for row in skipped:
+            writer.write_absent(row)
+        agreement = {} if args.transfer else writer.agreement(folder.classes)
+        writer.finish([folder.paths[row] for row in skipped], agreement)
+        info = writer.info
+        print(
+            f"{len(pending) - len(skipped)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} places "
+            f"made in {args.token_label_root}, for {len(folder)} images",
+            flush=True,
+        )
+        say([agreement_text(agreement)] if agreement else [])
+    writer.close()
+    if args.format == "tree":
+        archive = archive_folder(args)
+        say(unpack(str(archive), args.token_label_root, overwrite=True))
+        shutil.rmtree(archive)

@@ -155,7 +155,7 @@ _GENERATE_LABEL_GROUPS = (
                 "--format",
                 default="tree",
                 choices=("tree", "archive"),
-                help="one file per image, as published, or the few files of a label archive",
+                help="one file per image, as published (made of an archive at the end), or a label archive",
             ),
             flag("--top-k", default=5, type=POSITIVE, metavar="K", help="classes kept per place of the map"),
             switch(

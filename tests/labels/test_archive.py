@@ -1,0 +1,290 @@
+"""The label archive: NumPy files that anybody can open, what is refused, and writers that are killed."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.labels.packed import NAMES, SHAPE, label_map
+from tlt.errors import UserError
+from tlt.io.names import Names
+from tlt.label_map import NO_AREA, LabelMap
+from tlt.labels.archive_writer import ArchiveWriter
+from tlt.labels.label_info import LabelInfo
+from tlt.labels.store import LabelStore, open_labels
+
+INFO = LabelInfo(SHAPE[0], SHAPE[1:], 5, annotator={"model": "x"}, log_sum_exp=True)
+COLUMNS = ["crc32.npy", "done.npy", "ids.npy", "lse.npy", "name_ends.npy", "names.npy", "values.npy"]
+
+
+def with_sum(mark: int) -> LabelMap:
+    return replace(label_map(mark), log_sum_exp=np.full(SHAPE[1:], 9 + mark, np.float32))
+
+
+def write(root: Path, rows: Sequence[int] = range(len(NAMES)), first: bool = True) -> ArchiveWriter:
+    """Write some rows of an archive."""
+    writer = ArchiveWriter(root, INFO, NAMES, first=first)
+    for row in rows:
+        writer.write(row, with_sum(row))
+    return writer
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    write(tmp_path / "a.tlt").finish()
+    return tmp_path / "a.tlt"
+
+
+def check_maps(store: LabelStore, marks: Sequence[int]) -> None:
+    for index, mark in enumerate(marks):
+        found = store.read(index)
+        np.testing.assert_array_equal(found.values, label_map(mark).values)
+        np.testing.assert_array_equal(found.ids, label_map(mark).ids)
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= mask
+    path.write_bytes(content)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir())
+    return names == sorted(path.name for path in other.iterdir()) and all(
+        filecmp.cmp(one / name, other / name, False) for name in names
+    )
+
+
+def test_numpy_alone_reads_it(archive: Path) -> None:
+    assert sorted(path.name for path in archive.glob("[!.]*")) == sorted([*COLUMNS, "meta.json"])
+    values, ids, sums, crc32, done, ends = (
+        np.load(archive / f"{name}.npy", mmap_mode="r")
+        for name in ("values", "ids", "lse", "crc32", "done", "name_ends")
+    )
+    assert (values.dtype, ids.dtype, sums.dtype, done.tolist()) == (np.float16, np.uint16, np.float32, [1] * len(NAMES))
+    block = np.load(archive / "names.npy").tobytes()
+    assert [os.fsdecode(block[a:b]) for a, b in zip([0, *ends], ends, strict=False)] == NAMES
+    for row in range(len(NAMES)):
+        np.testing.assert_array_equal(values[row], label_map(row).values)
+        np.testing.assert_array_equal(ids[row], label_map(row).ids)
+        assert (sums[row] == 9 + row).all()
+        assert crc32[row] == zlib.crc32(ids[row].tobytes() + values[row].tobytes() + sums[row].tobytes())
+    meta = json.loads((archive / "meta.json").read_text())
+    assert (meta["complete"], meta["num_classes"], meta["max_id"], meta["records"]) == (True, 5, 4, len(NAMES))
+
+
+def test_images_find_their_rows_in_any_order(archive: Path) -> None:
+    order = [4, 0, 6, 2, 8, 5, 1, 3, 7]
+    store = open_labels(archive, [NAMES[row] for row in order], num_classes=5)
+    assert store.shape == SHAPE and store.info.annotator == {"model": "x"} and store.warnings == []
+    check_maps(store, order)
+    check_maps(pickle.loads(pickle.dumps(open_labels(archive, NAMES))), range(len(NAMES)))
+    assert open_labels(archive, NAMES[2:]).reader.extra() == NAMES[:2]
+    with pytest.raises(UserError, match=r"1 of 10 images have no label in .*first is d/0\.jpg"):
+        open_labels(archive, [*NAMES, "d/0.jpg"])
+    with pytest.raises(UserError, match=r"class ids up to 4, which are not in 0\.\.3|labels of 5 classes"):
+        open_labels(archive, NAMES, num_classes=4)
+
+
+@pytest.mark.parametrize("name", ["values", "ids", "lse", "crc32", "done"])
+def test_a_flipped_bit_is_noticed_when_the_row_is_read(archive: Path, name: str) -> None:
+    path = archive / f"{name}.npy"
+    flip(path, path.stat().st_size - 1)  # of the last row
+    store, last = open_labels(archive, NAMES), len(NAMES) - 1
+    with pytest.raises(UserError, match=rf"row {last}, is damaged \(crc32 is wrong\)"):
+        store.read(last)
+    check_maps(store, range(last))
+    skipping = open_labels(archive, NAMES, bad_label="skip")
+    assert skipping.read(last).area == NO_AREA and "crc32" in skipping.take_faults()[0][1]
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "meta.json"])
+def test_cut_headless_and_missing_files_are_refused_at_the_start(archive: Path, name: str) -> None:
+    path = archive / name
+    whole = path.read_bytes()
+    for spoilt in (whole[:-9], whole[:3], b"", b"\x93NUMPY\x01\x00\xff\xff" + whole[10:], whole.replace(b"<", b">")):
+        path.write_bytes(spoilt)
+        if spoilt != whole:
+            with pytest.raises(UserError) as caught:
+                open_labels(archive, NAMES)
+            assert "\n" not in str(caught.value) and str(archive) in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match="can't be read|is not a label archive|does not exist|holds"):
+        open_labels(archive, NAMES)
+
+
+@pytest.mark.parametrize("name,place", [("names.npy", -1), ("name_ends.npy", -16), ("meta.json", 60)])
+def test_damage_of_names_and_description_is_noticed_at_the_start(archive: Path, name: str, place: int) -> None:
+    flip(archive / name, place % (archive / name).stat().st_size)
+    with pytest.raises(UserError, match="is damaged|can't be read as JSON"):
+        open_labels(archive, NAMES)
+
+
+def test_cut_while_in_use_is_one_line_and_deleted_goes_on(archive: Path) -> None:
+    store = open_labels(archive, NAMES)
+    os.truncate(archive / "ids.npy", 200)
+    with pytest.raises(UserError, match=r"ids\.npy has been cut: row 8 is missing"):
+        store.read(8)
+    (archive / "values.npy").unlink()
+    check_maps(store, [0])  # what is open stays
+
+
+def test_an_old_or_incomplete_archive_is_refused_with_the_command(archive: Path, tmp_path: Path) -> None:
+    write(tmp_path / "begun").close()
+    with pytest.raises(UserError, match="is not complete: run the command that was making it again"):
+        open_labels(tmp_path / "begun", NAMES)
+    (archive / "meta.json").rename(archive / "manifest.json")
+    with pytest.raises(UserError, match=r"of an earlier version: convert it with `tlt pack \S+ NEW`"):
+        open_labels(archive, NAMES)
+
+
+def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None:
+    ids = np.full(SHAPE, 70_000, np.int32)
+    info = replace(INFO, num_classes=100_000, log_sum_exp=False)
+    writer = ArchiveWriter(tmp_path / "out", info, NAMES[:2], large_ids=True)
+    values = label_map(0).values
+    for bad, message in (
+        (LabelMap(values + np.float16("nan"), ids), "NaN or infinite"),
+        (LabelMap(values, ids + 30_000), "class id 100000"),
+        (LabelMap(values[:, :2], ids[:, :2]), r"shape \(k, h, w\) = \(2, 2, 4\), but the archive's is"),
+    ):
+        with pytest.raises(UserError, match=message):
+            writer.write(1, bad)
+    writer.write(1, LabelMap(values, ids))
+    assert writer.pending() == [0]
+    with pytest.raises(UserError, match="row 0 reads other than it was written"):
+        writer.finish()
+    writer.write_absent(0)
+    writer.finish(NAMES[:1])
+    store = open_labels(tmp_path / "out", NAMES[:2])
+    assert store.missing() == [0] and store.warnings == [] and np.load(tmp_path / "out" / "ids.npy").dtype == np.int32
+    np.testing.assert_array_equal(store.read(1).ids, ids)
+    small = ArchiveWriter(tmp_path / "small", replace(info, num_classes=None), NAMES[:2])
+    with pytest.raises(UserError, match="class id 70000, but the first label is in a number format of few classes"):
+        small.write(0, LabelMap(values, ids))
+
+
+def test_what_is_there_is_not_overwritten(archive: Path, tmp_path: Path) -> None:
+    assert ArchiveWriter(archive, INFO, NAMES).complete
+    other = replace(INFO, annotator={"model": "y"})
+    with pytest.raises(
+        UserError, match="was made with model x, this command says y: choose another OUT, or --overwrite"
+    ):
+        ArchiveWriter(archive, other, NAMES)
+    with pytest.raises(UserError, match="was made with records 9, this command says 8"):
+        ArchiveWriter(archive, INFO, NAMES[:8])
+    writer = ArchiveWriter(tmp_path / "out", INFO, NAMES)
+    with pytest.raises(UserError, match="another command is writing into it; wait until it ends"):
+        ArchiveWriter(tmp_path / "out", INFO, NAMES)
+    writer.close()
+    assert ArchiveWriter(tmp_path / "out", INFO, NAMES).begun
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_file_of_the_users_is_replaced(archive: Path, tmp_path: Path, overwrite: bool) -> None:
+    mine = tmp_path / "mine" / "values.npy"
+    mine.parent.mkdir()
+    mine.write_bytes(b"of the user")
+    with pytest.raises(UserError, match="holds other things"):
+        ArchiveWriter(mine.parent, INFO, NAMES, overwrite)
+    mine.with_name("meta.json").write_text('{"format": "other"}')
+    with pytest.raises(UserError, match="does not describe a volo-tlt label archive"):
+        ArchiveWriter(mine.parent, INFO, NAMES, overwrite)
+    assert mine.read_bytes() == b"of the user"
+    (archive / "notes.txt").write_text("kept")
+    writer = ArchiveWriter(archive, INFO, NAMES, overwrite)
+    assert (archive / "notes.txt").exists() and writer.complete != overwrite
+    assert len(writer.pending()) == (len(NAMES) if overwrite else 0)
+
+
+def test_an_interrupted_overwriting_leaves_an_incomplete_archive(
+    archive: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ArchiveWriter(archive, replace(INFO, annotator={"model": "y"}), NAMES, overwrite=True)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="is not complete"):
+        open_labels(archive, NAMES)
+    writer = ArchiveWriter(archive, replace(INFO, annotator={"model": "y"}), NAMES, overwrite=True)
+    assert writer.pending() == list(range(len(NAMES)))
+
+
+def test_a_full_disk_is_one_line_and_half_a_row_is_written_again(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, room = os.pwrite, [300]
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        room[0] -= len(data)
+        return real(descriptor, data if room[0] >= 0 else data[:1], offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(UserError, match=r"\.npy can't be written \(No space left on device\); make room and run"):
+        write(tmp_path / "out")
+    monkeypatch.undo()
+    writer = ArchiveWriter(tmp_path / "out", INFO, NAMES)
+    assert 0 < len(writer.pending()) < len(NAMES)
+    for row in writer.pending():
+        writer.write(row, with_sum(row))
+    writer.finish()
+    assert same_files(archive, tmp_path / "out")
+
+
+def _rank(root: Path, rank: int, dies_after: int) -> None:
+    real, writes = os.pwrite, [dies_after]
+
+    def dying(descriptor: int, data: bytes, offset: int) -> int:
+        writes[0] -= 1
+        if writes[0] < 0:
+            real(descriptor, data[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(descriptor, data, offset)
+
+    os.pwrite = dying
+    writer = ArchiveWriter(root, INFO, NAMES, first=False)
+    for row in writer.pending()[rank::2]:
+        writer.write(row, with_sum(row))
+
+
+def test_two_writers_killed_ten_times_end_in_the_same_bytes(archive: Path, tmp_path: Path) -> None:
+    root, context, draw = tmp_path / "killed", multiprocessing.get_context("fork"), random.Random(0)
+    for _ in range(10):
+        ArchiveWriter(root, INFO, NAMES).close()
+        ranks = [context.Process(target=_rank, args=(root, rank, draw.randrange(12))) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    writer = ArchiveWriter(root, INFO, NAMES)
+    for row in writer.pending():
+        writer.write(row, with_sum(row))
+    writer.finish()
+    assert same_files(archive, root)
+
+
+def test_opening_a_million_rows_needs_no_list_of_names(tmp_path: Path) -> None:
+    """Names are compared where they lie; nothing is made for each of them."""
+    names = Names(f"n{row // 1000:08d}/image_{row}.JPEG" for row in range(20_000))
+    writer = ArchiveWriter(tmp_path / "out", LabelInfo(1, (1, 1), 5), names)
+    for row in range(len(names)):
+        writer.write(row, LabelMap(np.zeros((1, 1, 1), np.float16), np.zeros((1, 1, 1), np.int32)))
+    writer.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Names, "__iter__", lambda self: pytest.fail("a list of names was made"))
+        assert open_labels(tmp_path / "out", names).read(19_999).shape == (1, 1, 1)

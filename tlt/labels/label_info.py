@@ -1,0 +1,108 @@
+"""What all label maps of a store have in common; `labels.json` says it of a tree. Published trees have none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tlt.errors import UserError
+from tlt.io.files import write_whole
+from tlt.io.text import printable
+from tlt.label_map import Area
+
+INFO_NAME = "labels.json"
+FORMAT = "volo-tlt label tree, version 1"
+AREAS = ("full", "center")
+
+
+@dataclass(frozen=True)
+class LabelInfo:
+    """The description of label maps.
+
+    Attributes:
+        k, grid: Every map is k x grid[0] x grid[1].
+        num_classes: Class ids are below it; None: not known.
+        area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image
+            (a network with padding at its edges labels places that reach outside of it).
+        annotator: What made the labels.
+        class_names: Name of every class id: the class folders, or the annotator's own classes; None: not known.
+        transfer: The ids are the annotator's own classes, which are not those of the class folders.
+        skipped: Images, relative to the image folder, that could not be read and have no map.
+        log_sum_exp: Whether the maps have the log-sum-exp of all the annotator's logits.
+        max_id: The largest class id; None: not known.
+    """
+
+    k: int
+    grid: tuple[int, int]
+    num_classes: int | None = None
+    area: str | Area = "full"
+    annotator: dict[str, Any] = field(default_factory=dict)
+    class_names: list[str] | None = None
+    transfer: bool = False
+    skipped: list[str] = field(default_factory=list)
+    log_sum_exp: bool = False
+    max_id: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(k, h, w) of every map."""
+        return (self.k, *self.grid)
+
+    def text(self) -> str:
+        """The text of `labels.json`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    def write(self, path: str | Path) -> None:
+        """Write `labels.json`, replacing `path` in one step."""
+        write_whole(path, self.text().encode())
+
+    @classmethod
+    def read(cls, path: str | Path) -> LabelInfo | None:
+        """Read the file that `write` made; None if there is no such file. Raises UserError if it is something else."""
+        try:
+            text = Path(path).read_text()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: str | Path) -> LabelInfo:
+        """The description in the text of a file `path`. Raises UserError if the text is something else."""
+        content = read_json(text, path)
+        if content.pop("format", None) != FORMAT:
+            raise UserError(f"{printable(str(path))} does not describe a label tree ({FORMAT})")
+        return cls.from_json(content, path)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], path: str | Path) -> LabelInfo:
+        """The description in a JSON object of a file `path`; other entries are left out. Raises UserError."""
+        try:
+            info = cls(**{each.name: content[each.name] for each in fields(cls) if each.name in content})
+            rows, cols = info.grid
+            return cls(**{**vars(info), "grid": (int(rows), int(cols)), "area": _checked_area(info.area)})
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{printable(str(path))}: {error}") from error
+
+
+def read_json(text: str | bytes, path: str | Path) -> dict[str, Any]:
+    """The JSON object in the text of a file `path`. Raises UserError."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{printable(str(path))} is no JSON object")
+    return content
+
+
+def _checked_area(area: Any) -> str | Area:
+    if area in AREAS:
+        return area
+    x0, y0, x1, y1 = map(float, area)
+    if not (-1 < x0 < x1 < 2 and -1 < y0 < y1 < 2):
+        raise ValueError(f"area {area} is none of {', '.join(AREAS)} and not (x0, y0, x1, y1) in shares of the image")
+    return (x0, y0, x1, y1)
