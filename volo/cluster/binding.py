@@ -67,8 +67,8 @@ def apply(share: Share) -> list[str]:
     """
     step = f"CPUs {listed(share.cpus)}"
     try:
-        for thread in os.listdir("/proc/self/task") if share.cpus else ():  # one that counts signals is there already
-            os.sched_setaffinity(int(thread), share.cpus)
+        if share.cpus:
+            os.sched_setaffinity(0, share.cpus)
         step = f"memory policy {share.memory} {share.node}"
         if share.node is not None and share.memory != "off":
             set_policy(share.memory, share.node)

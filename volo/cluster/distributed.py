@@ -193,7 +193,7 @@ def _join(world: World, here: bool, timeout_s: float) -> None:
         world_size=world.size,
         timeout=timedelta(seconds=meeting_s),
     )
-    wait_for_all()
+    wait_for_hosts()
     # The second name is the older one's.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=timeout_s))
@@ -314,7 +314,7 @@ def _as_bytes(value: object) -> torch.Tensor:
 
 
 def wait_for_hosts(group: Any = None, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Wait until every rank has called this, and handle signals meanwhile, as torch's barrier doesn't.
+    """Wait until every rank has called this, for no GPU, and handle signals meanwhile, as torch's barrier doesn't.
 
     Args:
         group: A process group of gloo with all ranks; its timeout counts.
@@ -333,12 +333,6 @@ def finish(work: Any, meanwhile: Callable[[], None]) -> None:
         meanwhile()
         time.sleep(0.02)
     work.wait()
-
-
-def wait_for_all() -> None:
-    """Wait until every rank has called this."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from volo.cluster.distributed import shut_down, wait_for_all
+from volo.cluster.distributed import shut_down, wait_for_hosts
 
 HUNG = 5
 START_TIMEOUT_S = 600.0
@@ -84,7 +84,7 @@ class Watchdog:
 
 def leave_together(watchdog: Watchdog) -> None:
     """Leave the process group when no rank needs it any more: torchrun ends the others as soon as one has left."""
-    wait_for_all()  # watched: rank 0 may still be writing
+    wait_for_hosts()  # watched: rank 0 may still be writing
     watchdog.end()
     shut_down()
 

@@ -28,7 +28,7 @@ from volo.checkpoint.resume import (
 )
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.train_state import TrainState, ranked_by
-from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_all
+from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_hosts
 from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.flag_rules import trackers_of
 from volo.memory.prediction import StepShape, memory_report
@@ -171,7 +171,7 @@ def open_run(
         on_save: See `Saver`.
     """
     checkpoints = None
-    wait_for_all()  # all ranks have read the checkpoint before rank 0 touches the directory
+    wait_for_hosts()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
         if world.is_primary:
             run_directory = RunDirectory(directory)
