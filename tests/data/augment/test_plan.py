@@ -157,25 +157,6 @@ def _covered(boxes, size) -> torch.Tensor:
     return mask
 
 
-def test_erased_share_and_box_sides_have_timms_statistics():
-    """Independent random numbers on both sides: share erased, mean area, mean log aspect."""
-    plan = some_plan(AugmentConfig((64, 64), reprob=0.25), 20000)
-    boxes = plan.erase[:, 0]
-    erased = boxes[:, 2] > 0
-    assert erased.mean() == pytest.approx(0.25, abs=0.016)
-    random_erasing.random.seed(0)
-    eraser = random_erasing.RandomErasing(1.0, mode="const", device="cpu")
-    sides = []
-    for _ in range(3000):
-        gone = (eraser(torch.ones(1, 64, 64))[0] == 0).nonzero()
-        sides.append((gone.amax(0) - gone.amin(0) + 1).tolist())
-    theirs, mine = np.array(sides, float), boxes[erased][:, 2:].astype(float)
-    assert mine.prod(1).mean() == pytest.approx(theirs.prod(1).mean(), rel=0.05)
-    log_aspect = [np.log(sides[:, 0] / sides[:, 1]) for sides in (mine, theirs)]
-    assert log_aspect[0].std() == pytest.approx(log_aspect[1].std(), rel=0.05)
-    assert abs(log_aspect[0].mean()) < 0.05
-
-
 def test_flips_and_interpolations_are_as_frequent_as_asked():
     plan = some_plan(AugmentConfig((32, 48), hflip=0.3, vflip=0.8, auto_augment=None, color_jitter=None), 20000)
     assert (plan.warp[:, 0, 0] < 0).mean() == pytest.approx(0.3, abs=0.017)
