@@ -43,20 +43,6 @@ def test_fault_13_the_global_batch_is_kept_or_the_change_is_told(
     assert (told is None and message is None) or (told is not None and message is not None and told in message)
 
 
-def test_fault_13_kept_once_it_is_kept_again() -> None:
-    """A job of 4 processes is restarted on 2 with the same command, twice, and then on 4."""
-    record = batch_record(8, 1, 4, 1)
-    for world_size, steps in ((2, 2), (2, 2), (4, 1)):
-        kept, _ = steps_to_keep({"batch": record}, 8, 1, world_size)
-        assert kept == steps
-        record = batch_record(8, kept, world_size, 1)
-
-
-@pytest.mark.parametrize("batch", [None, 3, {}, {"global": "x", "world_size": 1, "asked": 1}, batch_record(0, 0, 0, 0)])
-def test_a_checkpoint_that_tells_nothing(batch: Any) -> None:
-    assert steps_to_keep({"batch": batch}, 8, 1, 2) == (1, None)
-
-
 def test_fault_13_the_images_of_every_update_are_the_same() -> None:
     """Four processes, and two with twice the accumulation steps: the union over the ranks, update by update."""
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.train.small_run import build, epoch_of, names, resumed, save, separate, tensors, three_epochs, train
+from tests.train.small_run import build, epoch_of, names, resumed, save, separate, three_epochs, train
 from tlt.errors import UserError
 from tlt.io.weights import peek_checkpoint, read_checkpoint
-from volo.checkpoint.checkpoint import CheckpointDir, load_weights
+from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.checkpoint_file import save_checkpoint
 from volo.checkpoint.resume import find_resume
 
@@ -97,17 +96,6 @@ def test_going_back_to_an_older_epoch(tmp_path: Path) -> None:
     assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
 
 
-def test_going_back_to_before_the_first_metric(tmp_path: Path) -> None:
-    state, files = build(), CheckpointDir(tmp_path)
-    for metric in (None, 3.0):
-        train(state)
-        save(files, state, metric)
-    state, files, _ = resumed(tmp_path, str(tmp_path / "checkpoint-0.pth.tar"))
-    assert epoch_of(tmp_path / "superseded-model_best.pth.tar") == 1
-    train(state)
-    assert save(files, state, 1.0) == (1.0, 1, "checkpoint-1.pth.tar")
-
-
 def test_kept_checkpoints_that_were_deleted(tmp_path: Path) -> None:
     three_epochs(tmp_path)
     (tmp_path / "checkpoint-1.pth.tar").unlink()
@@ -155,13 +143,6 @@ def test_a_file_without_scores_is_ranked_by_what_its_arguments_say(tmp_path: Pat
     assert state.best and state.scores == {entry.epoch: {"loss_ema": entry.metric} for entry in state.best}
 
 
-def test_fewer_are_kept_after_resume(tmp_path: Path) -> None:
-    three_epochs(tmp_path)
-    state, _, _ = resumed(tmp_path)  # keeps 2
-    assert [b.epoch for b in state.best] == [1, 2]
-    assert "checkpoint-0.pth.tar" not in names(tmp_path)
-
-
 def test_resuming_into_another_directory(tmp_path: Path) -> None:
     three_epochs(tmp_path / "old")
     before = names(tmp_path / "old")
@@ -174,10 +155,3 @@ def test_resuming_into_another_directory(tmp_path: Path) -> None:
     save(files, state, 1.5)
     assert names(tmp_path / "new") == {"last.pth.tar", "model_best.pth.tar", "checkpoint-3.pth.tar"}
     assert names(tmp_path / "old") == before
-
-
-def test_load_weights_of_a_run(tmp_path: Path) -> None:
-    state = three_epochs(tmp_path)
-    other = build(seed=4).model
-    load_weights(other, tmp_path / "last.pth.tar", use_ema=True)
-    assert all(map(torch.equal, tensors(other.state_dict()), tensors(state.ema.module.state_dict())))  # type: ignore[union-attr]

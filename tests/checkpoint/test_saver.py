@@ -187,28 +187,7 @@ def test_a_run_that_stops_writes_its_weights_from_where_they_are(
     assert told.events[-1][1]["blocked_seconds"] == told.events[-1][1]["seconds"] and saver.idle
 
 
-@pytest.mark.parametrize("later", ["finish", "poll"])
-def test_fault_14_what_a_stopping_run_could_not_write_is_kept_as_it_was(
-    tmp_path: Path, disk: Disk, clock: Clock, later: str
-) -> None:
-    state = build()
-    train(state)
-    saver, _ = saver_of(state, tmp_path)
-    disk.error = errno.ENOSPC
-    with pytest.raises(NotWrittenError, match="No space left"):
-        saver.save_now("SIGTERM")
-    expected, disk.error = payload_of(state), None
-    train(state)
-    if later == "poll":
-        clock.now += 30
-        saver.poll()
-        ended(saver)
-    else:
-        saver.finish(retries=(0.0,))
-    assert all(map(torch.equal, tensors(expected), tensors(read_checkpoint(tmp_path / "last.pth.tar"))))
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EDQUOT])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE])
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
     tmp_path: Path, disk: Disk, clock: Clock, code: int, synchronous: bool
@@ -307,19 +286,6 @@ def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(
         saver.save_now("SIGTERM")
 
 
-def test_what_the_writer_meets_is_raised_in_the_training_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("a defect")
-
-    state = build()
-    saver, _ = saver_of(state, tmp_path)
-    monkeypatch.setattr(checkpoint_module, "save_checkpoint", fail)
-    after_epoch(saver, 1.0)
-    with pytest.raises(RuntimeError, match="a defect"):
-        ended(saver)
-    saver.after_update()  # it is told once
-
-
 def test_weights_with_nan_stop_the_run_before_anything_is_copied(tmp_path: Path, disk: Disk) -> None:
     state = build()
     saver, _ = saver_of(state, tmp_path)
@@ -327,15 +293,6 @@ def test_weights_with_nan_stop_the_run_before_anything_is_copied(tmp_path: Path,
     with pytest.raises(NonFiniteError, match="0.weight"):
         saver.save_now("SIGTERM")
     assert disk.writes == 0
-
-
-def test_a_failing_program_lets_its_save_end(tmp_path: Path, disk: Disk) -> None:
-    state = build()
-    saver, told = saver_of(state, tmp_path)
-    with pytest.raises(KeyboardInterrupt), saver:
-        after_epoch(saver, 1.0)
-        raise KeyboardInterrupt
-    assert told.kinds == ["checkpoint"] and "last.pth.tar" in names(tmp_path)
 
 
 def test_other_ranks_only_take_part(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from timm.models import load_checkpoint, resume_checkpoint
-from timm.utils import CheckpointSaver, ModelEmaV3
+from timm.utils import CheckpointSaver
 from torch import nn
 
 from tests.train.small_run import build, payload_of, resumed, same, save, tensors, train
@@ -46,30 +46,6 @@ def test_saved_under_wrappers_loaded_without_and_back(tmp_path: Path) -> None:
     for state in (bare, wrapped):
         assert state.load(read_checkpoint(path), path) == []
         assert same(first, state)
-
-
-@pytest.mark.gpu
-def test_from_gpu_to_cpu_and_back(tmp_path: Path) -> None:
-    def on_gpu(seed: int) -> TrainState:
-        state = build(seed)
-        state.model.cuda()
-        state.optimizer = torch.optim.AdamW(state.model.parameters(), fused=True)
-        state.scaler, state.ema = torch.amp.GradScaler("cuda"), ModelEmaV3(state.model)
-        return state
-
-    first, path = on_gpu(0), tmp_path / "last.pth.tar"
-    for parameter in first.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    first.optimizer.step()
-    save(CheckpointDir(tmp_path), first)
-    cpu, again = build(seed=1), on_gpu(2)
-    cpu.optimizer = torch.optim.AdamW(cpu.model.parameters())
-    for state, device in ((cpu, "cpu"), (again, "cuda")):
-        state.load(read_checkpoint(path), path)
-        pairs = zip(tensors(first.state_dict()), tensors(state.state_dict()), strict=True)
-        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
-        assert {v.device.type for s in state.optimizer.state.values() for v in s.values() if v.ndim} == {device}
-        state.optimizer.step()
 
 
 def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
@@ -110,15 +86,6 @@ def test_we_resume_timms(tmp_path: Path) -> None:
     assert len(messages) == 2 and "loss scale" in messages[0]
     assert messages[1] == "set aside as superseded-*, not on the way to last.pth.tar: model_best.pth.tar"
     assert ours.optimizer.param_groups[0]["lr"] == 0.01  # arguments in a file are never applied
-
-
-def test_weights_alone_start_a_run(tmp_path: Path) -> None:
-    torch.save(build(seed=3).model.state_dict(), tmp_path / "x")
-    state = build(epoch=5)
-    messages = state.load(read_checkpoint(tmp_path / "x"), tmp_path / "x")
-    assert (state.epoch, state.update) == (0, 0)
-    assert any("weights only" in m for m in messages)
-    assert torch.equal(state.ema.module[0].weight, build(seed=3).model[0].weight)  # type: ignore[union-attr, index]
 
 
 @pytest.mark.parametrize(("saved", "now"), [("sgd", "adamw"), ("adamw", "sgd")])
@@ -203,22 +170,6 @@ def test_fault_15_resume_into_another_model(other: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         state.load(payload, "file.pth")
     assert all(map(torch.equal, before, tensors(state.model.state_dict())))
-
-
-def test_nan_weights_are_not_resumed() -> None:
-    payload = payload_of(build())
-    payload["state_dict_ema"]["3.bias"][0] = float("nan")
-    with pytest.raises(UserError, match="3.bias holds 1 NaN"):
-        build().load(payload, "file.pth")
-    build(ema=False).load(payload, "file.pth")
-
-
-def test_other_number_of_updates_per_epoch() -> None:
-    train(first := build(), 2)
-    second = build(updates_per_epoch=8)
-    messages = second.load(payload_of(first), "file.pth")
-    assert (second.epoch, second.update) == (2, 16)
-    assert "an epoch had 4 updates, now 8" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -163,26 +163,13 @@ def architecture(model: nn.Module) -> str:
 def other_architecture(model: nn.Module, checkpoint: dict[str, Any], state: dict[str, Tensor]) -> str | None:
     """Return the name of the model that weights belong to, if it is known and not `model`'s.
 
-    The shapes decide if they are those of a registered VOLO or LV-ViT, otherwise the name in the file.
+    The shapes decide if they are those of a registered VOLO or LV-ViT, at any image size, class count and channel
+    count; otherwise the name in the file, if timm knows it.
     """
-    own = architecture(model)
-    name = _architecture_by_shape(state) or _recorded_architecture(checkpoint)
-    return name if name != own else None
-
-
-def _recorded_architecture(checkpoint: dict[str, Any]) -> str | None:
-    """Return the name of the model that the file records, if timm has a model of that name."""
-    name = checkpoint.get("arch")
-    if not isinstance(name, str):
-        return None
-    name = name.split(".")[0]
-    return name if timm.is_model(name) else None
-
-
-def _architecture_by_shape(state: dict[str, Tensor]) -> str | None:
-    """Return the VOLO or LV-ViT that has these shapes, at any image size, class count and channel count."""
-    fits = (name for name, model in _registered().items() if not _backbone_misfits(fit_state_dict(model, state)))
-    return next(fits, None)
+    fitting = (name for name, each in _registered().items() if not _backbone_misfits(fit_state_dict(each, state)))
+    recorded = str(checkpoint.get("arch")).split(".")[0]
+    name = next(fitting, recorded if timm.is_model(recorded) else None)
+    return name if name != architecture(model) else None
 
 
 @functools.cache

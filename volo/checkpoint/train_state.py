@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,6 @@ STATISTICS_KEY = "rank_statistics"
 _FORMAT = 2  # timm's: `epoch` is the last finished one
 
 
-class Stateful(Protocol):
-    """A loss scaler, as a checkpoint uses it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 class RankedCheckpoint(NamedTuple):
     """A `checkpoint-N.pth.tar` that is kept. `epoch` is N; `metric` is None where there was no finite one."""
 
@@ -55,7 +47,7 @@ class TrainState:
 
     model: nn.Module  # bare or wrapped; saved and loaded under the bare model's names
     optimizer: Optimizer
-    scaler: Stateful | None = None
+    scaler: torch.amp.GradScaler | None = None
     ema: ModelEmaV3 | None = None
     epoch: int = 0  # epochs finished, which is the number of the one to run next
     update: int = 0  # optimizer steps done, over all epochs
