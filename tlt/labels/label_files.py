@@ -66,7 +66,7 @@ class LabelMatches:
 
 
 def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> Listing:
-    """The label files below a folder; `found` is told how many there are so far."""
+    """The label files below a folder; `found` is called with how many there are so far."""
     tell, counts = found or SearchProgress(), [0]
 
     @lru_cache(maxsize=1)  # names come folder by folder, and those of a million files take much memory
