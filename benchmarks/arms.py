@@ -6,6 +6,7 @@ the weights of the first. To add one, add a line to ARMS: what its flags have in
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from argparse import Namespace
@@ -210,7 +211,7 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
     Raises:
         UserError: Not one arm runs here, or an arm computes something else; after the others were measured.
     """
-    device, works, failed = choose_device(args.device, 0), dict[str, Callable[[], int]](), list[Exception]()
+    device, works, failed, different = choose_device(args.device, 0), dict[str, Callable[[], int]](), "", ""
     facts: dict[str, dict[str, Any]] = {}
     for arm in arms:
         flags, dtype = arm.flags, str(arm.dtype(device)).removeprefix("torch.")
@@ -225,8 +226,10 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
             alone = in_turns({arm.name: works[arm.name]}, 1)
             rows.write(facts[arm.name] | {"rounds": "1, alone"} | _speed(alone, arm.name, images))
         except Exception as error:  # compilers raise their own kinds
-            rows.write(facts[arm.name] | {"note": f"not measured: {reason_of(error)}"})
-            failed.append(error)
+            failed = reason_of(error)  # the error itself holds the tensors of its stack
+            different = failed if isinstance(error, DifferentResult) else different
+            rows.write(facts[arm.name] | {"note": f"not measured: {failed}"})
+        gc.collect()  # what the check of this arm needed
     found = in_turns(works, args.rounds)
     for name in found:
         rows.write(facts[name] | {"rounds": args.rounds} | _speed(found, name, images))
@@ -235,10 +238,9 @@ def time_arms(args: Namespace, rows: Rows, arms: Sequence[Arm], images: int, mak
             works[OURS]()
         print(profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=60))
     if not works:
-        raise UserError(f"--model {arms[0].flags.model} can't be measured here: {reason_of(failed[0])}")
-    for failure in failed:
-        if isinstance(failure, DifferentResult):
-            raise failure
+        raise UserError(f"--model {arms[0].flags.model} can't be measured here: {failed}")
+    if different:
+        raise UserError(different)
 
 
 def _batches(work: Work, count: int, images: int, device: torch.device) -> int:

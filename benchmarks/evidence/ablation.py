@@ -71,7 +71,7 @@ FLAGS = (
             flag("--arms", default=list(ARMS), nargs="+", choices=tuple(ARMS), help="ways to train"),
             flag("--seeds", default=5, type=POSITIVE, help="seeds of each arm, from 0"),
             flag("--epochs", default=10, type=POSITIVE, help="epochs of a run"),
-            flag("--images", default=3000, type=Number(int, low=2 * CLASSES), help="training scenes"),
+            flag("--images", default=3000, type=Number(int, low=50), help="training scenes"),
             flag("--jobs", default=2, type=POSITIVE, help="runs at a time, one thread each"),
             *OUTPUT,
         ),

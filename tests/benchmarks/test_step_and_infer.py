@@ -142,7 +142,7 @@ def test_an_arm_that_fails_is_told_and_the_others_are_timed(monkeypatch: pytest.
         ("infer --model volo_d --peer", "--model volo_d: timm knows no such model; did you mean"),
         ("infer --output nowhere/rows", "--output nowhere/rows: No such file or directory"),
         ("data --backend dali", "invalid choice: 'dali'"),
-        ("ablation --images 19", "--images: 19 is out of range: at least 20"),
+        ("ablation --images 19", "--images: 19 is out of range: at least 50"),
         ("outlook --device tpu", "--device tpu"),
     ],
 )
