@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import Orders, TokenLabelModel
+from tlt.models.token_labeling import KeptSamples, TokenLabelModel
 
 STEM_STRIDE = 2
 
@@ -151,7 +151,7 @@ class LVViT(TokenLabelModel):
         cls = self.cls_token.expand(x.shape[0], -1, -1)
         return self.pos_drop(torch.cat((cls, x.flatten(1, 2)), dim=1) + pos)
 
-    def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
+    def stage(self, x: Tensor, index: int, orders: KeptSamples) -> Tensor:
         return self.run_block(self.blocks[index], x, orders)
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:

@@ -25,7 +25,7 @@ from tlt.models.linear import linear
 from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
 Grid = tuple[int, int]
-Orders = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
+KeptSamples = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
 # They look at sizes, which a traced graph does not have.
@@ -92,7 +92,7 @@ class TokenLabelModel(nn.Module):
         """What happens to the embedding before the first stage."""
         return x
 
-    def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
+    def stage(self, x: Tensor, index: int, orders: KeptSamples) -> Tensor:
         """Stage `index` of `feature_info`, with whatever leads to it; `orders` are for `run_block`."""
         raise NotImplementedError
 
@@ -251,7 +251,7 @@ class TokenLabelModel(nn.Module):
         """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
-    def run_block(self, block: nn.Module, x: Tensor, orders: Orders) -> Tensor:
+    def run_block(self, block: nn.Module, x: Tensor, orders: KeptSamples) -> Tensor:
         """Apply a block; after `set_grad_checkpointing` its backward pass computes it again."""
         inputs = (x, *orders.get(block, ()))
         if self.grad_checkpointing and torch.is_grad_enabled():
@@ -260,7 +260,7 @@ class TokenLabelModel(nn.Module):
         result: Tensor = block(*inputs)
         return result
 
-    def _draw_orders(self, x: Tensor) -> Orders:
+    def _draw_orders(self, x: Tensor) -> KeptSamples:
         """Draw for the B images of x (B, ...) and all blocks that skip some which ones each branch keeps."""
         if not self.training or not self._skipping:
             return {}

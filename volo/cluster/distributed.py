@@ -32,7 +32,7 @@ _MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
-class Told(UserError):
+class AlreadyReported(UserError):
     """A mistake that another rank of this machine meets, too, and prints; this rank prints nothing."""
 
     reported = True
@@ -347,6 +347,6 @@ def primary_first() -> Iterator[None]:
             failure = str(error)
     failure = from_primary(failure)
     if failure is not None:
-        raise Told(failure) if int(os.environ.get("LOCAL_RANK", "0")) else UserError(failure)
+        raise AlreadyReported(failure) if int(os.environ.get("LOCAL_RANK", "0")) else UserError(failure)
     if not primary:
         yield

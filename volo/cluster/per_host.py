@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.cluster.distributed import Told, finish, from_all, wait_for_hosts
+from volo.cluster.distributed import AlreadyReported, finish, from_all, wait_for_hosts
 
 T = TypeVar("T")
 Packed: TypeAlias = tuple[Mapping[str, np.ndarray], Any]  # arrays by name, and what JSON can hold
@@ -62,7 +62,7 @@ class OncePerHost:
             refused, packed = self._share("", None)
             if refused:
                 self._heard()
-                raise Told(refused)
+                raise AlreadyReported(refused)
             value = make() if packed is None else unpack(*packed)
         wait_for_hosts(self._all, self._alive)
         return value

@@ -41,7 +41,7 @@ LOADING = (
     switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
 )
 LIMITS = (
-    flag("--max-bad-images", default=None, type=COUNT, help="unreadable images to bear (0.1 %%, 10 to 100)"),
+    flag("--max-bad-images", default=None, type=COUNT, help="end after more unreadable images (0.1 %%, 10 to 100)"),
     flag(
         "--max-pixels",
         default=50_000_000,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import Orders, TokenLabelModel
+from tlt.models.token_labeling import KeptSamples, TokenLabelModel
 from volo.models.blocks import ClassBlock, Downsample, OutlookAttention, Outlooker, PatchEmbed
 
 CLASS_BLOCKS = 2
@@ -129,7 +129,7 @@ class VOLO(TokenLabelModel):
             if isinstance(module, OutlookAttention):
                 module.kernel = kernel
 
-    def stage(self, x: Tensor, index: int, orders: Orders) -> Tensor:
+    def stage(self, x: Tensor, index: int, orders: KeptSamples) -> Tensor:
         # network: outlookers, downsampling, three stages of transformer blocks
         if index == 0:
             return self._run_stage(0, x, orders)
@@ -138,7 +138,7 @@ class VOLO(TokenLabelModel):
             x = self.pos_drop(x + self.resized_pos_embed((x.shape[1], x.shape[2])))
         return self._run_stage(index + 1, x, orders)
 
-    def _run_stage(self, place: int, x: Tensor, orders: Orders) -> Tensor:
+    def _run_stage(self, place: int, x: Tensor, orders: KeptSamples) -> Tensor:
         if not (self.grad_checkpointing or orders):
             return self.network[place](x)  # as a module, so that hooks on a stage are called
         for block in self.network[place].children():

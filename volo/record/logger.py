@@ -63,15 +63,15 @@ class Logger:
         if self.directory is None or not names:
             return
         self.line(f"trackers: {', '.join(names)}; what they print is in {self.directory.path / TRACKERS}")
-        self._tracked(self.trackers.start(self.directory.path, names, project, tags))
+        self._warn_of(self.trackers.start(self.directory.path, names, project, tags))
 
-    def _tracked(self, failures: list[str]) -> None:
+    def _warn_of(self, failures: list[str]) -> None:
         for text in failures:
             self.warning(text)
 
     def wait_for_trackers(self) -> None:
         """Let the trackers send what is left; call it at the end of a run that is done, when no other rank waits."""
-        self._tracked(self.trackers.wait())
+        self._warn_of(self.trackers.wait())
 
     def open_events(self, directory: Path) -> None:
         """Write events to the existing `directory` from now on; every rank calls it."""
@@ -175,7 +175,7 @@ class Logger:
         use = self._machine.look() | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **more})
-        self._tracked(self.trackers.failures())
+        self._warn_of(self.trackers.failures())
 
     def epoch(
         self,

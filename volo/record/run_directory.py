@@ -83,7 +83,7 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def choose_directory(
-    args: Namespace, image_size: tuple[int, int], tell: Callable[[str], None] = print, make: bool = True
+    args: Namespace, image_size: tuple[int, int], report: Callable[[str], None] = print, make: bool = True
 ) -> Path:
     """Return the directory of this run.
 
@@ -94,7 +94,7 @@ def choose_directory(
     labels, optimizer, schedule, augmentation and regularisation.
 
     Args:
-        tell: Receives a line about a newer run that is another experiment and is not continued.
+        report: Receives a line about a newer run that is another experiment and is not continued.
         make: False: make nothing (`--dry-run`).
 
     Raises:
@@ -106,7 +106,7 @@ def choose_directory(
     if resumed and (resumed / "args.yaml").is_file() and _is_named(resumed, args):
         return resumed
     if not args.experiment:
-        return (args.resume == "auto" and _newest_alike(root, suffix, args, tell)) or _new(root, suffix, make)
+        return (args.resume == "auto" and _newest_alike(root, suffix, args, report)) or _new(root, suffix, make)
     if Path(args.experiment).is_absolute() or ".." in Path(args.experiment).parts:
         raise UserError(f"--experiment {args.experiment} leads out of {root}: give a name, and its folder as --output")
     directory = root / args.experiment
@@ -117,7 +117,7 @@ def choose_directory(
     return directory
 
 
-def _newest_alike(root: Path, suffix: str, args: Namespace, tell: Callable[[str], None]) -> Path | None:
+def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:
     """Return the newest run with the settings of `args`, or None."""
     alike, passed_over = None, ""
     for file in sorted(root.glob(f"*{suffix}/args.yaml"), reverse=True):
@@ -129,7 +129,7 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, tell: Callable[[str]
             f"--experiment {file.parent.name} would go on with it"
         )
     if passed_over:
-        tell(passed_over)
+        report(passed_over)
     return alike
 
 
