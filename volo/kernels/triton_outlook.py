@@ -51,7 +51,7 @@ def _lack(device: torch.device) -> str | None:
         return f"it needs a CUDA device, not {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    # Memory is predicted with tensors on a GPU that need not be there (volo.memory.fake_step).
+    # Memory is predicted with tensors on a GPU that need not be there (volo.memory.prediction).
     if not interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than sm_80"
     return None
