@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -58,6 +58,9 @@ class OneAddress(RendezvousHandler):
 
     Args:
         name: Of this launcher, unlike all others.
+
+    Attributes:
+        complete: Whether all nodes have come.
     """
 
     use_agent_store = True  # the ranks meet in the same store
@@ -65,6 +68,7 @@ class OneAddress(RendezvousHandler):
     def __init__(self, launch: Launch, name: str) -> None:
         self._launch, self._name, self._run_id = launch, name, name
         self._store: TCPStore | None = None  # ends with the object
+        self.complete = False
 
     def get_backend(self) -> str:
         return "one-address"
@@ -107,6 +111,7 @@ class OneAddress(RendezvousHandler):
             )
         self._run_id = self._store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
         where = RendezvousStoreInfo(launch.address, self._store.port)
+        self.complete = True
         return RendezvousInfo(PrefixStore("agents", self._store), launch.node_rank, launch.nodes, where)
 
     def _serve(self) -> TCPStore:
@@ -126,6 +131,7 @@ class Launcher:
         self.signals: list[int] = []  # passed on so far
         self._told_at = 0.0
         self._agent: LocalElasticAgent | None = None
+        self._nodes: OneAddress | None = None
 
     def run(self) -> int:
         """Return the exit code of this node.
@@ -160,10 +166,11 @@ class Launcher:
             told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
             told.touch()
             os.environ |= {"LAUNCH_TOLD": str(told), "LAUNCH_PID": str(os.getpid())}
+            self._nodes = OneAddress(launch, self.name)
             spec = WorkerSpec(
                 role="default",
                 local_world_size=launch.processes,
-                rdzv_handler=OneAddress(launch, self.name),
+                rdzv_handler=self._nodes,
                 entrypoint=sys.executable,
                 args=("-u", *launch.program),
                 max_restarts=0,
@@ -179,23 +186,29 @@ class Launcher:
         return self._told_to_end() if self.signals and code == 128 + self.signals[0] else code
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        processes = [worker.id for worker in self._agent.get_worker_group().workers] if self._agent else []
-        again = bool(self.signals) and time.monotonic() > self._told_at + _SAME_S
-        if processes and not all(processes):  # just being started
-            threading.Timer(_POLL_S, os.kill, (os.getpid(), number)).start()
+        agent = self._agent
+        if agent is None or self._nodes is None or not self._nodes.complete:
+            self.signals.append(number)
+            raise ToldToEnd
+        processes = [worker.id for worker in agent.get_worker_group().workers]
+        if not all(processes):  # just being started
+            _later(_POLL_S, os.kill, os.getpid(), number)
             return
+        again = bool(self.signals) and time.monotonic() > self._told_at + _SAME_S
         self._told_at = self._told_at if self.signals else time.monotonic()
         self.signals.append(number)
-        if not processes:
-            raise ToldToEnd
         _send(processes, number)
         # Whoever is inside of C++ code does not hear a second signal.
-        killer = threading.Timer(_SAME_S if again else self.launch.patience, _send, (processes, signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
+        _later(_SAME_S if again else self.launch.patience, _send, processes, signal.SIGKILL)
 
     def _told_to_end(self) -> int:
         return 130 if self.signals[0] == signal.SIGINT else 85
+
+
+def _later(seconds: float, function: Callable[..., None], *args: object) -> None:
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True  # or the launcher would end no sooner
+    timer.start()
 
 
 def _send(processes: Sequence[int], number: int) -> None:
