@@ -57,6 +57,11 @@ def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:
     assert changed_settings(checkpoint["args"], {"lr": 0.2, "data": Path("/data"), "new": 1, "scale": (0.08, 1.0)}) == [
         "lr: 0.1 before, 0.2 now"
     ]
+    endless: list[object] = []
+    for _ in range(60):  # written out, 2^60 entries
+        endless = [endless, endless]
+    (line,) = changed_settings({"scale": endless}, {"scale": (0.08, 1.0)})
+    assert line.endswith("before, (0.08, 1.0) now") and len(line) < 1000
 
 
 def test_timm_reads_ours(tmp_path: Path) -> None:

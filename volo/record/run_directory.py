@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import re
+import reprlib
 import socket
 import sys
 from argparse import Namespace
@@ -143,11 +144,12 @@ def _other_experiment(file: Path, args: Namespace) -> list[str]:
 
 
 def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
-    """Compare recorded settings with the present ones; return a line for each of `now` that differs."""
+    """Compare settings recorded in a checkpoint, which are plain, with the present ones; return a line for each of
+    `now` that differs. What is recorded is not walked: in a hostile file it may never end."""
     if not isinstance(recorded, dict):
         return []
-    differing = [k for k in sorted(now) if k in recorded and plain(recorded[k]) != plain(now[k])]
-    return [f"{k}: {recorded[k]!r} before, {now[k]!r} now" for k in differing]
+    differing = [k for k in sorted(now) if k in recorded and recorded[k] != plain(now[k])]
+    return [f"{k}: {reprlib.repr(recorded[k])} before, {now[k]!r} now" for k in differing]
 
 
 def _is_named(directory: Path, args: Namespace) -> bool:
