@@ -217,13 +217,16 @@ def test_counted_operations_are_those_of_a_real_pass(name: str) -> None:
 def test_it_sees_the_images_before_they_are_mixed() -> None:
     seen: list[Tensor] = []
 
-    def look(images: Tensor) -> Annotation:
-        seen.append(images)
-        values = images.mean((1, 2, 3))[:, None, None, None].expand(-1, 1, 2, 2).half()
-        return Annotation(values, torch.zeros_like(values).int(), values[:, 0].float())
+    class Look:
+        model = timm.create_model("resnet10t", num_classes=4)
+
+        def __call__(self, images: Tensor) -> Annotation:
+            seen.append(images)
+            values = images.mean((1, 2, 3))[:, None, None, None].expand(-1, 1, 2, 2).half()
+            return Annotation(values, torch.zeros_like(values).int(), values[:, 0].float())
 
     pixels = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)), ((0.1, 0.2, 0.3), (0.2, 0.2, 0.2))
-    teacher = Teacher(cast(Annotator, look), *pixels, 4, FULL_AREA, torch.device("cpu"))
+    teacher = Teacher("it", cast(Annotator, Look()), *pixels, FULL_AREA)
     whole = torch.tensor([[0.0, 0.0, 0.5, 0.5]] * 3)
     images = torch.rand(3, 3, 32, 32)
     batch = Batch(

@@ -19,7 +19,7 @@ from volo.cluster.distributed import choose_device
 # Other packages are loaded first, once: they have ways of their own on these systems, which this one does not show.
 HIDDEN = """
 import builtins, faulthandler, io, json, multiprocessing, os, signal, subprocess, sys
-import matplotlib.pyplot, timm, torch, torch._dynamo, torchvision, tqdm, yaml
+import filelock, matplotlib.pyplot, timm, torch, torch._dynamo, torchvision, tqdm, yaml
 for system in ("macOS", "Windows"):
     sys.stdout.flush()
     if not os.fork():
@@ -43,6 +43,7 @@ for name in ("listdir", "readlink", "open", "stat", "scandir"):
 missing = ["sched_getaffinity", "sched_setaffinity", "memfd_create", "posix_fadvise", "setns", "unshare"]
 if system == "Windows":
     missing += ["pread", "preadv", "pwrite", "geteuid", "getuid", "sysconf", "O_CLOEXEC", "O_NONBLOCK", "getloadavg"]
+    filelock.FileLock = filelock.SoftFileLock  # the lock of Windows is not there, the one of Unix needs O_NONBLOCK
     sys.modules["fcntl"] = sys.modules["resource"] = sys.modules["pwd"] = None
     for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGSTOP", "SIGCONT", "SIGKILL", "setitimer"):
         delattr(signal, name)

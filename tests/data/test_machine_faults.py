@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import pickle
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.labels.packed import label_map, make_tree, save_image
+from tests.labels.packed import label_map, make_archive, make_tree, save_image
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
@@ -234,6 +235,19 @@ def test_a_label_file_that_fails_is_not_a_bad_label(
 
 def check_all(folder: Path) -> object:
     return check(str(folder / "data"), str(folder / "labels"))
+
+
+def test_an_archive_whose_storage_fails_is_not_a_bad_label(
+    images: ImageFolder, tmp_path: Path, storage: Storage
+) -> None:
+    store = open_labels(make_archive(tmp_path / "labels", images), images.paths, bad_label="skip")
+    expected, sent = store.read(2).values, pickle.dumps(store)  # as a data worker gets it, which opens the files anew
+    met = storage("ENFILE", "values.npy", 3)
+    assert np.array_equal(pickle.loads(sent).read(2).values, expected) and len(met) == 3
+    storage("ENFILE", "values.npy", 10**9)
+    with pytest.raises(MachineFault, match=r"values\.npy can't be read: Too many open files in system"):
+        pickle.loads(sent).read(2)
+    assert not store.take_faults()
 
 
 @pytest.fixture(autouse=True)

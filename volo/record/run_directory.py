@@ -149,7 +149,9 @@ def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
     if not isinstance(recorded, dict):
         return []
     differing = [k for k in sorted(now) if k in recorded and recorded[k] != plain(now[k])]
-    return [f"{k}: {reprlib.repr(recorded[k])} before, {now[k]!r} now" for k in differing]
+    shown = reprlib.Repr()
+    shown.maxstring = 1000
+    return [f"{k}: {shown.repr(recorded[k])} before, {now[k]!r} now" for k in differing]
 
 
 def _is_named(directory: Path, args: Namespace) -> bool:
