@@ -32,7 +32,7 @@ from tlt.labels.label_info import LabelInfo
 
 FORMAT = "volo-tlt label archive, version 2"
 META_NAME = "meta.json"
-NOT_DONE, LABEL, NO_LABEL = 0, 1, 2
+LABEL, NO_LABEL = 1, 2  # of `done.npy`; 0: not done
 _REMEDY = "copy the archive again, or pack it again"
 
 
@@ -165,7 +165,7 @@ class Rows:
         self._contents = [column for name, column in self.columns.items() if name not in ("crc32", "done")]
 
     def state(self, row: int) -> int:
-        """NOT_DONE, LABEL, NO_LABEL, or something else where a bit was flipped."""
+        """LABEL, NO_LABEL, 0 where it is not done, or something else where a bit was flipped."""
         return self.columns["done"].read(row)[0]
 
     def crc32(self, row: int) -> int:

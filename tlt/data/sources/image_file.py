@@ -22,8 +22,6 @@ from tlt.data.sources.jpeg import plain_size
 from tlt.io.files import READ_FLAGS, is_machine_fault, with_retries
 
 DEFAULT_MAX_PIXELS = 50_000_000
-UNLIMITED = 2**62  # as `max_pixels`
-JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 
 # More than an image of `max_pixels` takes: four channels of 16 bits are 8 bytes a pixel.
 _BYTES_PER_PIXEL = 16
