@@ -271,7 +271,7 @@ def test_nothing_in_the_model_keeps_it_from_a_cuda_graph() -> None:
         assert len(changed) == sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 
 
-def test_the_memory_budget_of_a_compiled_graph_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_budget_of_a_compiled_graph_is_kept() -> None:
     def saved_bytes(budget: float) -> int:
         torch.compiler.reset()
         sizes: dict[int, int] = {}
@@ -288,5 +288,5 @@ def test_the_memory_budget_of_a_compiled_graph_is_kept(monkeypatch: pytest.Monke
         del loss
         return sum(sizes.values())
 
-    monkeypatch.setattr(torch._functorch.config, "activation_memory_budget", 1.0)  # and put it back afterwards
-    assert saved_bytes(0.1) < 0.9 * saved_bytes(1.0)
+    with torch._functorch.config.patch(activation_memory_budget=1.0):  # and put it back afterwards
+        assert saved_bytes(0.1) < 0.9 * saved_bytes(1.0)
