@@ -235,7 +235,7 @@ def read_names(root: str, meta: Meta) -> Names:
 
 def names_crc(block: np.ndarray, ends: np.ndarray) -> int:
     """The crc32 of names in one block."""
-    return zlib.crc32(np.ascontiguousarray(ends), zlib.crc32(np.ascontiguousarray(block)))
+    return zlib.crc32(np.ascontiguousarray(ends).data, zlib.crc32(np.ascontiguousarray(block).data))
 
 
 class ArchiveReader:
