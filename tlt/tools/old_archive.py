@@ -54,9 +54,10 @@ def convert_old_archive(old: str, out: str, overwrite: bool = False) -> list[str
             if row not in pending:
                 continue
             _check_row(tensors, place, labels[row], path)
-            writer.write(row, _map_of(tensors, place, header["transposed"], labels[row])) if has_label else (
+            if has_label:
+                writer.write(row, _map_of(tensors, place, header["transposed"], labels[row]))
+            else:
                 writer.write_absent(row)
-            )
             progress.step()
     progress.close()
     writer.finish(absent, manifest["accuracy"])

@@ -44,7 +44,7 @@ from tlt.data.sources.records import Contents, FileRecords, RecordTable, write_t
 from tlt.data.sources.source import ImageSource
 from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PARTIAL_NAME, TABLE, scan_labels, scan_tar
 from tlt.errors import UserError
-from tlt.io.files import locked, sync_folder, write_whole
+from tlt.io.files import locked, read_at, sync_folder, write_whole
 from tlt.io.names import leads_out
 from tlt.io.processes import in_processes
 from tlt.io.text import printable
@@ -345,7 +345,7 @@ def _largest_id(maps: FileRecords) -> int:
     largest = -1
     with open(maps.path, "rb") as file:
         for row in maps.rows:
-            ids = load(os.pread(file.fileno(), int(row["length"]), int(row["offset"])))["ids"]
+            ids = load(read_at(file.fileno(), int(row["length"]), int(row["offset"])))["ids"]
             largest = max(largest, int(ids.max()))
     return largest
 
