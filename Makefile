@@ -1,7 +1,8 @@
 # make demo   train VOLO with token labels on real images, from nothing      make test   run the tests
 # make test-versions   the tests on every promised Python that is here, on the oldest with the oldest packages (uv)
 # make test-newest   the tests with the newest torch, torchvision and timm there are
-# make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them
+# make test-all   the tests and the slow ones: test, test-slow and test-faults, which end within half an hour each
+# make test-faults   do every fault of docs/reliability.md to it, hundreds of kill -9 among them (stress-ng: as root, from Debian)
 # make test-slurm   as root: a Slurm cluster on this machine, and jobs on it (installs Debian's packages of Slurm, says so)
 # make test-docker   build the image on a small base (root; installs Debian's buildah and debootstrap)
 # make benchmark-gpu   on a GPU: its tests, then training steps of VOLO-D1, D3 and D5 beside timm's, in calls of 10 minutes
@@ -21,7 +22,7 @@ DEVICE ?= cuda
 OUT ?= output/benchmark-gpu
 BENCHMARK_ARGS ?=
 
-.PHONY: demo docs house test test-versions test-newest test-faults test-slurm test-docker benchmark-gpu lint clean
+.PHONY: benchmark-gpu clean demo docs house lint test test-all test-docker test-faults test-newest test-slow test-slurm test-versions
 
 # One stamp per set of extras: installing again is skipped until pyproject.toml changes. `dev` has what `test` has. Python
 # compiles what is imported; pip would compile everything, which takes a minute.
@@ -47,8 +48,16 @@ test-newest:
 	.venv-versions/newest/bin/python -m pip list | grep -E "^(torch|torchvision|timm) "
 	.venv-versions/newest/bin/python -m pytest $(PARALLEL) $(TEST_ARGS)
 
+test-all: test test-slow test-faults
+
+test-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PARALLEL) -m slow -k "not test_fault" $(TEST_ARGS)
+
+# stress-ng keeps processors, memory and disk busy beside some of the kills; where it can't be installed, that test is skipped.
 test-faults: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "" -k test_fault $(TEST_ARGS)
+	@command -v stress-ng >/dev/null || test "$$(id -u)" != 0 || \
+	  (set -x; apt-get update -qq && apt-get install --yes -qq --no-install-recommends stress-ng) || true
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" -k test_fault $(TEST_ARGS)
 
 # The packages first: without root there is no use in an environment.
 test-slurm:

@@ -47,9 +47,9 @@ def assert_same(whole: Path, cut: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param("-j 2", marks=pytest.mark.faults),
+        pytest.param("-j 2", marks=pytest.mark.slow),
         "-j 0 --amp --checkpoint-sync --drop-path-mode subset",
-        pytest.param("-j 0 --model-dtype bfloat16", marks=pytest.mark.faults),
+        pytest.param("-j 0 --model-dtype bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_fault_11_interrupted_at_several_updates(
@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_other_workers_and_from_shards(
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

@@ -151,7 +151,7 @@ def test_fault_42_43_44_tars_and_shards(
 
 
 @linux
-@pytest.mark.parametrize(("micro_batches", "lost"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(("micro_batches", "lost"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_fault_22_a_data_worker_is_killed_in_the_middle_of_a_step(
     call: Call,
     digits: Path,

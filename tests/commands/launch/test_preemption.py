@@ -20,7 +20,7 @@ from tests.conftest import wait_until
 from tlt.errors import WorkerDied
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-slow = pytest.mark.faults
+slow = pytest.mark.slow
 # So many epochs that no run has ended before it is hit.
 FLAGS = f"{QUICK} -j 1 --epochs 9999 --lr 1e-3 --experiment run --output"
 

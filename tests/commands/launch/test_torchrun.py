@@ -69,7 +69,7 @@ def test_a_restart_leaves_the_runs_of_other_launches_alone(
         assert continued_run(args) is None
 
 
-@pytest.mark.parametrize("named", ["", pytest.param("--experiment sweep/a", marks=pytest.mark.faults)])
+@pytest.mark.parametrize("named", ["", pytest.param("--experiment sweep/a", marks=pytest.mark.slow)])
 def test_torchrun_restarts_a_killed_rank(make_dataset: Callable[..., Path], tmp_path: Path, named: str) -> None:
     killed = "os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and '/train/' in str(path) and next(number) == 12"
     env = storage(tmp_path, f"{killed} and os.kill(os.getpid(), 9)")
