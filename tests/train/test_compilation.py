@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import volo  # noqa: F401  registers the models
 from tests.conftest import imagined_gpu
 from tlt.errors import UserError
-from tlt.models.drop_path import drop_path_layer
+from tlt.models.drop_path import WHOLE, draw_masks
 from tlt.models.layers import ResidualBlock
 from volo.cluster.ddp import distribute
 from volo.cluster.distributed import World
@@ -209,22 +209,22 @@ def test_errors_of_the_compiler_are_one_line() -> None:
 
 
 class Dropped(ResidualBlock):
-    """Dropout, and stochastic depth, and nothing else: one kernel."""
+    """Dropout and stochastic depth and nothing else: one kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm1 = self.norm2 = self.mlp = nn.Identity()
-        self.attn, self.drop_path1, self.drop_path2 = nn.Dropout(0.5), drop_path_layer(0.5), drop_path_layer(0.2)
+        self.attn = nn.Dropout(0.5)
 
 
 def test_compiled_draws_are_a_function_of_the_seed() -> None:
-    block = Dropped().train()
+    block, x = Dropped().train(), torch.ones(64, 8)
     block.compile()  # by Inductor, whose own generator draws dropout
 
     def drawn(seed: int) -> Tensor:
         torch.manual_seed(seed)
         with torch.no_grad():
-            return block(torch.ones(64, 8))
+            return block(x, *draw_masks(torch.tensor([[WHOLE // 2], [WHOLE // 5 * 4]]), x))
 
     first, other = drawn(1), drawn(2)
     assert torch.equal(drawn(1), first) and not torch.equal(first, other)

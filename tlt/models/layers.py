@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.fx
@@ -12,7 +11,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
 from tlt.models.attention import attention, check_heads
-from tlt.models.drop_path import add_branch, draw_samples, drop_path_layer
+from tlt.models.drop_path import add_branch, drop_path_layer
 from tlt.models.linear import linear
 
 torch.fx.wrap("attention")  # it looks at devices and types, which a traced graph does not have
@@ -73,45 +72,10 @@ class Mlp(nn.Module):
         return self.drop2(linear(self.fc2, self.drop1(F.gelu(linear(self.fc1, x)))))
 
 
-class Block(nn.Module):
-    """Base of blocks that a model repeats: `compile` makes one graph for all blocks of a kind, at any batch size.
-
-    `arithmetic` is what is compiled. A subclass calls it by `run`, with what differs from block to block as arguments.
-    """
-
-    _compiled: Callable[..., Tensor] | None = None
-
-    def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
-        """(B, ..., C) -> the same shape; `samples` is from `draw_samples`."""
-        raise NotImplementedError
-
-    def run(self, x: Tensor, *samples: Tensor | None) -> Tensor:
-        """`arithmetic`, compiled if `compile` was called."""
-        if self._compiled is None:
-            return self.arithmetic(x, *samples)
-        for tensor in (x, *samples):
-            if tensor is not None:
-                # Or the first size would be compiled for itself, and a run that is resumed at another one would go on
-                # with another graph than before.
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return self._compiled(x, *samples)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the block in place, with the arguments of `torch.compile`."""
-        self._compiled = torch.compile(self.arithmetic, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # As of any compiled module, a copy is not compiled: what is compiled here belongs to this object.
-        state: dict[str, Any] = super().__getstate__()
-        state.pop("_compiled", None)
-        return state
-
-
-class ResidualBlock(Block):
+class ResidualBlock(nn.Module):
     """Attention, then an MLP, each behind a norm of its own and added to what it was given, with stochastic depth.
 
-    The samples that keep a branch are drawn before the arithmetic: one graph serves all rates, and they are those of a
-    block that isn't compiled. A subclass sets the modules.
+    A subclass sets the modules.
     """
 
     norm1: nn.Module
@@ -123,11 +87,8 @@ class ResidualBlock(Block):
     residual_scale = 1.0  # each branch is divided by it before it is added (`skip_lam`)
 
     def forward(self, x: Tensor, first: Tensor | None = None, second: Tensor | None = None) -> Tensor:
-        """(B, ..., C) -> the same shape; `first` and `second` are the branches' orders, from `draw_samples`."""
-        return self.run(x, draw_samples(self.drop_path1, x, first), draw_samples(self.drop_path2, x, second))
-
-    def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
-        first, second = samples
+        """(B, ..., C) -> the same shape. `first` and `second` are what was drawn for the two branches, by
+        `draw_masks` or `draw_subsets`; without them nothing is dropped."""
         x = add_branch(x, lambda rows: self.attn(self.norm1(rows)), first, self.residual_scale)
         return add_branch(x, lambda rows: self.mlp(self.norm2(rows)), second, self.residual_scale)
 
@@ -155,6 +116,16 @@ class TransformerBlock(ResidualBlock):
         self.norm2 = norm_layer(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.drop_path2 = drop_path_layer(drop_path)
+
+
+class Stage(nn.Sequential):
+    """Blocks one after the other, as a module of its own, whose hooks are called."""
+
+    def forward(self, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        """Apply `run(block, x)` for each block."""
+        for block in self:
+            x = run(block, x)
+        return x
 
 
 def init_linear(module: nn.Module) -> None:

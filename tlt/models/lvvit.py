@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import KeptSamples, TokenLabelModel
+from tlt.models.token_labeling import RunBlock, TokenLabelModel
 
 STEM_STRIDE = 2
 
@@ -144,6 +144,7 @@ class LVViT(TokenLabelModel):
         self.apply(init_linear)
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
+        self._find_drop_paths()
         self._init_heads()
 
     def start(self, x: Tensor) -> Tensor:
@@ -151,8 +152,8 @@ class LVViT(TokenLabelModel):
         cls = self.cls_token.expand(x.shape[0], -1, -1)
         return self.pos_drop(torch.cat((cls, x.flatten(1, 2)), dim=1) + pos)
 
-    def stage(self, x: Tensor, index: int, orders: KeptSamples) -> Tensor:
-        return self.run_block(self.blocks[index], x, orders)
+    def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
+        return run(self.blocks[index], x)
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
         x = self.norm(x) if norm else x
@@ -161,7 +162,7 @@ class LVViT(TokenLabelModel):
     def stage_prefix(self, x: Tensor, norm: bool) -> Tensor:
         return (self.norm(x) if norm else x)[:, :1]
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor, run: RunBlock) -> Tensor:
         return self.norm(x)
 
     def prune_intermediate_layers(
@@ -171,6 +172,7 @@ class LVViT(TokenLabelModel):
         wanted, last = self.wanted_stages(indices)
         self.blocks = self.blocks[: last + 1]
         self.feature_info = self.feature_info[: last + 1]
+        self._find_drop_paths()
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:

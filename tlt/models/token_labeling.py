@@ -6,7 +6,8 @@ it embeds an image, which stages the tokens go through and how they end; the ord
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,19 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
-from tlt.models.drop_path import StochasticDepth, draw_orders
+from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_share
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import linear
 from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
 
 Grid = tuple[int, int]
-KeptSamples = Mapping[nn.Module, tuple[Tensor, Tensor]]  # of `draw_orders`, two for each block that takes them
+RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
 # They look at sizes, which a traced graph does not have.
 torch.fx.wrap("resize_pos_embed")
 torch.fx.wrap("resize_token_pos_embed")
+torch.fx.wrap("draw_masks")
 
 # Four ints as `mix_box` are run-time values of the compiled graph from the first box on; otherwise torch.compile would
 # take the first box for a constant and compile again at the second.
@@ -44,8 +46,9 @@ class TokenLabelModel(nn.Module):
     `model(x)` is (B, K): class logits plus half the maximum over tokens of the dense head, in training and evaluation.
     `model(x, dense=True, mix_box=None)` is `(class logits (B, K), token logits (B, N, K))`, the tokens un-mixed.
 
-    A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_init_heads` last and defines `stage`,
-    `stage_map` and `finish`; without a convolutional stem also `embed`, `token_grid` and `token_places`.
+    A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_find_drop_paths` and `_init_heads` last and
+    defines `stage`, `stage_map` and `finish`; without a convolutional stem also `embed`, `token_grid` and
+    `token_places`.
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
@@ -61,6 +64,9 @@ class TokenLabelModel(nn.Module):
     feature_info: list[dict[str, Any]]
     pretrained_cfg: dict[str, Any]
     default_cfg: dict[str, Any]
+    _dropping: list[ResidualBlock]
+    _shares: list[int]  # of the two branches of each of these blocks, as `kept_share` has them
+    _shares_on_device: Tensor  # the same (branches, 1)
     _traits: dict[str, Any]  # timm's record of the current size, where the installed timm keeps one
 
     def __init__(
@@ -80,7 +86,7 @@ class TokenLabelModel(nn.Module):
         self.global_pool = _checked_pool(global_pool)
         self.dense_head = dense_head
         self.grad_checkpointing = False
-        self._skipping: list[nn.Module] = []  # blocks that `set_drop_path_mode` has put in mode "subset"
+        self.drop_path_mode = "mask"
 
     # What a model defines ------------------------------------------------------------------------------------------
 
@@ -92,8 +98,8 @@ class TokenLabelModel(nn.Module):
         """What happens to the embedding before the first stage."""
         return x
 
-    def stage(self, x: Tensor, index: int, orders: KeptSamples) -> Tensor:
-        """Stage `index` of `feature_info`, with whatever leads to it; `orders` are for `run_block`."""
+    def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
+        """Stage `index` of `feature_info`, with whatever leads to it; blocks are called by `run(block, x)`."""
         raise NotImplementedError
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
@@ -104,7 +110,7 @@ class TokenLabelModel(nn.Module):
         """The class token (B, 1, C) in the output of a stage, None where it joins the others later."""
         return None
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor, run: RunBlock) -> Tensor:
         """The last stage's output -> (B, 1 + N, C), the class token first, after the final norm."""
         raise NotImplementedError
 
@@ -152,10 +158,10 @@ class TokenLabelModel(nn.Module):
         x = self.embed(x)
         if mix_box is not None:
             x = mix_tokens(x, mix_box, self.mix_scale)
-        x, orders = self.start(x), self._draw_orders(x)
+        x, run = self.start(x), self._runner(x)
         for index in range(len(self.feature_info)):
-            x = self.stage(x, index, orders)
-        return self.finish(x)
+            x = self.stage(x, index, run)
+        return self.finish(x, run)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(B, 1 + N, C) -> (B, K), or the pooled features (B, C) with `pre_logits`."""
@@ -202,11 +208,11 @@ class TokenLabelModel(nn.Module):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
         wanted, last = self.wanted_stages(indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
-        x, orders = self.start(self.embed(x)), self._draw_orders(x)
+        x, run = self.start(self.embed(x)), self._runner(x)
         maps: list[Any] = []
         stages = last + 1 if stop_early or intermediates_only else len(self.feature_info)
         for index in range(stages):
-            x = self.stage(x, index, orders)
+            x = self.stage(x, index, run)
             if index in wanted:
                 found = self.stage_map(x, index, grid, norm)
                 found = found.flatten(1, 2) if output_fmt == "NLC" else found
@@ -215,7 +221,7 @@ class TokenLabelModel(nn.Module):
                 maps.append(found if prefix is None else (found, prefix))
         if intermediates_only:
             return maps
-        return (self.finish(x) if stages == len(self.feature_info) else x), maps
+        return (self.finish(x, run) if stages == len(self.feature_info) else x), maps
 
     def get_intermediate_layers(
         self,
@@ -251,42 +257,53 @@ class TokenLabelModel(nn.Module):
         """The blocks that the model repeats, in the order in which they run; names as in the state dict."""
         return [(name, module) for name, module in self.named_modules() if isinstance(module, self.block_types)]
 
-    def run_block(self, block: nn.Module, x: Tensor, orders: KeptSamples) -> Tensor:
-        """Apply a block; after `set_grad_checkpointing` its backward pass computes it again."""
-        inputs = (x, *orders.get(block, ()))
+    def _runner(self, x: Tensor) -> RunBlock:
+        """Draw for the B images of x (B, ...) which branches of the blocks they keep; return how blocks are run."""
+        if not self.training or not self._dropping:
+            return partial(self._run_block, {})
+        drawn: Any
+        if self.drop_path_mode == "subset":
+            drawn = draw_subsets(self._shares, x)
+        else:
+            drawn = draw_masks(self._shares_on_device, x)
+        pairs: Any = {block: (drawn[2 * index], drawn[2 * index + 1]) for index, block in enumerate(self._dropping)}
+        return partial(self._run_block, pairs)
+
+    def _run_block(self, drawn: dict[nn.Module, tuple[Tensor, Tensor]], block: nn.Module, x: Tensor) -> Tensor:
+        inputs = (x, *drawn.get(block, ()))
+        if block._compiled_call_impl is not None:
+            for tensor in inputs:
+                # Or the first size would be compiled for itself, and a run that is resumed at another one would go on
+                # with another graph than before.
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         if self.grad_checkpointing and torch.is_grad_enabled():
             recomputed: Tensor = checkpoint(block, *inputs, use_reentrant=False)
             return recomputed
         result: Tensor = block(*inputs)
         return result
 
-    def _draw_orders(self, x: Tensor) -> KeptSamples:
-        """Draw for the B images of x (B, ...) and all blocks that skip some which ones each branch keeps."""
-        if not self.training or not self._skipping:
-            return {}
-        if isinstance(x, torch.fx.Proxy):
-            raise UserError(
-                'torch.fx can\'t trace drop path mode "subset" in training: call set_drop_path_mode("mask")'
-            )
-        drawn = draw_orders(2 * len(self._skipping), x).unbind()
-        return dict(zip(self._skipping, zip(drawn[::2], drawn[1::2], strict=True), strict=True))
+    def _find_drop_paths(self) -> None:
+        """Note the blocks that have stochastic depth; a subclass calls this when its blocks have changed."""
+        blocks = [block for _, block in self.named_blocks() if isinstance(block, ResidualBlock)]
+        self._dropping = [block for block in blocks if kept_share(block.drop_path1) < WHOLE]
+        branches = [layer for block in self._dropping for layer in (block.drop_path1, block.drop_path2)]
+        self._shares = [kept_share(layer) for layer in branches]
+        shares = torch.tensor(self._shares, dtype=torch.int64)[:, None] if branches else None
+        self.register_buffer("_shares_on_device", shares, persistent=False)
 
     def set_drop_path_mode(self, mode: str) -> None:
         """Choose how stochastic depth drops residual branches in training.
 
         Args:
             mode: "mask" multiplies them by 0, as published; "subset" computes them for a fixed number of images only
-                (see `tlt.models.drop_path.add_branch`).
+                (see `tlt.models.drop_path`).
         """
+        self.drop_path_mode = mode
         for module in self.modules():
-            if isinstance(module, StochasticDepth):
-                module.mode = mode
-            elif isinstance(module, SelfAttention):
+            if isinstance(module, SelfAttention):
                 # Nearly every block keeps another number of images. Rounded to few numbers, cuDNN would plan less, but
                 # blocks would train at other rates than they were given.
                 module.cudnn = mode == "mask"
-        blocks = self.named_blocks() if mode == "subset" else []
-        self._skipping = [block for _, block in blocks if isinstance(block, ResidualBlock)]
 
     # Heads ---------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tlt.models.attention import attention, check_heads
 from tlt.models.drop_path import drop_path_layer
-from tlt.models.layers import Block, Mlp, ResidualBlock, channels_last
+from tlt.models.layers import Mlp, ResidualBlock, channels_last
 from tlt.models.linear import linear
 from volo.kernels import outlook_attention
 
@@ -139,7 +139,7 @@ class ClassAttention(nn.Module):
         return linear(self.proj, mixed.transpose(1, 2).flatten(2))
 
 
-class ClassBlock(Block):
+class ClassBlock(nn.Module):
     """Class attention and MLP on the class token; the other tokens pass unchanged. No drop path, as published."""
 
     def __init__(
@@ -159,9 +159,6 @@ class ClassBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 1 + N, C) -> (B, 1 + N, C)."""
-        return self.run(x)
-
-    def arithmetic(self, x: Tensor, *samples: Tensor | None) -> Tensor:
         cls = x[:, :1] + self.attn(self.norm1(x))
         cls = cls + self.mlp(self.norm2(cls))
         return torch.cat((cls, x[:, 1:]), dim=1)

@@ -15,9 +15,9 @@ from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
-from tlt.models.layers import TransformerBlock, init_linear
+from tlt.models.layers import Stage, TransformerBlock, init_linear
 from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
-from tlt.models.token_labeling import KeptSamples, TokenLabelModel
+from tlt.models.token_labeling import RunBlock, TokenLabelModel
 from volo.models.blocks import ClassBlock, Downsample, OutlookAttention, Outlooker, PatchEmbed
 
 CLASS_BLOCKS = 2
@@ -121,6 +121,7 @@ class VOLO(TokenLabelModel):
         self.apply(init_linear)
         trunc_normal_(self.pos_embed, std=0.02)
         trunc_normal_(self.cls_token, std=0.02)
+        self._find_drop_paths()
         self._init_heads()
 
     def set_outlook_kernel(self, kernel: str) -> None:
@@ -129,31 +130,24 @@ class VOLO(TokenLabelModel):
             if isinstance(module, OutlookAttention):
                 module.kernel = kernel
 
-    def stage(self, x: Tensor, index: int, orders: KeptSamples) -> Tensor:
+    def stage(self, x: Tensor, index: int, run: RunBlock) -> Tensor:
         # network: outlookers, downsampling, three stages of transformer blocks
         if index == 0:
-            return self._run_stage(0, x, orders)
+            return self.network[0](x, run)
         if index == 1:
             x = self.network[1](x)
             x = self.pos_drop(x + self.resized_pos_embed((x.shape[1], x.shape[2])))
-        return self._run_stage(index + 1, x, orders)
-
-    def _run_stage(self, place: int, x: Tensor, orders: KeptSamples) -> Tensor:
-        if not (self.grad_checkpointing or orders):
-            return self.network[place](x)  # as a module, so that hooks on a stage are called
-        for block in self.network[place].children():
-            x = self.run_block(block, x, orders)
-        return x
+        return self.network[index + 1](x, run)
 
     def stage_map(self, x: Tensor, index: int, grid: tuple[int, int], norm: bool) -> Tensor:
         return self.norm(x) if norm and index > 0 else x
 
-    def finish(self, x: Tensor) -> Tensor:
+    def finish(self, x: Tensor, run: RunBlock) -> Tensor:
         x = x.flatten(1, 2)  # (B, N, C)
         if self.post_network is not None and self.cls_token is not None:
             x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
             for block in self.post_network:
-                x = self.run_block(block, x, {})
+                x = run(block, x)
         return self.norm(x)
 
     def prune_intermediate_layers(
@@ -164,6 +158,7 @@ class VOLO(TokenLabelModel):
         pruned_end = last < len(self.feature_info) - 1
         self.network = self.network[: last + 2 if last else 1]
         self.feature_info = self.feature_info[: last + 1]
+        self._find_drop_paths()
         if last == 0:
             self.pos_embed = None
         if prune_norm or last == 0:
@@ -196,10 +191,10 @@ def _drop_path_rates(layers: tuple[int, ...], rate: float, outlooker_drop_path: 
 def _network(
     dims: tuple[int, ...], heads: tuple[int, ...], rates: list[list[float]], shared: dict[str, Any]
 ) -> nn.ModuleList:
-    outlookers = nn.Sequential(*[Outlooker(dims[0], heads[0], drop_path=rate, **shared) for rate in rates[0]])
+    outlookers = Stage(*[Outlooker(dims[0], heads[0], drop_path=rate, **shared) for rate in rates[0]])
     network = [outlookers, Downsample(dims[0], dims[1], POOLING)]
     for dim, head, stage in zip(dims[1:], heads[1:], rates[1:], strict=True):
-        network.append(nn.Sequential(*[TransformerBlock(dim, head, drop_path=rate, **shared) for rate in stage]))
+        network.append(Stage(*[TransformerBlock(dim, head, drop_path=rate, **shared) for rate in stage]))
     return nn.ModuleList(network)
 
 
