@@ -2,22 +2,18 @@
 
 `volo train` uses the same targets, boxes and loss (`volo.train.criterion`) and makes the same batches: equal seeds give
 equal numbers. docs/python_api.md has such a loop, examples/ whole programs.
-
-Shapes: B images, N tokens, C classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from timm.data import IMAGENET_DEFAULT_STD
-from torch import Tensor
 
-from tlt import mixtoken
 from tlt.data.augment.counter import key
 from tlt.data.augment.device_stage import DeviceStage
 from tlt.data.augment.index_stream import IndexStream
@@ -30,20 +26,14 @@ from tlt.data.loader import SkipCounter, TrainLoader
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.data.sources.open_images import open_images as open_images
 from tlt.data.sources.source import ImageSource
-from tlt.errors import UserError
-from tlt.label_map import FULL_AREA, Area
+from tlt.errors import UserError as UserError
 from tlt.label_map import LabelBatch as LabelBatch
 from tlt.labels.store import open_labels as open_labels
-from tlt.loss import LossTerms, token_label_loss
-from tlt.mix import MixRatios
-from tlt.models.wrap import TOKEN_LABEL_MODELS
+from tlt.loss import TokenLabelLoss as TokenLabelLoss
+from tlt.mixtoken import sample_box
 from tlt.models.wrap import with_dense_head as with_dense_head
-from tlt.targets import Targets, make_targets
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-Grid = tuple[int, int]
+from tlt.targets import Targets as Targets
+from tlt.targets import make_targets as make_targets
 
 # Random streams of one step, different from each other and from those of the data (tlt.data.augment.plan.Stream) and of
 # other users of a step's generators.
@@ -76,95 +66,9 @@ class StepKey:
         return key(self.seed, stream, self.update, self.micro_batch, self.rank)
 
 
-def draw_box(step: StepKey, grid: Grid) -> Sequence[int]:
+def draw_box(step: StepKey, grid: tuple[int, int]) -> Sequence[int]:
     """Draw MixToken's box `(row0, col0, row1, col1)` of a step, in tokens of `grid`, from its own random stream."""
-    return mixtoken.sample_box(step.generator(_MIX_BOX_STREAM), grid)
-
-
-@dataclass(frozen=True)
-class TokenLabelLoss:
-    """Class loss plus dense loss on token labels. `TokenLabelLoss.of(model, img_size)` fits a model.
-
-    Args:
-        grid: Token rows and columns of the model at the training resolution.
-        num_classes: Outputs of both heads.
-        token_label_size: None: one label per token; 1: one label per crop, no dense loss (ReLabel).
-        smoothing: Label smoothing in [0, 1).
-        cls_weight, dense_weight, ground_truth, gt_weight_agree, gt_weight_disagree: See `tlt.loss.token_label_loss`.
-        uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
-        window: The part of an image that the tokens cover (`tlt.models.token_places`).
-    """
-
-    grid: Grid
-    num_classes: int
-    token_label_size: int | None = None
-    smoothing: float = 0.1
-    cls_weight: float = 1.0
-    dense_weight: float = 0.5
-    ground_truth: bool = False
-    gt_weight_agree: float = 0.5
-    gt_weight_disagree: float = 0.1
-    uncovered: str = "ignore"
-    window: Area = FULL_AREA
-
-    @classmethod
-    def of(cls, model: Any, img_size: tuple[int, int], **settings: Any) -> Self:
-        """Return the loss for a model and images of (H, W) pixels.
-
-        Args:
-            model: VOLO, LV-ViT, or what `with_dense_head` returned; not wrapped by DistributedDataParallel or compiled.
-            settings: Other arguments of the class.
-
-        Raises:
-            UserError: The model has no dense head, or does not take this size.
-        """
-        if not isinstance(model, TOKEN_LABEL_MODELS):
-            raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
-        grid = model.token_grid(img_size)
-        return cls(grid, model.num_classes, window=model.token_places(img_size).window(grid, img_size), **settings)
-
-    def targets(self, batch: Batch) -> Targets:
-        """Return the targets of a batch, whose images are not mixed yet, on its device."""
-        return make_targets(
-            batch.labels,
-            batch.affine,
-            batch.visible,
-            batch.classes,
-            self.grid,
-            self.num_classes,
-            self.smoothing,
-            self.token_label_size,
-            self.uncovered,
-            self.window,
-        )
-
-    def __call__(
-        self,
-        outputs: tuple[Tensor, Tensor | None],
-        targets: Targets,
-        box: mixtoken.Box | None = None,
-        ratios: MixRatios | None = None,
-    ) -> LossTerms:
-        """Return the losses, scalars: means over the batch.
-
-        Args:
-            outputs: Of `model(images, dense=True, mix_box=box)`: class logits (B, C), token logits (B, N, C) or None.
-            box: The box of that forward pass; None for no MixToken.
-            ratios: What `tlt.mix.Mixup.draw` drew; None where the images were not mixed by Mixup or CutMix.
-        """
-        cls_logits, token_logits = outputs
-        return token_label_loss(
-            cls_logits,
-            token_logits,
-            targets,
-            box,
-            ratios,
-            cls_weight=self.cls_weight,
-            dense_weight=self.dense_weight,
-            ground_truth=self.ground_truth,
-            gt_weight_agree=self.gt_weight_agree,
-            gt_weight_disagree=self.gt_weight_disagree,
-        )
+    return sample_box(step.generator(_MIX_BOX_STREAM), grid)
 
 
 class Loader(TrainLoader):
@@ -236,7 +140,7 @@ class Loader(TrainLoader):
         self._next = 0
 
     @property
-    def sampler(self) -> Self:
+    def sampler(self) -> Loader:
         """Itself: frameworks call `loader.sampler.set_epoch(number)`."""
         return self
 

@@ -62,7 +62,7 @@ class MixRatios:
 
 @dataclass(eq=False)
 class Mixup:
-    """Mixes images and gives their soft targets. Arguments are those of `timm.data.Mixup`.
+    """Draws how images are mixed. Arguments are those of `timm.data.Mixup`.
 
     Args:
         mixup_alpha: Beta(alpha, alpha) of Mixup's lam; 0: no Mixup.
@@ -97,26 +97,13 @@ class Mixup:
         if max(self.mixup_alpha, self.cutmix_alpha) <= 0:
             raise UserError("--mixup and --cutmix are both 0: one of them must be positive to mix")
 
-    def __call__(self, images: Tensor, classes: Tensor, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Mix a batch.
-
-        Args:
-            images: (B, 3, H, W) float, left as they are.
-            classes: (B,) int64 on the same device.
-            generator: Made by the caller from (seed, step, rank); drawn from in timm's order.
-
-        Returns:
-            Mixed images (B, 3, H, W) and targets (B, C).
-        """
-        ratios = self.draw(images, generator)
-        return ratios.blend_images(images), self.soft_targets(classes, ratios, images.dtype)
-
     def soft_targets(self, classes: Tensor, ratios: MixRatios, dtype: torch.dtype) -> Tensor:
         """(B, C) smoothed and mixed targets of (B,) classes."""
         return ratios.blend_labels(one_hot(classes, self.num_classes, self.label_smoothing, dtype))
 
     def draw(self, images: Tensor, generator: np.random.Generator) -> MixRatios:
-        """Decide how a batch is mixed, (B, 3, H, W); images are not changed, and nothing waits for them."""
+        """Decide how a batch of images (B, 3, H, W) is mixed; they are not changed, and nothing waits for them. The
+        generator is drawn from in timm's order."""
         size = (images.shape[-2], images.shape[-1])
         lam, boxes = self._draw(len(images), size, generator)
         return _mix_ratios(lam, boxes, size, images)

@@ -18,30 +18,26 @@ def example(k: int = 2, h: int = 3, w: int = 4, seed: int = 0) -> LabelMap:
     return LabelMap(values, rng.integers(0, 10, (k, h, w), dtype=np.int32), (0.1, 0.0, 0.9, 1.0))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_non_finite_values_are_refused_with_the_source(value: float) -> None:
+def spoilt(array: str, value: float) -> LabelMap:
     label_map = example()
-    label_map.values[1, 2, 3] = value
-    with pytest.raises(UserError, match=r"a/x\.pt: .*NaN or infinite"):
-        replace(label_map, source="a/x.pt").validate(10)
+    getattr(label_map, array)[1, 2, 3] = value
+    return label_map
 
 
-@pytest.mark.parametrize("wrong", [-1, 10])
-def test_class_ids_out_of_range_are_refused(wrong: int) -> None:
-    label_map = example()
-    label_map.ids[0, 0, 0] = wrong
-    with pytest.raises(UserError, match=rf"class id {wrong} is not in 0\.\.9"):
-        label_map.validate(10)
-
-
-def test_good_maps_pass_and_other_shapes_or_areas_do_not() -> None:
-    label_map = example()
-    assert label_map.validate(10) is label_map
+def test_what_can_not_be_trained_on_is_refused_with_its_source() -> None:
+    good = example()
+    assert good.validate(10) is good
     assert LabelMap.unknown((2, 3, 4)).validate(1).area == NO_AREA
-    with pytest.raises(UserError, match="not one .k, h, w. map"):
-        LabelMap(label_map.values, label_map.ids[:1]).validate(10)
-    with pytest.raises(UserError, match="area"):
-        LabelMap(label_map.values, label_map.ids, (0.5, 0.0, 0.2, 1.0)).validate(10)
+    for label_map, message in (
+        (spoilt("values", np.nan), "NaN or infinite"),
+        (spoilt("values", -np.inf), "NaN or infinite"),
+        (spoilt("ids", -1), r"class id -1 is not in 0\.\.9"),
+        (spoilt("ids", 10), r"class id 10 is not in 0\.\.9"),
+        (replace(good, ids=good.ids[:1]), "not one .k, h, w. map"),
+        (replace(good, area=(0.5, 0.0, 0.2, 1.0)), "area"),
+    ):
+        with pytest.raises(UserError, match=rf"^a/x\.pt: .*{message}"):
+            replace(label_map, source="a/x.pt").validate(10)
 
 
 def test_a_batch_holds_the_maps_in_order() -> None:
@@ -54,9 +50,6 @@ def test_a_batch_holds_the_maps_in_order() -> None:
         np.testing.assert_allclose(batch.area[row].numpy(), label_map.area, rtol=1e-6)
     part = batch.to("cpu").select(slice(1, 2))
     assert len(part) == 1 and torch.equal(part.ids[0], batch.ids[1])
-
-
-def test_maps_of_two_shapes_are_no_batch() -> None:
     with pytest.raises(UserError, match="different shapes"):
         LabelBatch.stack([example(), example(w=5)])
 

@@ -1,148 +1,273 @@
-"""Token-label losses against the published implementation's numbers and against autograd in float64."""
+"""The token-label loss against the published implementation's numbers, and written out in float64."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tlt.loss import (
-    TokenLabelCrossEntropy,
-    TokenLabelGTCrossEntropy,
-    TokenLabelSoftTargetCrossEntropy,
-    token_label_loss,
-)
-from tlt.targets import SparseLabels, Targets, one_hot
+from tlt.io import chunks
+from tlt.label_map import LabelBatch
+from tlt.loss import LossTerms, TokenLabelLoss, sparse_cross_entropy
+from tlt.mix import MixRatios, Mixup
+from tlt.targets import SparseLabels, Targets, make_targets
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "upstream.npz"
-BOX = (3, 2, 9, 10)
+GRID, CLASSES, SMOOTHING, IMAGE = (2, 3), 7, 0.1, (8, 12)
+BOX, SHARE = (0, 1, 2, 2), 2 / 6
+PLAIN = TokenLabelLoss(GRID, CLASSES)
+LOSS = replace(PLAIN, cls_weight=0.7, dense_weight=1.5, gt_weight_agree=0.3, gt_weight_disagree=0.8)
+BLENDED = replace(LOSS, ground_truth=True)
+Case = tuple[LabelBatch, Tensor, Tensor, Tensor]
 
 
-def golden_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Class logits, token logits and target (B, C, N + 2) of the golden file's loss entries."""
+@pytest.mark.parametrize("box", [(3, 2, 9, 10), torch.tensor((3, 2, 9, 10))])
+@pytest.mark.parametrize("entry", ["token", "token_gt"])
+def test_golden(entry: str, box: tuple[int, int, int, int] | Tensor) -> None:
     batch, tokens, classes = 4, 196, 1000
     g = np.random.RandomState(7)
-    cls = g.standard_normal((batch, classes)).astype(np.float32)
-    aux = g.standard_normal((batch, tokens, classes)).astype(np.float32)
-    t = g.standard_normal((batch, classes, tokens + 2)).astype(np.float64) * 2
+    cls = torch.from_numpy(g.standard_normal((batch, classes)).astype(np.float32)).requires_grad_()
+    aux = torch.from_numpy(g.standard_normal((batch, tokens, classes)).astype(np.float32)).requires_grad_()
+    t = g.standard_normal((batch, classes, tokens + 2)) * 2
     t = np.exp(t) / np.exp(t).sum(1, keepdims=True)
-    t[:, :, 0] = 0
-    t[np.arange(batch), g.randint(0, classes, batch), 0] = 1
+    t[:, :, 0] = np.eye(classes)[g.randint(0, classes, batch)]
     t[0, :, 1] = 0.5 * t[0, :, 1] + 0.5 * t[0, :, 0]
-    return (
-        torch.from_numpy(cls).requires_grad_(),
-        torch.from_numpy(aux).requires_grad_(),
-        torch.from_numpy(t.astype(np.float32)),
-    )
-
-
-def as_targets(target: Tensor, grid: tuple[int, int] = (14, 14), weight: Tensor | None = None) -> Targets:
-    tokens = target[:, :, 2:].transpose(1, 2)
-    weight = torch.ones(tokens.shape[:2]) if weight is None else weight
-    return Targets(target[:, :, 1], SparseLabels.of(tokens), weight, target[:, :, 0].argmax(1), 0.0, grid)
-
-
-def assert_golden(entry: str, loss: Tensor, cls: Tensor, aux: Tensor) -> None:
-    loss.backward()
+    target = torch.from_numpy(t.astype(np.float32))
+    labels = target[:, :, 2:].transpose(1, 2)
+    ids = torch.arange(classes, dtype=torch.int32).expand(labels.shape)
+    sparse = SparseLabels(torch.ones(batch, tokens), torch.zeros(batch, tokens), ids, labels)
+    loss = TokenLabelLoss((14, 14), classes, ground_truth=entry == "token_gt")
+    total = loss((cls, aux), Targets(target[:, :, 1], sparse, target[:, :, 0], (14, 14)), box).total
+    total.backward()
     assert cls.grad is not None and aux.grad is not None
-    found = {"value": loss.detach(), "grad_cls": cls.grad[:, ::37], "grad_aux": aux.grad[:, ::13, ::37]}
+    found = {"value": total.detach(), "grad_cls": cls.grad[:, ::37], "grad_aux": aux.grad[:, ::13, ::37]}
     with np.load(GOLDEN) as golden:
         for name, value in found.items():
             expected = golden[f"loss/{entry}/{name}"]
             assert np.abs(value.numpy() - expected).max() <= 1e-5 * np.abs(expected).max(), name
 
 
-@pytest.mark.parametrize("box", [BOX, torch.tensor(BOX)])
-@pytest.mark.parametrize("entry,ground_truth", [("token", False), ("token_gt", True)])
-def test_golden(entry: str, ground_truth: bool, box: tuple[int, int, int, int] | Tensor) -> None:
-    cls, aux, target = golden_inputs()
-    loss = token_label_loss(cls, aux, as_targets(target), box, ground_truth=ground_truth)
-    assert loss.total.item() == pytest.approx((loss.cls + 0.5 * loss.dense).item())
-    assert_golden(entry, loss.total, cls, aux)
-
-
-@pytest.mark.parametrize("entry,loss", [("token", TokenLabelCrossEntropy), ("token_gt", TokenLabelGTCrossEntropy)])
-def test_golden_by_the_published_names(entry: str, loss: type[TokenLabelCrossEntropy]) -> None:
-    cls, aux, target = golden_inputs()
-    assert_golden(entry, loss(dense_weight=0.5)((cls, aux, BOX), target), cls, aux)
-
-
-def small_case(batch: int = 3, seed: int = 0) -> tuple[Tensor, Tensor, Targets]:
-    """float64 logits, soft targets on a 2 x 3 grid with 5 classes, and coverages between 0 and 1."""
+def raw_case(seed: int = 0, batch: int = 4) -> Case:
+    """Maps of 4 x 5 cells, an affine that reaches outside, the visible part, and the folder classes."""
     g = torch.Generator().manual_seed(seed)
-    double = {"dtype": torch.float64, "generator": g}
-    cls, aux = torch.randn(batch, 5, **double), torch.randn(batch, 6, 5, **double)
-    tokens, crop = torch.randn(batch, 6, 5, **double).softmax(-1), torch.randn(batch, 5, **double).softmax(-1)
-    weight = torch.rand(batch, 6, **double).round(decimals=1)
-    weight[0, :3] = 0
-    truth = torch.randint(0, 5, (batch,), generator=g)
-    return (
-        cls.requires_grad_(),
-        aux.requires_grad_(),
-        Targets(crop, SparseLabels.of(tokens), weight, truth, 0.1, (2, 3)),
-    )
+    values = (torch.randn(batch, 3, 4, 5, generator=g) * 3).half()
+    ids = torch.randint(0, CLASSES, values.shape, generator=g).int()
+    area = torch.tensor([[0.0, 0.0, 1.0, 1.0], [0.2, 0.0, 0.8, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    affine = torch.tensor([[0.9, 0.3, -0.2], [-0.2, 0.8, 0.1]], dtype=torch.float64).repeat(batch, 1, 1)
+    visible = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=torch.float64).repeat(batch, 1)
+    rows = torch.arange(batch) % 4
+    return LabelBatch(values, ids, area[rows]), affine, visible, torch.tensor([3, 1, 0, 6])[rows]
+
+
+def small_case(seed: int = 0, batch: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Targets]:
+    g = torch.Generator().manual_seed(seed)
+    cls = torch.randn(batch, CLASSES, dtype=torch.float64, generator=g).to(dtype).requires_grad_()
+    aux = torch.randn(batch, 6, CLASSES, dtype=torch.float64, generator=g).to(dtype).requires_grad_()
+    labels, affine, visible, classes = raw_case(seed, batch)
+    return cls, aux, make_targets(labels, affine.to(dtype), visible.to(dtype), classes, GRID, CLASSES, SMOOTHING)
+
+
+def written_out(
+    cls: Tensor, aux: Tensor, targets: Targets, loss: TokenLabelLoss, share: float = 0.0, stays: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Class and dense loss: every label is written out, then minus sum of t log softmax. `stays` (B, H, W): what of
+    each pixel is its own image's."""
+    assert targets.tokens is not None
+    batch, labels, weight = len(cls), targets.tokens.dense(CLASSES), targets.tokens.weight
+    rows = targets.cls.clone()
+    for b in range(batch if loss.ground_truth else 0):
+        part = loss.gt_weight_agree if rows[b].argmax() == targets.truth[b].argmax() else loss.gt_weight_disagree
+        rows[b] = (1 - part) * rows[b] + part * targets.truth[b]
+    stays = torch.ones(batch, *IMAGE, dtype=torch.float64) if stays is None else stays
+    own = stays.mean((1, 2))[:, None]
+    rows = own * rows + (1 - own) * rows.flip(0)
+    cls_loss = -(((1 - share) * rows + share * rows.flip(0)) * cls.log_softmax(-1)).sum() / batch
+    dense_loss = torch.zeros((), dtype=torch.float64)
+    for b in range(batch):
+        for n in range(6):
+            (r, c), partner = (n // 3 * 4, n % 3 * 4), batch - 1 - b
+            kept = stays[b, r : r + 4, c : c + 4].mean()
+            label = kept * weight[b, n] * labels[b, n] + (1 - kept) * weight[partner, n] * labels[partner, n]
+            dense_loss = dense_loss - (label * aux[b, n].log_softmax(-1)).sum() / (batch * 6)
+    return cls_loss, dense_loss
+
+
+def assert_equal(found: LossTerms, expected: tuple[Tensor, Tensor], loss: TokenLabelLoss, *logits: Tensor) -> None:
+    torch.testing.assert_close((found.cls, found.dense), expected, rtol=1e-12, atol=0)
+    total = loss.cls_weight * expected[0] + loss.dense_weight * expected[1]
+    torch.testing.assert_close(found.total, total, rtol=1e-12, atol=0)
+    grads = [torch.autograd.grad(each, logits) for each in (found.total, total)]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5])
+@pytest.mark.parametrize("loss", [LOSS, BLENDED], ids=["plain", "ground truth"])
+def test_values_and_gradients_equal_the_sum_written_out(loss: TokenLabelLoss, batch: int) -> None:
+    cls, aux, targets = small_case(batch=batch)
+    assert targets.tokens is not None and (batch < 4 or len(targets.tokens.weight.unique()) > 2)
+    for box, share in ((None, 0.0), (BOX, SHARE)):
+        assert_equal(loss((cls, aux), targets, box), written_out(cls, aux, targets, loss, share), loss, cls, aux)
+    boxed = loss((cls, aux), targets, torch.tensor(BOX))  # whose share is float32
+    torch.testing.assert_close(tuple(boxed), tuple(loss((cls, aux), targets, BOX)), rtol=1e-7, atol=0)
+
+
+def test_no_weight_of_the_published_ground_truth_is_another_by_default() -> None:
+    assert (PLAIN.gt_weight_agree, PLAIN.gt_weight_disagree, PLAIN.dense_weight) == (0.5, 0.1, 0.5)
+
+
+MIXES: list[dict[str, Any]] = [
+    {"mixup_alpha": 0.8, "mode": "batch"},
+    {"mixup_alpha": 0.0, "cutmix_alpha": 1.0, "mode": "pair"},
+    {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "prob": 0.7, "mode": "elem"},
+    {"mixup_alpha": 0.0, "cutmix_minmax": (0.3, 0.8), "mode": "batch"},
+]
+
+
+def draw(mix: Mixup, batch: int, seed: int) -> tuple[MixRatios, Tensor]:
+    """What was drawn, and what stays of each pixel, read off mixed images: each is 1 and its partner 0, one by one."""
+    ratios = mix.draw(torch.zeros(batch, 3, *IMAGE, dtype=torch.float64), np.random.default_rng(seed))
+    stays = torch.ones(batch, *IMAGE, dtype=torch.float64)
+    for i in range(batch):
+        if i != batch - 1 - i:
+            lone = torch.zeros(batch, 3, *IMAGE, dtype=torch.float64)
+            lone[i] = 1.0
+            stays[i] = ratios.blend_images(lone)[i, 0]
+    return ratios, stays
+
+
+@pytest.mark.parametrize("batch", [4, 5])
+@pytest.mark.parametrize("settings", MIXES, ids=["mixup", "cutmix", "both", "minmax"])
+def test_labels_are_mixed_as_the_images_are_and_mixtoken_mixes_the_mixtures(
+    batch: int, settings: dict[str, Any]
+) -> None:
+    cls, aux, targets = small_case(batch=batch)
+    for seed in range(3):
+        ratios, stays = draw(Mixup(**settings, num_classes=CLASSES), batch, seed)
+        found = BLENDED((cls, aux), targets, BOX, ratios)
+        assert_equal(found, written_out(cls, aux, targets, BLENDED, SHARE, stays), BLENDED, cls, aux)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
+def test_a_term_of_weight_zero_cannot_spoil_the_total(weights: tuple[float, float]) -> None:
+    cls, aux, targets = small_case()
+    infinite = torch.full_like(cls if weights[0] == 0 else aux, float("inf"))
+    logits = (infinite, aux) if weights[0] == 0 else (cls, infinite)
+    found = replace(PLAIN, cls_weight=weights[0], dense_weight=weights[1])(logits, targets)
+    torch.testing.assert_close(found.total, written_out(cls, aux, targets, PLAIN)[0 if weights[0] else 1])
+
+
+def test_without_a_dense_head_there_is_the_class_loss_alone_and_mixtoken_still_mixes_it() -> None:
+    cls, aux, targets = small_case()
+    expected = F.cross_entropy(cls, targets.cls * (1 - SHARE) + targets.cls.flip(0) * SHARE)
+    for loss in (PLAIN((cls, None), targets, BOX), PLAIN((cls, aux), replace(targets, tokens=None), BOX)):
+        assert loss.dense.item() == 0 and torch.equal(loss.total, loss.cls)
+        torch.testing.assert_close(loss.cls, expected)
 
 
 def test_micro_batches_add_up_to_the_large_batch() -> None:
     cls, aux, targets = small_case(batch=5)
-    whole = token_label_loss(cls, aux, targets)
     total = torch.zeros((), dtype=torch.float64)
     for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):
-        assert targets.tokens is not None and targets.weight is not None
-        tokens = SparseLabels.of(targets.tokens.excess[rows])
-        part = Targets(targets.cls[rows], tokens, targets.weight[rows], targets.truth[rows], 0.1, targets.grid)
-        total = total + token_label_loss(cls[rows], aux[rows], part).total * len(part.truth) / 5
-    torch.testing.assert_close(total, whole.total, rtol=1e-12, atol=0)
+        assert targets.tokens is not None
+        tokens = SparseLabels(*(part[rows] for part in targets.tokens))
+        part = replace(targets, cls=targets.cls[rows], tokens=tokens, truth=targets.truth[rows])
+        total = total + PLAIN((cls[rows], aux[rows]), part).total * len(part.cls) / 5
+    torch.testing.assert_close(total, PLAIN((cls, aux), targets).total, rtol=1e-12, atol=0)
 
 
-def test_odd_batch_mixes_the_middle_sample_with_itself() -> None:
-    cls, aux, targets = small_case(batch=3)
-    everything = token_label_loss(cls, aux, targets, (0, 0, 2, 3))
-    flipped = Targets(targets.cls.flip(0), targets.tokens, targets.weight, targets.truth, 0.1, targets.grid)
-    torch.testing.assert_close(everything.cls, token_label_loss(cls, aux, flipped).cls)
+def test_gradcheck_also_for_labels_that_do_not_sum_to_one() -> None:
+    _, aux, targets = small_case()
+    assert targets.tokens is not None
+    more = targets.tokens._replace(base=targets.tokens.base * 2, excess=targets.tokens.excess * 3)
+    for labels in (targets.tokens, more):
+        assert torch.autograd.gradcheck(lambda x, labels=labels: sparse_cross_entropy(x, labels), (aux,))
 
 
-def test_size_one_has_a_class_loss_only_and_still_mixes() -> None:
-    cls, _, targets = small_case(batch=4)
-    single = Targets(targets.cls, None, None, targets.truth, 0.1, targets.grid)
-    loss = token_label_loss(cls, None, single, torch.tensor([0, 0, 1, 3]))
-    expected = -(targets.cls / 2 + targets.cls.flip(0) / 2) * cls.log_softmax(-1)
-    torch.testing.assert_close(loss.cls, expected.sum(-1).mean())
-    assert loss.dense.item() == 0 and torch.equal(loss.total, loss.cls)
+def test_float32_is_near_float64_and_bfloat16_logits_are_compared_in_float32() -> None:
+    cls, aux, exact = small_case()
+    single_cls, single_aux, targets = small_case(dtype=torch.float32)
+    loss = BLENDED((single_cls, single_aux), targets, BOX).total
+    assert loss.dtype == torch.float32
+    grads = torch.autograd.grad(loss, (single_cls, single_aux))
+    expected = BLENDED((cls, aux), exact, BOX).total
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    for one, other in zip(grads, torch.autograd.grad(expected, (cls, aux)), strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    half = [x.detach().bfloat16().requires_grad_() for x in (cls, aux)]
+    wide = [x.detach().float().requires_grad_() for x in half]
+    low, high = PLAIN((half[0], half[1]), targets).total, PLAIN((wide[0], wide[1]), targets).total
+    assert low.dtype == torch.float32 and torch.equal(low, high)
+    for grad, reference in zip(torch.autograd.grad(low, half), torch.autograd.grad(high, wide), strict=True):
+        assert grad.dtype == torch.bfloat16 and torch.equal(grad, reference.bfloat16())
 
 
-def test_ground_truth_weights_default_to_the_published_numbers() -> None:
-    """Published: the truth gets 0.5 where the map agrees with the folder, 0.1 where it does not."""
-    cls, aux, targets = small_case(batch=4)
-    targets = Targets(
-        torch.eye(5).double()[:4], targets.tokens, targets.weight, torch.tensor([0, 1, 0, 0]), 0.1, (2, 3)
-    )
-    found = token_label_loss(cls, aux, targets, ground_truth=True).cls
-    published = {"gt_weight_agree": 0.5, "gt_weight_disagree": 0.1}
-    assert torch.equal(found, token_label_loss(cls, aux, targets, ground_truth=True, **published).cls)
+class Sizes(TorchDispatchMode):
+    """Lists the operations that make a tensor as large as all logits."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.made = numel, list[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= self.numel:
+            self.made.append(str(func))
+        return result
 
 
-def published_reference(cls: Tensor, aux: Tensor, target_cls: Tensor, target_aux: Tensor, lam: float) -> Tensor:
-    mixed = lam * target_cls + (1 - lam) * target_cls.flip(0)
-    first = -(mixed * cls.log_softmax(-1)).sum(-1).mean()
-    return first + 0.25 * -(target_aux * aux.log_softmax(-1)).sum(-1).mean()
+def test_groups_of_images_change_nothing_and_only_the_gradient_is_as_large_as_the_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cls, aux, targets = small_case()
+    expected = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
+    monkeypatch.setattr(chunks, "_CPU_NUMBERS", 1)
+    found = torch.autograd.grad(PLAIN((cls, aux), targets).total, (cls, aux))
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-16)
+    targets = make_targets(*raw_case(), GRID, 200, SMOOTHING)  # 48 entries a token
+    cls, aux = torch.randn(4, 200).requires_grad_(), torch.randn(4, 6, 200).requires_grad_()
+    with Sizes(aux.numel()) as sizes:
+        loss = PLAIN((cls, aux), targets).total
+        assert sizes.made == []
+        torch.autograd.grad(loss, (cls, aux))
+    assert sizes.made == ["aten.empty_like.default"]
 
 
-def test_published_classes_take_all_target_shapes() -> None:
-    cls, aux, targets = small_case(batch=4)
-    truth = one_hot(targets.truth, 5, 0.0, torch.float64)
-    crop = torch.stack([truth, targets.cls], 2)  # (B, C, 2)
-    repeated = targets.cls[:, None].expand(-1, 6, -1)
-    expected = published_reference(cls, aux, targets.cls, repeated, 1 - 2 / 6)
-    for target in (targets.cls, crop):
-        found = TokenLabelCrossEntropy(dense_weight=0.25)((cls, aux, (0, 0, 1, 2)), target)
-        torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match="7 token labels for 6 tokens"):
-        TokenLabelCrossEntropy()((cls, aux, (0, 0, 1, 2)), torch.rand(4, 5, 9))
-    single = TokenLabelSoftTargetCrossEntropy()
-    torch.testing.assert_close(single(cls, crop), -(targets.cls * cls.log_softmax(-1)).sum(-1).mean())
-    torch.testing.assert_close(single(cls.repeat(2, 1), targets.cls), single(cls, targets.cls))
-    torch.testing.assert_close(single(cls, truth), torch.nn.functional.cross_entropy(cls, targets.truth))
+def loss_from_maps(case: Case, cls: Tensor, aux: Tensor, box: Tensor) -> LossTerms:
+    return BLENDED((cls, aux), make_targets(*case, GRID, CLASSES, SMOOTHING), box)
+
+
+def test_targets_and_loss_compile_in_one_graph_for_all_boxes() -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss_from_maps, fullgraph=True, backend=counter)
+    cls, aux, _ = small_case()
+    for seed, box in enumerate([BOX, (0, 0, 2, 3), (1, 1, 1, 1)]):
+        arguments = (raw_case(seed), cls, aux, torch.tensor(box))
+        found, expected = compiled(*arguments), loss_from_maps(*arguments)
+        torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-12, atol=0)
+        grads = [torch.autograd.grad(loss.total, (cls, aux)) for loss in (found, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-14)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+def test_cuda_repeats_itself_bit_for_bit() -> None:
+    labels, affine, visible, truth = raw_case()
+    crops = labels.to("cuda"), affine.float().cuda(), visible.float().cuda(), truth.cuda()
+    cls, aux, exact = small_case()
+    single = [x.detach().float().cuda().requires_grad_() for x in (cls, aux)]
+    runs = []
+    for _ in range(2):
+        loss = PLAIN((single[0], single[1]), make_targets(*crops, GRID, CLASSES, SMOOTHING), BOX).total
+        runs.append((loss, *torch.autograd.grad(loss, single)))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    assert runs[0][0].item() == pytest.approx(PLAIN((cls, aux), exact, BOX).total.item(), rel=1e-5)

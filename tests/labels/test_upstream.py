@@ -48,8 +48,8 @@ def test_all_rows_together_are_roi_align_of_the_published_box(cells: tuple[int, 
 
     view = published_window(WINDOW_ROWS, plan, labels)
     made = make_targets(*view, torch.zeros(len(labels)), GRID, CLASSES, SMOOTHING, uncovered="uniform")
-    made = summing_to_more(made, labels)
-    assert made.tokens is not None and made.weight is not None and (made.weight == 1).all()
+    made = summing_to_more(made, labels, SMOOTHING)
+    assert made.tokens is not None and (made.tokens.weight == 1).all()
     torch.testing.assert_close(made.tokens.dense(CLASSES)[inside].double(), expected[inside], rtol=1e-4, atol=1e-5)
 
 
@@ -91,7 +91,7 @@ def test_target_sum_leaves_the_class_of_an_image_without_a_map() -> None:
     labels, plan = some_labels((10, 20), count=4), planned(CROPS, 4)
     labels.area[3] = torch.tensor(NO_AREA)
     window = torch.from_numpy(plan.normalised_affine()), torch.from_numpy(plan.visible())
-    made = summing_to_more(make_targets(labels, *window, torch.arange(4), GRID, CLASSES, SMOOTHING), labels)
+    made = summing_to_more(make_targets(labels, *window, torch.arange(4), GRID, CLASSES, SMOOTHING), labels, SMOOTHING)
     more = 1 + SMOOTHING / CLASSES
     assert made.cls.sum(1).tolist() == pytest.approx([more, more, more, 1])
     assert made.tokens is not None

@@ -141,7 +141,7 @@ def test_what_is_outside_of_the_crop_has_no_label_even_where_the_image_goes_on()
     # A ResNet at 64 pixels: half of the first row and column of tokens, and all beyond the last.
     arguments = (_labels(2, 4, 6), AFFINE, VISIBLE, torch.tensor([1, 2]), (2, 2), 6)
     found = make_targets(*arguments, window=(-0.25, -0.25, 0.75, 0.75))
-    assert found.weight is not None and found.weight.tolist() == [[0.25, 0.5, 0.5, 1.0]] * 2
+    assert found.tokens is not None and found.tokens.weight.tolist() == [[0.25, 0.5, 0.5, 1.0]] * 2
 
 
 @pytest.mark.parametrize("uncovered", ["ignore", "uniform"])
@@ -150,12 +150,12 @@ def test_targets_of_a_window_are_those_of_their_definition_and_the_class_is_that
 ) -> None:
     window = (-0.2, -0.1, 0.9, 0.8)
     arguments = (_labels(2, 5, 200), AFFINE, VISIBLE, torch.tensor([1, 2]), (3, 4), 200, 0.1)
-    whole, found = make_targets(*arguments, None, uncovered), make_targets(*arguments, None, uncovered, window)
+    whole, found = make_targets(*arguments, True, uncovered), make_targets(*arguments, True, uncovered, window)
     expected = brute_force(*arguments, uncovered, window)
     assert found.window == window and found.tokens is not None and whole.tokens is not None
     torch.testing.assert_close(found.cls, whole.cls)
     torch.testing.assert_close(found.tokens.dense(200), expected.tokens)
-    torch.testing.assert_close(found.weight, expected.weight)
+    torch.testing.assert_close(found.tokens.weight, expected.weight)
     assert not torch.allclose(expected.tokens, whole.tokens.dense(200))
 
 

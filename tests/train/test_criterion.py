@@ -60,8 +60,8 @@ def test_what_is_not_covered_is_left_out_or_uniform(num_classes: int) -> None:
     batch, criterion = labelled_batch(num_classes), replace(CRITERION, num_classes=num_classes)
     batch = replace(batch, visible=torch.tensor([[0.0, 0.0, 0.5, 1.0]]).repeat(3, 1))
     left_out, uniform = (replace(criterion, uncovered=way).targets(batch) for way in ("ignore", "uniform"))
-    assert left_out.weight is not None and left_out.weight[:, 2::3].eq(0).all() and left_out.weight[:, 0::3].eq(1).all()
-    assert uniform.weight is not None and uniform.weight.eq(1).all()
+    assert left_out.tokens is not None and uniform.tokens is not None and uniform.tokens.weight.eq(1).all()
+    assert left_out.tokens.weight[:, 2::3].eq(0).all() and left_out.tokens.weight[:, 0::3].eq(1).all()
 
 
 @pytest.mark.parametrize("num_classes", [200, 47, 5])  # more, and fewer classes than the 48 entries of a token
@@ -71,10 +71,10 @@ def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) 
     found = loss_of_step(criterion, model, batch, StepKey(0, 0, 0, 0))
     assert batch.labels is not None and model.box is not None
     dense = brute_force(batch.labels, batch.affine, batch.visible, batch.classes, GRID, num_classes)
-    cls = blend_truth(dense.cls, one_hot(batch.classes, num_classes, 0.1, torch.float32), 0.5, 0.1)
+    cls = blend_truth(dense.cls, one_hot(batch.classes, num_classes, 0.1, torch.float64), 0.5, 0.1)
     share = mixed_share(model.box, GRID)
     cls_loss = soft_cross_entropy(model.cls, cls * (1 - share) + cls.flip(0) * share).mean()
-    dense_loss = (soft_cross_entropy(model.aux, dense.tokens) * dense.weight).mean()
+    dense_loss = -((dense.tokens * model.aux.log_softmax(-1)).sum(-1) * dense.weight).mean()
     expected = LossTerms(cls_loss + 1.5 * dense_loss, cls_loss, dense_loss)
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=0, check_dtype=False)
     grads = [torch.autograd.grad(loss.total, (model.cls, model.aux)) for loss in (found, expected)]
@@ -85,5 +85,5 @@ def test_images_without_maps_have_one_entry_and_labels_of_the_crop_no_tokens() -
     batch = labelled_batch(5)
     without = replace(CRITERION, num_classes=5).targets(replace(batch, labels=None))
     assert without.tokens is not None and without.tokens.ids.shape == (3, 9, 1)
-    crop = replace(CRITERION, token_label_size=1).targets(batch)
+    crop = replace(CRITERION, dense=False).targets(batch)
     assert crop.tokens is None

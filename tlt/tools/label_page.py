@@ -157,13 +157,12 @@ def _map_cells(labels: LabelBatch, row: int, num_classes: int) -> Cells:
 
 
 def _token_cells(targets: Targets, row: int) -> Cells | None:
-    if targets.tokens is None or targets.weight is None:
+    if targets.tokens is None:
         return None
     # Image by image: the targets of many at once are large where there are many classes.
-    sparse, one = targets.tokens, slice(row, row + 1)
-    tokens = SparseLabels(sparse.base[one], sparse.ids[one], sparse.excess[one]).dense(targets.cls.shape[1])[0]
-    probability, ids = tokens.max(dim=-1)  # (N,)
-    shaped = (values.reshape(targets.grid).cpu().numpy() for values in (ids, probability.double(), targets.weight[row]))
+    tokens = SparseLabels(*(part[row : row + 1] for part in targets.tokens))
+    probability, ids = tokens.dense(targets.cls.shape[1])[0].max(dim=-1)  # (N,)
+    shaped = (values.reshape(targets.grid).cpu().numpy() for values in (ids, probability.double(), tokens.weight[0]))
     return Cells(*shaped)
 
 

@@ -1,1 +1,1 @@
-"""The published code: its behaviour where ours differs (`--compat`), and the functions that it exports."""
+"""The published code's behaviour where ours differs (`--compat`)."""

@@ -20,7 +20,7 @@ from tlt import geometry
 from tlt.data.augment.plan import Plan
 from tlt.data.dataset import LabelView
 from tlt.label_map import FULL_AREA, LabelBatch
-from tlt.targets import SparseLabels, Targets, known
+from tlt.targets import Targets, known
 from tlt.upstream.rows import WINDOW_ROWS
 
 
@@ -55,14 +55,14 @@ def published_window(rows: Collection[str], plan: Plan, labels: LabelBatch) -> t
     return labels, torch.from_numpy(affine).float(), torch.from_numpy(visible).float()
 
 
-def summing_to_more(targets: Targets, labels: LabelBatch) -> Targets:
+def summing_to_more(targets: Targets, labels: LabelBatch, smoothing: float) -> Targets:
     """The same targets with `p (1 - s + s / C) + s / C` in place of `p (1 - s) + s / C`, of a smoothing s: the
     published on value is that of one-hot targets, put on soft ones. The truth, which stands in for an image without a
     map, is one-hot."""
-    classes, s = targets.cls.shape[1], targets.smoothing
-    floor, factor = s / classes, (1 - s + s / classes) / (1 - s)
+    floor = smoothing / targets.cls.shape[1]
+    factor = (1 - smoothing + floor) / (1 - smoothing)
     cls = torch.where(known(labels)[:, None], (targets.cls - floor) * factor + floor, targets.cls)
     tokens = targets.tokens
     if tokens is not None:
-        tokens = SparseLabels((tokens.base - floor) * factor + floor, tokens.ids, tokens.excess * factor)
+        tokens = tokens._replace(base=(tokens.base - floor) * factor + floor, excess=tokens.excess * factor)
     return replace(targets, cls=cls, tokens=tokens)

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from timm.loss import BinaryCrossEntropy
 from torch import Tensor, nn
 
-from tlt.api import StepKey, TokenLabelLoss, draw_box
+from tlt.api import StepKey, draw_box
 from tlt.data.batch import Batch
 from tlt.errors import UserError
-from tlt.loss import LossTerms
+from tlt.loss import LossTerms, TokenLabelLoss
 from tlt.mix import MixRatios, Mixup
 from tlt.models.wrap import TOKEN_LABEL_MODELS
 from tlt.targets import Targets
@@ -69,15 +69,13 @@ class TokenLabelCriterion(TokenLabelLoss):
     """Class loss plus dense loss on token labels, with MixToken.
 
     Args:
-        dense: Train the dense head on the token labels; else `model(x)` is trained on the class labels.
         mix_token: Draw one MixToken box per batch.
         mix: Mixup or CutMix of the images and their labels, before MixToken; None for neither.
         published_sum: Let smoothed targets sum to 1 + s / C (`--compat target-sum`).
         teacher: Labels the batch before anything is mixed; None: the batch has its labels already, or has none.
-        The others: as `tlt.api.TokenLabelLoss`.
+        The others: as `tlt.loss.TokenLabelLoss`; where `dense` is False, `model(x)` is trained on the class labels.
     """
 
-    dense: bool = True
     mix_token: bool = True
     mix: Mixup | None = None
     published_sum: bool = False
@@ -87,7 +85,9 @@ class TokenLabelCriterion(TokenLabelLoss):
         # Before the forward pass, so that the memory of the teacher's activations is free again.
         batch = batch if self.teacher is None else self.teacher.label(batch)
         targets = super().targets(batch)
-        return summing_to_more(targets, batch.labels) if self.published_sum and batch.labels is not None else targets
+        if self.published_sum and batch.labels is not None:
+            return summing_to_more(targets, batch.labels, self.smoothing)
+        return targets
 
     def draw(self, batch: Batch, step: StepKey) -> Mixed:
         box = _on_device(draw_box(step, self.grid), batch.images.device) if self.mix_token else None
@@ -169,14 +169,13 @@ def make_criterion(
     return TokenLabelCriterion(
         grid,
         model.num_classes,
-        1 if args.token_label_size == 1 else None,
+        model.dense_head and args.token_label_size != 1,
         args.smoothing,
         args.cls_weight,
         args.dense_weight,
         args.ground_truth,
         args.gt_weight_agree,
         args.gt_weight_disagree,
-        dense=model.dense_head and args.token_label_size != 1,
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         uncovered=args.uncovered,

@@ -111,12 +111,12 @@ def measure(
     batch = mistake(batch) if mistake else batch
     classes = position_classes(*cells)
     made = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, grid, classes, 0.0)
-    assert made.tokens is not None and made.weight is not None
+    assert made.tokens is not None
     kept = torch.ones(batch.size, dtype=torch.bool) if only is None else only[batch.indices.cpu()]
     areas, source = (part[kept] for part in scene.areas(batch, area))
     shown = read_images(images[:, kept].cpu())
     compared = compare(shown, made.tokens.dense(classes).cpu()[kept], grid, cells, areas, source)
-    return Measured(compared, made.weight.cpu()[kept], batch.classes.cpu()[kept])
+    return Measured(compared, made.tokens.weight.cpu()[kept], batch.classes.cpu()[kept])
 
 
 def check(

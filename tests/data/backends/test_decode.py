@@ -182,7 +182,7 @@ def test_nothing_of_what_torchvision_has_deprecated_is_imported(tmp_path: Path) 
         "    for name in [n for n in dir(module) if n.startswith(('decode_', 'encode_', 'read_', 'write_'))]:\n"
         "        delattr(module, name)\n"
         "del io.ImageReadMode\n"
-        "import benchmarks.data, tlt.upstream.functions, volo.commands.train\n"
+        "import benchmarks.data, tlt.upstream.behaviour, volo.commands.train\n"
         "from tlt.data.backends.choice import create_backend\n"
         "backend = create_backend('torchvision')\n"
         f"print(backend.decode(backend.open({str(tmp_path / 'x.jpg')!r}), None, (8, 8), 'bicubic').shape)\n"
