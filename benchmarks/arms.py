@@ -19,13 +19,14 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from benchmarks.rounds import DEVICE, Range, Rows, Timing, in_turns, rounds_flag, speedup, synchronize
+from benchmarks.rounds import Range, Rows, Timing, in_turns, rounds_flag, speedup, synchronize
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from volo.cluster.distributed import World, choose_device
-from volo.config.args import train_parser
+from volo.config.args import TRAIN
 from volo.config.flag_rules import check_train
-from volo.config.flag_table import POSITIVE, Flag, flag, switch
+from volo.config.flag_table import NAME, POSITIVE, Flag, flag, switch
+from volo.config.flags_data import DEVICE
 from volo.config.flags_train import TRAIN_GROUPS
 from volo.train.compilation import compile_errors_told
 from volo.train.model import TimmModel, build_model, prepare_model
@@ -63,11 +64,11 @@ exact_convolutions = partial(torch.backends.cudnn.flags, enabled=True, allow_tf3
 MEASURING = (
     DEVICE,
     rounds_flag(5),
-    flag("--steps", default=1, type=POSITIVE, help="batches of an arm in each round"),
-    flag("--warm-up", default=2, type=POSITIVE, help="batches of each arm before the first round"),
-    switch("--profile", help="after the rounds, where the time of ours goes (torch.profiler)"),
+    flag("--steps", POSITIVE, 1, "batches of an arm in each round"),
+    flag("--warm-up", POSITIVE, 2, "batches of each arm before the first round"),
+    switch("--profile", "after the rounds, where the time of ours goes (torch.profiler)"),
 )
-MODELS = flag("--model", default=["volo_d1"], nargs="+", metavar="NAME", help="VOLO or LV-ViT, one after the other")
+MODELS = flag("--model", NAME, ["volo_d1"], "VOLO or LV-ViT, one after the other", nargs="+")
 PRECISION = (
     *("amp", "amp_dtype", "model_dtype", "channels_last", "outlook_kernel"),
     *("torchcompile", "torchcompile_scope", "torchcompile_mode"),
@@ -82,7 +83,7 @@ def train_rows(*names: str) -> tuple[Flag, ...]:
 
 def peers(*names: str) -> Flag:
     """Return the row of `--peer`."""
-    return flag("--peer", default=["timm"], nargs="*", choices=names, help="what ours is compared with")
+    return flag("--peer", names, ["timm"], "what ours is compared with", nargs="*")
 
 
 class Arm(NamedTuple):
@@ -122,7 +123,7 @@ def arms_of(args: Namespace, model: str, **decided: Any) -> list[Arm]:
 
 def flags_of(args: Namespace, model: str, **decided: Any) -> Namespace:
     """Return the flags of a run of train.py with token labels that does the same. Raises UserError: a contradiction."""
-    parser = train_parser()
+    parser = TRAIN.parser()
     own = {dest: value for dest, value in vars(args).items() if dest in parser.flags}
     run = {"token_label": True, "data_backend": "synthetic", "token_label_data": "synthetic"}
     flags = Namespace(**(parser.defaults() | run | own | decided | {"model": model}))

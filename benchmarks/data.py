@@ -30,9 +30,10 @@ from timm.data.auto_augment import RandAugment
 from torch import Tensor
 
 import tlt
-from benchmarks.rounds import DEVICE, OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
+from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
 from volo.cluster.distributed import choose_device
-from volo.config.flag_table import COUNT, POSITIVE, Group, flag
+from volo.config.flag_table import COUNT, DIR, POSITIVE, TEXT, Group, flag
+from volo.config.flags_data import DEVICE
 
 BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 CROPS, BATCHES, TIMM = "crops", "batches", "timm"
@@ -44,24 +45,20 @@ _COLUMNS = ("augmentation", "workers", "part", "loader", "images/s", "CPU ms an 
 FLAGS = (
     Group(
         "Images",
-        (
-            flag("--data-dir", default="", metavar="DIR", help="image folders with a split train (else some are made)"),
-            flag("--images", default=256, type=POSITIVE, help="how many"),
-            flag("--image-size", default=[500, 375], type=POSITIVE, nargs=2, help="width and height if made"),
-            flag("--img-size", default=224, type=POSITIVE, help="height and width of the crops"),
-            flag("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="RandAugment in timm's grammar"),
-            flag("-b", "--batch-size", default=32, type=POSITIVE, help="images per batch"),
-        ),
+        flag("--data-dir", DIR, "", "image folders with a split train (else some are made)"),
+        flag("--images", POSITIVE, 256, "how many"),
+        flag("--image-size", POSITIVE, [500, 375], "width and height if made", nargs=2),
+        flag("--img-size", POSITIVE, 224, "height and width of the crops"),
+        flag("--aa", TEXT, "rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar", metavar="POLICY"),
+        flag("-b --batch-size", POSITIVE, 32, "images per batch"),
     ),
     Group(
         "Measuring",
-        (
-            flag("--backend", default=["torchvision"], nargs="+", choices=BACKENDS, help="decoders of ours"),
-            flag("--workers", default=2, type=COUNT, help="processes, measured after none; 0: none alone"),
-            DEVICE,
-            rounds_flag(5),
-            *OUTPUT,
-        ),
+        flag("--backend", BACKENDS, ["torchvision"], "decoders of ours", nargs="+"),
+        flag("--workers", COUNT, 2, "processes, measured after none; 0: none alone"),
+        DEVICE,
+        rounds_flag(5),
+        *OUTPUT,
     ),
 )
 

@@ -24,17 +24,17 @@ from volo.train.compilation import begin_step, compile_errors_told, compile_mode
 from volo.train.model import TimmModel, eval_settings
 from volo.train.precision import Precision, compute_dtype
 
-BATCH_SIZE = flag("-b", "--batch-size", default=8, type=POSITIVE, help="images")
+BATCH_SIZE = flag("-b --batch-size", POSITIVE, 8, "images")
 FLAGS = (
-    Group("Model", (arms.MODELS, *arms.train_rows("img_size"), BATCH_SIZE)),
-    Group("Precision and speed", arms.train_rows(*(name for name in arms.PRECISION if name != "model_dtype"))),
+    Group("Model", arms.MODELS, *arms.train_rows("img_size"), BATCH_SIZE),
+    Group("Precision and speed", *arms.train_rows(*(name for name in arms.PRECISION if name != "model_dtype"))),
     Group(
         "Peers",
-        (arms.peers("timm", "timm-compile", "eager", "reference", "unfolded"),),
-        "timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, with unfold "
-        "and fold; unfolded: with BatchNorm.",
+        arms.peers("timm", "timm-compile", "eager", "reference", "unfolded"),
+        note="timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, with "
+        "unfold and fold; unfolded: with BatchNorm.",
     ),
-    Group("Measuring", (*arms.MEASURING, *OUTPUT)),
+    Group("Measuring", *arms.MEASURING, *OUTPUT),
 )
 
 

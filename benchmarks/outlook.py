@@ -21,10 +21,11 @@ from timm.models.volo import OutlookAttention as TimmOutlookAttention
 from torch import Tensor, nn
 
 from benchmarks.arms import reason_of
-from benchmarks.rounds import DEVICE, OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
+from benchmarks.rounds import OUTPUT, Range, Rows, in_turns, rounds_flag, speedup, synchronize
 from tlt.errors import UserError
 from volo.cluster.distributed import choose_device
 from volo.config.flag_table import POSITIVE, Group, flag, switch
+from volo.config.flags_data import DEVICE
 from volo.kernels import KERNELS, outlook_attention
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -37,23 +38,17 @@ WIDTHS = {"volo_d1": (192, 6), "volo_d2": (256, 8), "volo_d3": (256, 8), "volo_d
 FLAGS = (
     Group(
         "Sizes",
-        (
-            flag("-b", "--batch-size", default=8, type=POSITIVE, help="images"),
-            flag(
-                "--model", default=["volo_d1", "volo_d5"], nargs="+", choices=tuple(WIDTHS), help="channels and heads"
-            ),
-            flag("--cells", default=28, type=POSITIVE, help="rows and columns; 28 at 224 px, 64 at 512"),
-            flag("--dtypes", default=["float32", "bfloat16"], nargs="+", choices=DTYPES, help="of values and logits"),
-        ),
+        flag("-b --batch-size", POSITIVE, 8, "images"),
+        flag("--model", tuple(WIDTHS), ["volo_d1", "volo_d5"], "channels and heads", nargs="+"),
+        flag("--cells", POSITIVE, 28, "rows and columns; 28 at 224 px, 64 at 512"),
+        flag("--dtypes", DTYPES, ["float32", "bfloat16"], "of values and logits", nargs="+"),
     ),
     Group(
         "Measuring",
-        (
-            switch("--no-compile", help="without the compiled arms"),
-            DEVICE,
-            rounds_flag(15),
-            *OUTPUT,
-        ),
+        switch("--no-compile", "without the compiled arms"),
+        DEVICE,
+        rounds_flag(15),
+        *OUTPUT,
     ),
 )
 

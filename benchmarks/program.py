@@ -32,10 +32,8 @@ def module_of(command: str) -> Any:
 def benchmark_parser(command: str | None = None) -> FlagParser:
     """The parser of one command, or of the program itself."""
     if command is None:
-        row = flag("command", default=None, choices=COMMANDS, help="what to measure")
-        return FlagParser(
-            "python benchmark.py", "COMMAND [flags]", "Measure this machine.", (Group("Command", (row,)),)
-        )
+        row = flag("command", COMMANDS, None, "what to measure")
+        return FlagParser("python benchmark.py", "COMMAND [flags]", "Measure this machine.", (Group("Command", row),))
     module = module_of(command)
     description = module.__doc__.partition("\n")[0]
     return FlagParser(f"python benchmark.py {command}", "[flags]", description, module.FLAGS)
@@ -49,8 +47,8 @@ def parse_benchmark(argv: Sequence[str] | None = None) -> Namespace:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     command = words[0] if words and words[0] in COMMANDS else benchmark_parser().parse_args(words).command
-    args = benchmark_parser(command).parse_args(words[1:], Namespace(command=command))
-    return Namespace(command_line=shlex.join(["benchmark.py", *words]), **vars(args))
+    args = benchmark_parser(command).parse_args(words[1:])
+    return Namespace(command=command, command_line=shlex.join(["benchmark.py", *words]), **vars(args))
 
 
 def run(args: Namespace) -> int:

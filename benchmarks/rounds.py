@@ -25,19 +25,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tlt.errors import UserError
-from volo.config.flag_table import POSITIVE, Flag, flag, switch
+from volo.config.flag_table import FILE, POSITIVE, Flag, flag
+from volo.config.flags_data import DEBUG
 
-DEVICE = flag("--device", default=None, metavar="NAME", help="cpu, cuda or cuda:N (a GPU where there is one)")
-OUTPUT = (
-    flag("--output", default="", metavar="FILE", help="append each row to it as a line of JSON"),
-    switch("--debug", help="show the traceback of an error that is normally told in one line"),
-)
+OUTPUT = (flag("--output", FILE, "", "append each row to it as a line of JSON"), DEBUG)
 Name = TypeVar("Name", bound=Hashable)
 
 
 def rounds_flag(default: int) -> Flag:
     """Return the row of `--rounds`."""
-    return flag("--rounds", default=default, type=POSITIVE, help="rounds of all alternatives, which take turns")
+    return flag("--rounds", POSITIVE, default, "rounds of all alternatives, which take turns")
 
 
 class Range(NamedTuple):

@@ -31,20 +31,18 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks.rounds import OUTPUT, Range, Rows, rounds_flag
 from tlt import UserError, open_images
-from volo.config.flag_table import POSITIVE, Group, flag
+from volo.config.flag_table import DIR, POSITIVE, Group, flag
 
 _LINKS = 40_000  # to one file; file systems allow 65,000
 
 FLAGS = (
     Group(
         "Data set",
-        (
-            flag("--images", default=[100_000, 1_281_167], type=POSITIVE, nargs="+", help="sizes to measure"),
-            flag("--classes", default=1000, type=POSITIVE, help="folders that they are in"),
-            flag("--directory", default="", metavar="DIR", help="where they are made and removed (the system's own)"),
-        ),
+        flag("--images", POSITIVE, [100_000, 1_281_167], "sizes to measure", nargs="+"),
+        flag("--classes", POSITIVE, 1000, "folders that they are in"),
+        flag("--directory", DIR, "", "where they are made and removed (the system's own)"),
     ),
-    Group("Measuring", (rounds_flag(3), *OUTPUT)),
+    Group("Measuring", rounds_flag(3), *OUTPUT),
 )
 LISTINGS: dict[str, Callable[[str], object]] = {
     "tlt.open_images": lambda root: open_images(root, "train"),

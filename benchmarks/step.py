@@ -36,23 +36,21 @@ DROP_PATH = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "vo
 FLAGS = (
     Group(
         "Model",
-        (
-            arms.MODELS,
-            *arms.train_rows("img_size"),
-            flag("-b", "--batch-size", default=None, type=POSITIVE, help="images (8; on a GPU 96)"),
-            *arms.train_rows("drop_path", "drop_path_mode", "grad_checkpointing", "clip_grad", "opt"),
-        ),
-        "Without --drop-path stochastic depth is that of the model's recipe.",
+        arms.MODELS,
+        *arms.train_rows("img_size"),
+        flag("-b --batch-size", POSITIVE, None, "images (8; on a GPU 96)"),
+        *arms.train_rows("drop_path", "drop_path_mode", "grad_checkpointing", "clip_grad", "opt"),
+        note="Without --drop-path stochastic depth is that of the model's recipe.",
     ),
-    Group("Precision and speed", arms.train_rows(*arms.PRECISION)),
+    Group("Precision and speed", *arms.train_rows(*arms.PRECISION)),
     Group(
         "Peers",
-        (arms.peers(*(name for name in arms.ARMS if name != "unfolded")),),
-        "timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: with "
-        "bfloat16 autocast. Ours: eager: not compiled; reference: that, with unfold and fold; mask, "
+        arms.peers(*(name for name in arms.ARMS if name != "unfolded")),
+        note="timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: "
+        "with bfloat16 autocast. Ours: eager: not compiled; reference: that, with unfold and fold; mask, "
         "subset: --drop-path-mode; amp: with bfloat16 autocast.",
     ),
-    Group("Measuring", (*arms.MEASURING, *OUTPUT)),
+    Group("Measuring", *arms.MEASURING, *OUTPUT),
 )
 
 

@@ -7,72 +7,51 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from importlib import import_module
 from typing import NamedTuple
 
 from tlt._version import __version__
 from tlt.errors import UserError
 from volo.cluster.stopping import STOP
 from volo.commands.console import run_program
-from volo.config.flag_table import nearest
+from volo.config.args import TRAIN, parse_train
+from volo.config.flag_table import SCRIPTS, Program, nearest
+from volo.config.flags_eval import GENERATE_LABEL, PREDICT, VALIDATE
+from volo.config.flags_tools import (
+    ATTENTION,
+    COMPLETION,
+    EXPORT,
+    LAUNCH,
+    PREFLIGHT,
+    PUSH,
+    REPORT,
+    SLURM,
+    parse_launch,
+)
 
 
-class Program(NamedTuple):
-    """A program: what it does, the function that parses its command line, and the module with its `run(args)`."""
+class Command(NamedTuple):
+    """A program, the function that parses its command line, and the module with its `run(args)`."""
 
-    does: str
-    parser: str
-    program: str
+    program: Program
+    parse: Callable[[Sequence[str] | None], Namespace]
+    module: str
 
 
 COMMANDS = {
-    "train": Program("train a model (train.py)", "volo.config.args:parse_train", "volo.commands.train"),
-    "validate": Program(
-        "measure the accuracy of checkpoints (validate.py)",
-        "volo.config.flags_eval:parse_validate",
-        "volo.commands.validate",
-    ),
-    "label": Program(
-        "write token labels for a folder of images (generate_label.py)",
-        "volo.config.flags_eval:parse_generate_label",
-        "volo.commands.generate_label",
-    ),
-    "predict": Program(
-        "classes, token maps and features of images", "volo.config.flags_eval:parse_predict", "volo.commands.predict"
-    ),
-    "export": Program(
-        "write a model as ONNX or torch.export", "volo.config.flags_tools:parse_export", "volo.commands.export"
-    ),
-    "push": Program(
-        "upload a model to the Hugging Face Hub", "volo.config.flags_tools:parse_push", "volo.commands.push"
-    ),
-    "report": Program("what happened to a run", "volo.config.flags_tools:parse_report", "volo.commands.report"),
-    "attention": Program(
-        "draw what the attention layers look at",
-        "volo.config.flags_tools:parse_attention",
-        "volo.commands.attention",
-    ),
-    "launch": Program(
-        "start `volo train` in several processes (distributed_train.sh)",
-        "volo.config.flags_tools:parse_launch",
-        "volo.commands.launch",
-    ),
-    "slurm": Program(
-        "write the batch scripts for Slurm into a folder", "volo.config.flags_tools:parse_slurm", "volo.commands.slurm"
-    ),
-    "completion": Program(
-        "print a script that completes these commands in a shell",
-        "volo.config.flags_tools:parse_completion",
-        "volo.completion",
-    ),
-    "preflight": Program(
-        "are these machines fit for a run?",
-        "volo.config.flags_tools:parse_preflight",
-        "volo.cluster.preflight",
-    ),
+    "train": Command(TRAIN, parse_train, "volo.commands.train"),
+    "validate": Command(VALIDATE, VALIDATE.parse, "volo.commands.validate"),
+    "label": Command(GENERATE_LABEL, GENERATE_LABEL.parse, "volo.commands.generate_label"),
+    "predict": Command(PREDICT, PREDICT.parse, "volo.commands.predict"),
+    "export": Command(EXPORT, EXPORT.parse, "volo.commands.export"),
+    "push": Command(PUSH, PUSH.parse, "volo.commands.push"),
+    "report": Command(REPORT, REPORT.parse, "volo.commands.report"),
+    "attention": Command(ATTENTION, ATTENTION.parse, "volo.commands.attention"),
+    "launch": Command(LAUNCH, parse_launch, "volo.commands.launch"),
+    "slurm": Command(SLURM, SLURM.parse, "volo.commands.slurm"),
+    "completion": Command(COMPLETION, COMPLETION.parse, "volo.completion"),
+    "preflight": Command(PREFLIGHT, PREFLIGHT.parse, "volo.cluster.preflight"),
 }
 
 
@@ -81,7 +60,9 @@ def main() -> int:
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("usage: volo COMMAND [flags]      volo COMMAND --help      volo --version\n")
-        print("\n".join(f"  {name:<12}{command.does}" for name, command in COMMANDS.items()))
+        for name, command in COMMANDS.items():
+            script = f" ({SCRIPTS[name]})" if name in SCRIPTS else ""
+            print(f"  {name:<12}{command.program.does.partition('. ')[0].rstrip('.')}{script}")
         return 0
     if name == "--version":
         print(f"volo-tlt {__version__}")
@@ -104,10 +85,4 @@ def run(name: str, flags: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     # A training run handles signals from the start.
     with STOP.handled() if name == "train" else nullcontext():
-        return run_program(partial(_parse, command), command.program, flags)
-
-
-def _parse(command: Program, flags: Sequence[str] | None) -> Namespace:
-    module, _, function = command.parser.partition(":")
-    parsed: Namespace = getattr(import_module(module), function)(flags)
-    return parsed
+        return run_program(command.parse, command.module, flags)

@@ -32,7 +32,7 @@ import volo.models  # noqa: F401  registers them
 from benchmarks.rounds import OUTPUT, Range, Rows
 from tlt.models.token_labeling import DENSE_SHARE
 from tlt.upstream.behaviour import label_view
-from volo.config.flag_table import POSITIVE, Group, Number, flag
+from volo.config.flag_table import DIR, POSITIVE, Group, Number, flag
 
 VALIDATION, BATCH, RATE = 1000, 20, 1e-3
 CLASSES, LONG, SHORT = 10, 128, 96  # px, of scenes
@@ -66,15 +66,13 @@ ARMS = {
 FLAGS = (
     Group(
         "Runs",
-        (
-            flag("--directory", default="output/ablation", metavar="DIR", help="finished runs, and the scenes"),
-            flag("--arms", default=list(ARMS), nargs="+", choices=tuple(ARMS), help="ways to train"),
-            flag("--seeds", default=5, type=POSITIVE, help="seeds of each arm, from 0"),
-            flag("--epochs", default=10, type=POSITIVE, help="epochs of a run"),
-            flag("--images", default=3000, type=Number(int, low=50), help="training scenes"),
-            flag("--jobs", default=2, type=POSITIVE, help="runs at a time, one thread each"),
-            *OUTPUT,
-        ),
+        flag("--directory", DIR, "output/ablation", "finished runs, and the scenes"),
+        flag("--arms", tuple(ARMS), list(ARMS), "ways to train", nargs="+"),
+        flag("--seeds", POSITIVE, 5, "seeds of each arm, from 0"),
+        flag("--epochs", POSITIVE, 10, "epochs of a run"),
+        flag("--images", Number(int, low=50), 3000, "training scenes"),
+        flag("--jobs", POSITIVE, 2, "runs at a time, one thread each"),
+        *OUTPUT,
     ),
 )
 

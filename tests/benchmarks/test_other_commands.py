@@ -74,7 +74,7 @@ def test_data_times_both_parts_with_and_without_workers(measure: Measure) -> Non
 
 
 def test_all_decoders_of_training_can_be_measured() -> None:
-    known = next(row for row in DATA.flags if row.dest == "data_backend").choices
+    known = next(row for row in DATA.flags if row.dest == "data_backend").type
     assert known is not None and set(known) <= {*data.BACKENDS, "synthetic"}
 
 

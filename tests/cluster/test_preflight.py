@@ -20,7 +20,7 @@ from volo import cli
 from volo.cluster import preflight
 from volo.cluster.distributed import World
 from volo.cluster.preflight import Node, Unfit, find_problems, look
-from volo.config.flags_tools import parse_preflight
+from volo.config.flags_tools import PREFLIGHT
 
 MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n"
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (dvs)\n"
@@ -42,7 +42,7 @@ def made_up(root: Path, flags: str = "", ranks: int = 8, **files: str) -> Node:
     for name, text in {**MACHINE, **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    args = parse_preflight(["--shm-gb", "0", *flags.replace("ROOT", str(root)).split()])
+    args = PREFLIGHT.parse(["--shm-gb", "0", *flags.replace("ROOT", str(root)).split()])
     return look(args, "n1", list(range(ranks)), root)
 
 
@@ -116,7 +116,7 @@ def test_an_all_reduce_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(preflight, "all_reduce_bandwidth", fails)
     with pytest.raises(Unfit, match=r"the all-reduce fails \(NCCL error: unhandled system error\): ") as error:
-        preflight.examine(parse_preflight([]), World(0, 0, 2, torch.device("cpu")))
+        preflight.examine(PREFLIGHT.parse([]), World(0, 0, 2, torch.device("cpu")))
     assert error.value.exit_code == 6
 
 

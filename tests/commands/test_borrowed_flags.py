@@ -21,7 +21,7 @@ from volo.cluster.distributed import World
 from volo.commands.train import epochs_since_best
 from volo.commands.validate import validate
 from volo.config.args import parse_train
-from volo.config.flags_eval import parse_validate
+from volo.config.flags_eval import VALIDATE
 from volo.train.criterion import StepKey, make_criterion
 from volo.train.optim import create_optimizer
 from volo.train.schedule import LrSchedule
@@ -163,4 +163,4 @@ def test_validate_takes_part_of_the_images_and_another_crop(
     with pytest.raises(torch.OutOfMemoryError):
         call("validate", f"{line} -b 8 --debug")
     with pytest.raises(UserError, match="--retry works with one process, there are 2"):
-        validate(parse_validate([*line.split(), "-b", "8", "--retry"]), World(0, 0, 2, torch.device("cpu")))
+        validate(VALIDATE.parse([*line.split(), "-b", "8", "--retry"]), World(0, 0, 2, torch.device("cpu")))

@@ -16,7 +16,7 @@ import pytest
 from tests.commands.conftest import ROOT
 from tlt.tools import cli as tlt_cli
 from volo.config.args import parse_train
-from volo.config.flags_eval import parse_generate_label, parse_validate
+from volo.config.flags_eval import GENERATE_LABEL, VALIDATE
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def understood(command: str) -> object:
         return tlt_cli.parser().parse_args(words[1:])
     if program == "./distributed_train.sh":
         program, words = "train.py", words[1:]
-    return {"train.py": parse_train, "generate_label.py": parse_generate_label, "validate.py": parse_validate}[program](
+    return {"train.py": parse_train, "generate_label.py": GENERATE_LABEL.parse, "validate.py": VALIDATE.parse}[program](
         words
     )
 

@@ -16,34 +16,10 @@ import yaml
 from benchmarks.program import benchmark_parser
 from tests.commands.conftest import ROOT
 from tlt.tools.cli import parser as tlt_parser
-from volo import cli
-from volo.config.args import train_parser
-from volo.config.flags_eval import generate_label_parser, predict_parser, validate_parser
-from volo.config.flags_tools import (
-    attention_parser,
-    completion_parser,
-    export_parser,
-    preflight_parser,
-    push_parser,
-    report_parser,
-    slurm_parser,
-)
+from volo.cli import COMMANDS
+from volo.config.args import TRAIN
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
-PARSERS = {
-    "train": train_parser,
-    "validate": validate_parser,
-    "label": generate_label_parser,
-    "predict": predict_parser,
-    "export": export_parser,
-    "attention": attention_parser,
-    "preflight": preflight_parser,
-    "report": report_parser,
-    "launch": train_parser,
-    "push": push_parser,
-    "slurm": slurm_parser,
-    "completion": completion_parser,
-}
 SCRIPTS = {
     "train.py": "train",
     "validate.py": "validate",
@@ -63,8 +39,8 @@ def flags_of(program: str) -> set[str]:
     if kind == "tlt":
         commands = next(each for each in tlt_parser()._actions if isinstance(each, _SubParsersAction)).choices
         return {flag for action in commands[name]._actions for flag in action.option_strings}
-    parsers = [benchmark_parser(name)] if kind == "benchmark" else [PARSERS[kind]()]
-    rows = [row for parser in parsers for row in parser.flags.values()]
+    program_row = TRAIN if kind == "launch" else COMMANDS[kind].program if kind in COMMANDS else None
+    rows = (program_row.parser() if program_row else benchmark_parser(name)).flags.values()
     names = {name for row in rows for name in row.names if name.startswith("-")}
     return names | {f"--no-{row.label[2:]}" for row in rows if row.switch} | {"--help", "--version"}
 
@@ -92,7 +68,7 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
         name, rest = word.rpartition("/")[2], words[at + 1 :]
         if name in SCRIPTS:
             return SCRIPTS[name], rest
-        if name == "volo" and rest[:1] == ["launch"] and rest[2:3] and rest[2] in PARSERS:
+        if name == "volo" and rest[:1] == ["launch"] and rest[2:3] and rest[2] in COMMANDS:
             return rest[2], rest[3:]
         if name in ("volo", "tlt") and rest:
             return f"tlt {rest[0]}" if name == "tlt" else rest[0], rest[1:]
@@ -112,7 +88,7 @@ def test_commands_name_programs_and_flags_that_exist() -> None:
         if (found := program_of(words)) is None:
             continue
         program, rest = found
-        known = flags_of(program) if program.split()[0] in (*PARSERS, "tlt", "benchmark") else set[str]()
+        known = flags_of(program) if program.split()[0] in (*COMMANDS, "tlt", "benchmark") else set[str]()
         given = {word.partition("=")[0] for word in rest if re.match(r"--[a-z]|-[a-zA-Z]+$", word)}
         wrong += [f"{page}: {program} {flag}" for flag in given - known]
         checked += len(given)
@@ -140,7 +116,3 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
-
-
-def test_volo_has_the_commands_that_are_checked_here() -> None:
-    assert set(cli.COMMANDS) == {*PARSERS}

@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from benchmarks.program import COMMANDS, benchmark_parser
+from benchmarks.program import COMMANDS as BENCHMARKS
+from benchmarks.program import benchmark_parser
 from tests.commands.conftest import ROOT
-from volo.config.args import train_parser
+from volo.cli import COMMANDS
 from volo.config.flag_table import Flag
-from volo.config.flags_eval import generate_label_parser, predict_parser, validate_parser
-from volo.config.flags_tools import attention_parser, export_parser, preflight_parser, report_parser
+from volo.config.flags_tools import PREFLIGHT
 
-PARSERS = (
-    *(train_parser, validate_parser, generate_label_parser, predict_parser, export_parser, attention_parser),
-    preflight_parser,
-)
 PAGE = (ROOT / "docs" / "flags.md").read_text()
 
 
 def rows() -> Iterator[Flag]:
-    for parser in (*(make() for make in (*PARSERS, report_parser)), *map(benchmark_parser, COMMANDS)):
+    for parser in (*(command.program.parser() for command in COMMANDS.values()), *map(benchmark_parser, BENCHMARKS)):
         yield from parser.flags.values()
 
 
@@ -45,7 +41,7 @@ def test_every_refused_flag_is_told() -> None:
 
 def test_the_preflights_table_has_every_flag_and_its_default() -> None:
     table = PAGE[PAGE.index("## Preflight") :]
-    for row in preflight_parser().flags.values():
+    for row in PREFLIGHT.parser().flags.values():
         if row.label == "--debug":
             continue
         default = f" {row.default:g}" if isinstance(row.default, (int, float)) and not row.switch else ""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from volo.config.args import parse_train, train_parser
+from volo.config.args import TRAIN, parse_train
 from volo.train.schedule import LrSchedule, resolve_lr
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ _LV_VIT_DEFAULTS = {"warmup_epochs", "dense_weight"}  # TokenLabeling's own prog
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_command_is_taken_flag_by_flag(name: str) -> None:
     argv = shlex.split(PUBLISHED[name])
-    args, flags = vars(parse_train(argv)), train_parser().flags
+    args, flags = vars(parse_train(argv)), TRAIN.parser().flags
     by_name = {option: row for row in flags.values() for option in row.names}
     for position, word in enumerate(argv):
         if word.startswith("-"):

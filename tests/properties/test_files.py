@@ -25,7 +25,7 @@ from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
 from volo.checkpoint.train_state import TrainState
 from volo.commands.report import run as report
-from volo.config.flags_tools import parse_report
+from volo.config.flags_tools import REPORT
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch, of bytes that aren't one
 
@@ -250,4 +250,4 @@ def test_a_report_of_any_records(data: st.DataObject, tmp_path: Path) -> None:
         records = data.draw(st.lists(_RECORDS, max_size=4))
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "run.json").write_text(json.dumps(data.draw(_SCALARS | st.lists(_RECORDS | _SCALARS))))
-    assert report(parse_report([str(tmp_path), "--html", "--quick"])) == 0
+    assert report(REPORT.parse([str(tmp_path), "--html", "--quick"])) == 0

@@ -202,9 +202,9 @@ def test_names_that_the_font_lacks_are_escaped() -> None:
 
 
 def test_flags_mean_what_train_py_means() -> None:
-    from volo.config.args import train_parser
+    from volo.config.args import TRAIN
 
-    shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), train_parser().defaults()
+    shown, train = parser().parse_args(["show", "d", "l", "-o", "p.png"]), TRAIN.parser().defaults()
     assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])
     assert shown.aa == train["aa"]
     assert shown.uncovered == train["uncovered"]

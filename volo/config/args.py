@@ -1,8 +1,7 @@
 """The command line of train.py: it is parsed over a recipe and checked before anything starts.
 
 Reading order: `flag_table` (what a flag is), `flags_train`, `flags_optimizer` and `flags_data` (the flags), `recipes`,
-`flag_rules` (contradictions), this file. The other programs' flags stand with their parsers in `flags_eval` and
-`flags_tools`.
+`flag_rules` (contradictions), this file. The other programs' flags stand in `flags_eval` and `flags_tools`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.errors import UserError
-from volo.config.flag_rules import check_train, join_data_dir, resolve_aliases
-from volo.config.flag_table import Flag, FlagParser
+from volo.config.flag_rules import check_train, join_data_dir
+from volo.config.flag_table import Flag, Program
 from volo.config.flags_data import AUGMENTED, TOKEN_LABELS
 from volo.config.flags_train import FITTED, TRAIN_GROUPS
 from volo.config.recipes import load_yaml
+
+TRAIN = Program(
+    "train",
+    "[-c RECIPE.yaml] DATA_DIR [flags]",
+    "Train VOLO, LV-ViT or any timm model, with or without token labels.",
+    TRAIN_GROUPS,
+    undo=True,
+)
 
 
 class TrainArgs(Namespace):
@@ -48,31 +55,19 @@ class FrozenArgs(TrainArgs):
         raise AttributeError(f"--{name.replace('_', '-')} is decided before the run is built")
 
 
-def train_parser() -> FlagParser:
-    """The parser of train.py; use `parse_train`, which also reads the recipe and checks."""
-    return FlagParser(
-        "train",
-        "[-c RECIPE.yaml] DATA_DIR [flags]",
-        "Train VOLO, LV-ViT or any timm model, with or without token labels. Values in brackets are the defaults, "
-        "words in parentheses what happens without the flag. --no-X turns a switch off that a recipe turns on.",
-        TRAIN_GROUPS,
-        undo=True,
-    )
-
-
 def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     """Parse train.py's command line (sys.argv where None) over its recipe (`-c`).
 
     Raises:
         UserError: An unknown flag or key, a wrong value, a contradiction, or a flag that would have no effect.
     """
-    parser = train_parser()
+    parser = TRAIN.parser()
     given = parser.explicit(argv)
-    recipe = load_yaml(given["config"], parser.flags) if given.get("config") else {}
+    recipe = load_yaml(given["config"], parser) if given.get("config") else {}
     args = TrainArgs(**(parser.defaults() | _not_overruled(recipe, given, parser.flags) | given))
     args.defaulted = tuple(dest for dest in FITTED if dest not in recipe | given)
     join_data_dir(args, "DATA_DIR", "data_dir")
-    args.notes = resolve_aliases(args) + check_train(args, parser.flags)
+    args.notes = check_train(args, parser.flags)
     if given.get("uncovered", args.uncovered) != args.uncovered:
         raise UserError(
             f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them (no-uncovered)"

@@ -1,93 +1,170 @@
-"""Checks of the arguments before a program starts: contradictions, and flags without an effect."""
+"""Checks of the arguments beyond what a row says: rules between several flags, and what one of them decides."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from tlt.data.sources.dataset_kinds import needs_folder, parse_kind
 from tlt.errors import UserError
 from tlt.upstream.rows import resolve
-from volo.config.flag_table import Flag, check_flags, nearest
+from volo.config.flag_table import Flag, check_flags
 from volo.config.flags_data import DENSE, LABELS
-from volo.config.flags_optimizer import CYCLIC_SCHEDULES, SCHEDULES
+from volo.config.flags_optimizer import CYCLIC_SCHEDULES
 from volo.config.flags_train import CUDA_GRAPH_MODES, TRACKERS, mixes
 
+# A rule: when it is broken, and the message, in which {flag} stands for its value.
+Rule = tuple[Callable[[Namespace], bool], str]
 
-def resolve_aliases(args: Namespace) -> list[str]:
-    """Replace old flags by new ones, in place; return lines for the user."""
-    notes = []
-    for dest in ("apex_amp", "native_amp"):
-        if getattr(args, dest):
-            args.amp = True
-            said = "apex has removed its own" if dest == "apex_amp" else "the only one there is"
-            notes.append(f"--{dest.replace('_', '-')}: torch's mixed precision ({said}), as --amp")
-    if getattr(args, "drop_connect", None) is not None:
-        if args.drop_path not in (None, args.drop_connect):
-            shown = f"--drop-connect {args.drop_connect:g} and --drop-path {args.drop_path:g}"
-            raise UserError(f"{shown} set the same rate: keep --drop-path")
-        args.drop_path = args.drop_connect
-        notes.append(f"--drop-connect is the old name of --drop-path, which is now {args.drop_path:g}")
-    if getattr(args, "pretrained_path", None):
-        if args.finetune not in ("", args.pretrained_path):
-            raise UserError(f"--pretrained-path {args.pretrained_path} is --finetune {args.finetune}: keep one of them")
-        args.finetune, args.pretrained = args.pretrained_path, False
-        notes.append(f"--pretrained-path: --finetune {args.finetune}")
-    return notes
+
+def check_rules(args: Namespace, rules: tuple[Rule, ...]) -> None:
+    """Raise UserError for the first rule that is broken."""
+    for is_broken, message in rules:
+        if is_broken(args):
+            raise UserError(message.format_map(vars(args)))
+
+
+IMAGES: tuple[Rule, ...] = (
+    (
+        lambda a: bool(a.dataset) and parse_kind(a.dataset)[0] != "" and a.data_backend == "synthetic",
+        "--dataset {dataset} has no effect with --data-backend synthetic: keep one of them",
+    ),
+)
+PIXELS: tuple[Rule, ...] = (
+    (lambda a: len(a.mean or [0]) not in (1, 3), "--mean takes one number, or three (red, green, blue)"),
+    (lambda a: len(a.std or [0]) not in (1, 3), "--std takes one number, or three (red, green, blue)"),
+    (
+        lambda a: bool(a.input_size) and a.input_size[0] != (getattr(a, "in_chans", None) or 3),
+        "--input-size {input_size[0]} {input_size[1]} {input_size[2]}: images are read as RGB, the first number must "
+        "be 3, or with --in-chans 1 (grey) 1",
+    ),
+)
+COMPILE: tuple[Rule, ...] = (
+    (
+        lambda a: a.torchcompile_scope == "blocks" and a.torchcompile_mode in CUDA_GRAPH_MODES,
+        "--torchcompile-mode {torchcompile_mode} records where a graph's weights lie, and blocks of other weights "
+        "share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs",
+    ),
+)
+TRAIN: tuple[Rule, ...] = (
+    (
+        lambda a: len(a.lr_noise or []) > 2 or (a.lr_noise or []) != sorted(a.lr_noise or []),
+        "--lr-noise takes one or two parts of the epochs, the smaller first",
+    ),
+    (
+        lambda a: a.val_fraction == 1 or (a.val_fraction > 0 and a.data_backend == "synthetic"),
+        "--val-fraction {val_fraction:g} leaves nothing to train on, or splits synthetic images",
+    ),
+    (
+        lambda a: not 0 < a.scale[0] <= a.scale[1] <= 1,
+        "--scale {scale[0]:g} {scale[1]:g}: two numbers above 0 and up to 1 (the whole image), the smaller first",
+    ),
+    (
+        lambda a: not 0 < a.ratio[0] <= a.ratio[1],
+        "--ratio {ratio[0]:g} {ratio[1]:g}: two numbers above 0, the smaller first",
+    ),
+    (
+        # A job that is started again goes on from its own checkpoint; only its first start fine-tunes.
+        lambda a: bool(a.pretrained or a.initial_checkpoint or a.finetune) and a.resume not in ("", "auto"),
+        "weights to start from have no effect with --resume {resume}: leave out --finetune, --initial-checkpoint and "
+        "--pretrained, or give --resume auto",
+    ),
+    (
+        lambda a: a.token_label and a.cls_weight == 0 and (a.dense_weight == 0 or a.token_label_size == 1),
+        f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0",
+    ),
+    (
+        lambda a: a.in_chans == 2 or (a.in_chans == 1 and bool(a.token_label_teacher)),
+        "--in-chans {in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read",
+    ),
+    (
+        lambda a: a.freeze and a.grad_checkpointing,
+        "--freeze stores no activations: remove --grad-checkpointing",
+    ),
+    (
+        lambda a: a.amp and a.model_dtype != "float32",
+        "--amp and --model-dtype {model_dtype} both set the precision: keep one of them",
+    ),
+)
+# What torch's FSDP2 or its distributed tensors can't do; optimizers are in volo/train/optim.py.
+DIVIDED: tuple[Rule, ...] = (
+    (lambda a: a.channels_last, "--channels-last: torch divides contiguous weights alone"),
+    (lambda a: a.model_ema_force_cpu, "--model-ema-force-cpu: the average is divided as well"),
+    (lambda a: a.torchcompile_scope == "model", "--torchcompile-scope model: blocks are compiled"),
+    (
+        lambda a: a.torchcompile_mode in CUDA_GRAPH_MODES,
+        "CUDA graphs (--torchcompile-mode {torchcompile_mode}): blocks are compiled",
+    ),
+    (
+        lambda a: a.tensor_parallel > 1 and a.clip_grad is not None and a.clip_mode == "agc",
+        "--clip-mode agc: units lie on several ranks; --clip-mode norm, or --shard alone",
+    ),
+)
 
 
 def check_train(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what train.py cannot honour; settle `token_label_size`; return lines for the log.
+    """Refuse what train.py cannot honour; settle `token_label_size` and `compat`; return lines for the log.
 
     Raises:
         UserError: A contradiction, or a flag without effect.
     """
-    _check_schedule(args, flags)
-    _check_data(args)
-    _check_weights(args)
-    notes = _settle_token_labels(args)
-    notes += _settle_compat(args)
-    check_flags(args, flags)
-    _check_compile(args)
-    if args.token_label and args.cls_weight == 0 and (args.dense_weight == 0 or args.token_label_size == 1):
-        raise UserError(f"--cls-weight 0 leaves nothing to train without {DENSE} and a --dense-weight above 0")
-    if args.in_chans == 2 or (args.token_label_teacher and args.in_chans == 1):
-        raise UserError(f"--in-chans {args.in_chans}: 3 (RGB) or 1 (grey), which --token-label-teacher cannot read")
-    if args.freeze and args.grad_checkpointing:
-        raise UserError("--freeze stores no activations: remove --grad-checkpointing")
-    if args.cutmix_minmax is not None and len(args.cutmix_minmax) != 2:
-        raise UserError("--cutmix-minmax takes two numbers, the least and the most")
+    _check_folder(args, args.data_dir, "DATA_DIR")
+    notes = _settle_token_labels(args) + _settle_compat(args) + check_flags(args, flags)
+    check_rules(args, (*IMAGES, *PIXELS, *COMPILE, *TRAIN))
     check_drop_path(args)
-    if args.amp and args.model_dtype != "float32":
-        raise UserError(f"--amp and --model-dtype {args.model_dtype} both set the precision: keep one of them")
-    _check_divided(args)
+    if flag := divides_weights(args):
+        check_rules(args, tuple((is_broken, f"{flag} and {message}") for is_broken, message in DIVIDED))
     _check_trackers(args)
     return notes + _remarks(args)
 
 
-# What torch's FSDP2 or its distributed tensors can't do, by flag; optimizers are in volo/train/optim.py.
-_NOT_SHARDED = (
-    ("--channels-last", "torch divides contiguous weights alone", lambda a: a.channels_last),
-    ("--model-ema-force-cpu", "it divides the average as well", lambda a: a.model_ema_force_cpu),
-    ("--torchcompile-scope model", "it compiles blocks", lambda a: a.torchcompile_scope == "model"),
-    ("CUDA graphs (--torchcompile-mode)", "it compiles blocks", lambda a: a.torchcompile_mode in CUDA_GRAPH_MODES),
-)
+def check_images(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Refuse what validate.py and generate_label.py cannot honour; return lines for the log.
+
+    Raises:
+        UserError: As `check_train`.
+    """
+    _check_folder(args, args.data, "DATA")
+    check_rules(args, IMAGES)
+    return check_weights(args, flags)
+
+
+def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Check images' sizes and decide where the weights come from, for all programs except train.py; return lines for
+    the log.
+
+    Raises:
+        UserError: Two sources of weights, or none; a flag without effect.
+    """
+    check_flags(args, flags)
+    check_rules(args, PIXELS + (COMPILE if "torchcompile" in args else ()))
+    if args.use_ema and args.no_use_ema:
+        raise UserError("--use-ema and --no-use-ema contradict each other: keep one of them")
+    if args.model is None and not args.checkpoint:
+        raise UserError("--model is missing, or a --checkpoint that says what model it holds")
+    if args.checkpoint or args.pretrained:
+        return []
+    args.pretrained = True
+    return [f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
+
+
+def check_drop_path(args: Namespace) -> None:
+    """Raise UserError if `--drop-path-mode subset` drops nothing at this batch size."""
+    if args.drop_path_mode == "mask" or args.drop_path is None:
+        return
+    # Whole images are dropped, to the nearest number of them, and never all.
+    if args.batch_size == 1 or args.batch_size * args.drop_path < 0.5:
+        raise UserError(
+            f"--drop-path-mode {args.drop_path_mode} drops nothing at --drop-path {args.drop_path:g} with "
+            f"--batch-size {args.batch_size}: leave it out, or take larger batches"
+        )
 
 
 def divides_weights(args: Namespace) -> str:
     """Return the flag that divides weights among ranks, as one types it; "" where they are whole on every rank."""
     flags = {"--tensor-parallel": args.tensor_parallel, "--shard": args.shard}
     return next((f"{flag} {ranks}" for flag, ranks in flags.items() if ranks > 1), "")
-
-
-def _check_divided(args: Namespace) -> None:
-    flag = divides_weights(args)
-    for what, why, given in _NOT_SHARDED if flag else ():
-        if given(args):
-            raise UserError(f"{flag} and {what}: {why}; leave one of them out")
-    if args.tensor_parallel > 1 and args.clip_grad is not None and args.clip_mode == "agc":
-        raise UserError(f"{flag} and --clip-mode agc: units lie on several ranks; --clip-mode norm, or --shard alone")
 
 
 def trackers_of(args: Namespace) -> list[str]:
@@ -115,122 +192,13 @@ def join_data_dir(args: Namespace, shown: str, dest: str) -> None:
     setattr(args, dest, positional or option)
 
 
-def check_images(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Refuse what validate.py, generate_label.py and `volo predict` cannot honour; return lines for the log.
-
-    Raises:
-        UserError: As `check_train`.
-    """
-    notes = resolve_aliases(args)
-    if "data" in args:
-        _check_dataset(args, args.data, "DATA")
-    check_pixels(args)
-    return notes + check_weights(args, flags)
-
-
-def check_weights(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
-    """Decide where the weights come from, for all programs except train.py; return lines for the log.
-
-    Raises:
-        UserError: Two sources of weights, or none; a flag without effect.
-    """
-    check_flags(args, flags)
-    if "torchcompile" in args:
-        _check_compile(args)
-    if args.checkpoint and args.pretrained:
-        raise UserError("--checkpoint and --pretrained both name weights: keep one of them")
-    if args.use_ema and args.no_use_ema:
-        raise UserError("--use-ema and --no-use-ema contradict each other: keep one of them")
-    if args.model is None and not args.checkpoint:
-        raise UserError("--model is missing, or a --checkpoint that says what model it holds")
-    if args.checkpoint or args.pretrained:
-        return []
-    args.pretrained = True
-    return [f"no --checkpoint: the published weights of {args.model}, as --pretrained"]
-
-
-def _check_schedule(args: Namespace, flags: Mapping[str, Flag]) -> None:
-    if args.sched == "plateau":
-        raise UserError("--sched plateau: the schedule has to be a function of the update number; use cosine or step")
-    if args.sched not in SCHEDULES:
-        near = nearest(args.sched, SCHEDULES)
-        hint = f"did you mean {near}?" if near else f"there are {', '.join(SCHEDULES)}"
-        raise UserError(f"--sched {args.sched}: unknown schedule, {hint}")
-    scaled = any(getattr(args, dest) != flags[dest].default for dest in flags["lr"].excludes)
-    if args.lr is not None and scaled:
-        raise UserError(f"--lr {args.lr:g} is absolute and --lr-base... scales with the batch: keep one of them")
-    if args.lr_noise is not None and (len(args.lr_noise) > 2 or args.lr_noise != sorted(args.lr_noise)):
-        raise UserError("--lr-noise takes one or two parts of the epochs, the smaller first")
-    if args.lr_cycle_mul == 0 or args.decay_epochs == 0:
-        raise UserError("--lr-cycle-mul and --decay-epochs must be larger than 0")
-
-
-def _check_dataset(args: Namespace, root: str | None, shown: str) -> None:
-    kind, _ = parse_kind(args.dataset)
-    if kind and args.data_backend == "synthetic":
-        raise UserError(f"--dataset {args.dataset} has no effect with --data-backend synthetic: keep one of them")
+def _check_folder(args: Namespace, root: str | None, shown: str) -> None:
     if not root and args.data_backend != "synthetic" and needs_folder(args.dataset):
         raise UserError(f"{shown} is missing: the folder that holds the images")
 
 
-def check_pixels(args: Namespace) -> None:
-    """Check pixel means, deviations and image sizes.
-
-    Raises:
-        UserError: A value is impossible, or two contradict each other.
-    """
-    for dest in ("mean", "std"):
-        values = getattr(args, dest)
-        if values is not None and len(values) not in (1, 3):
-            raise UserError(f"--{dest} takes one number, or three (red, green, blue): {len(values)} are given")
-    if args.input_size is None:
-        return
-    channels, height, width = args.input_size
-    shown = f"--input-size {channels} {height} {width}"
-    if channels != (getattr(args, "in_chans", None) or 3):
-        raise UserError(f"{shown}: images are read as RGB, the first number must be 3, or with --in-chans 1 (grey) 1")
-    if args.img_size is not None and (height, width) != (args.img_size, args.img_size):
-        raise UserError(f"{shown} and --img-size {args.img_size} differ: keep one of them")
-
-
-def _check_data(args: Namespace) -> None:
-    _check_dataset(args, args.data_dir, "DATA_DIR")
-    if args.val_fraction == 1 or (args.val_fraction and args.data_backend == "synthetic"):
-        raise UserError(f"--val-fraction {args.val_fraction:g} leaves nothing to train on, or splits synthetic images")
-    check_pixels(args)
-    if args.validation_batch_size is not None and args.validation_batch_size_multiplier != 1:
-        raise UserError("--validation-batch-size and --validation-batch-size-multiplier both set it: keep one of them")
-    for dest in ("scale", "ratio"):
-        values = getattr(args, dest)
-        if len(values) != 2 or not 0 < values[0] <= values[1]:
-            raise UserError(f"--{dest} {' '.join(f'{v:g}' for v in values)}: two numbers above 0, the smaller first")
-    if args.scale[1] > 1:
-        raise UserError(f"--scale {args.scale[0]:g} {args.scale[1]:g}: the crop cannot be larger than the image (1)")
-    if args.tta > 1:
-        raise UserError(f"--tta {args.tta}: test-time augmentation is not supported; remove the flag")
-
-
-def _check_weights(args: Namespace) -> None:
-    sources = [f"--{d.replace('_', '-')}" for d in ("pretrained", "initial_checkpoint", "finetune") if getattr(args, d)]
-    if len(sources) > 1:
-        raise UserError(f"{' and '.join(sources)} name different weights to start from: keep one of them")
-    # A job that is started again goes on from its own checkpoint; only its first start fine-tunes.
-    if sources and args.resume not in ("", "auto"):
-        raise UserError(f"{sources[0]} has no effect with --resume {args.resume}: keep one, or --resume auto")
-    if args.drop_block:
-        raise UserError(
-            f"--drop-block {args.drop_block:g}: no VOLO or LV-ViT has DropBlock; use --drop-path "
-            "(other models: --model-kwargs drop_block_rate=...)"
-        )
-
-
 def _settle_token_labels(args: Namespace) -> list[str]:
     """Without labels the token-label size is 1, as published, unless the command line says otherwise."""
-    if args.token_label_data and args.token_label_teacher:
-        raise UserError(
-            f"--token-label-data {args.token_label_data} and --token-label-teacher {args.token_label_teacher} both "
-            "give labels: keep one of them"
-        )
     if not args.token_label or LABELS.met(args):
         return []
     args.token_label_size = args.token_label_size or 1
@@ -252,26 +220,6 @@ def _settle_compat(args: Namespace) -> list[str]:
     args.compat = rows
     args.uncovered = "uniform" if "uncovered" in rows else args.uncovered
     return [f"--compat: {', '.join(rows)}"]
-
-
-def _check_compile(args: Namespace) -> None:
-    if args.torchcompile_scope == "blocks" and args.torchcompile_mode in CUDA_GRAPH_MODES:
-        raise UserError(
-            f"--torchcompile-mode {args.torchcompile_mode} records where a graph's weights lie, and blocks of other "
-            "weights share a graph: --torchcompile-scope model, or --torchcompile-mode max-autotune-no-cudagraphs"
-        )
-
-
-def check_drop_path(args: Namespace) -> None:
-    """Raise UserError if `--drop-path-mode subset` drops nothing at this batch size."""
-    if args.drop_path_mode == "mask" or args.drop_path is None:
-        return
-    # Whole images are dropped, to the nearest number of them, and never all.
-    if args.batch_size == 1 or args.batch_size * args.drop_path < 0.5:
-        raise UserError(
-            f"--drop-path-mode {args.drop_path_mode} drops nothing at --drop-path {args.drop_path:g} with "
-            f"--batch-size {args.batch_size}: leave it out, or take larger batches"
-        )
 
 
 def _remarks(args: Namespace) -> list[str]:

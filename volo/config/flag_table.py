@@ -1,4 +1,4 @@
-"""Command-line flags as rows of tables, and the parser built from them.
+"""Command-line flags as rows of tables, the programs that have them, and the parser built from them.
 
 Imports nothing heavy, so that `--help` answers at once.
 """
@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
@@ -23,16 +24,21 @@ from tlt.errors import UserError
 
 @dataclass(frozen=True)
 class Number:
-    """Argument type: an int or a finite float inside [low, high], or above 0 and up to high where `positive`.
+    """A type of values: an int or a finite float inside [low, high], or above 0 and up to high where `positive`.
 
     Raises:
-        argparse.ArgumentTypeError: the text is no such number; argparse puts the flag's name before the message.
+        argparse.ArgumentTypeError: The text is no such number; argparse puts the flag's name before the message.
     """
 
     kind: type[int] | type[float]
     low: float = -math.inf
     high: float = math.inf
     positive: bool = False
+
+    @property
+    def metavar(self) -> str:
+        """What stands for a value in `--help`."""
+        return "N" if self.kind is int else "X"
 
     def __call__(self, text: str) -> int | float:
         try:
@@ -50,15 +56,20 @@ class Number:
         """The allowed range in words."""
         if self.positive:
             return "it must be above 0"
-        if math.isinf(self.high):
-            return f"at least {self.low:g}"
-        if math.isinf(self.low):
-            return f"at most {self.high:g}"
-        return f"{self.low:g} to {self.high:g}"
+        return f"at least {self.low:g}" if math.isinf(self.high) else f"{self.low:g} to {self.high:g}"
 
 
-# The published scripts at the root of a checkout, by the command of `volo` that each stands for.
-SCRIPTS = {"train": "train.py", "validate": "validate.py", "label": "generate_label.py"}
+@dataclass(frozen=True)
+class Text:
+    """A type of values: text as it is."""
+
+    metavar: str
+
+    def __call__(self, text: str) -> str:
+        return text
+
+
+# The types of values. A tuple of words is a type, too: one of them.
 INT = Number(int)
 COUNT = Number(int, low=0)
 POSITIVE = Number(int, low=1)
@@ -67,13 +78,29 @@ AMOUNT = Number(float, low=0)
 ABOVE_ZERO = Number(float, positive=True)
 SEED = Number(int, low=0, high=2**63 - 1)
 SHARE = Number(float, low=0, high=1)
+NAME, PATH, FILE, DIR, TEXT = map(Text, ("NAME", "PATH", "FILE", "DIR", "TEXT"))
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """A type of values: `depth=3` as a pair; the value is a Python literal, or text where it is none.
+
+    Raises:
+        argparse.ArgumentTypeError: There is no key, or no "=".
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
+        return key, value
 
 
 class Need(NamedTuple):
     """A condition without which a flag has no effect: its name, and whether the arguments meet it."""
 
     of: str
-    met: Callable[[argparse.Namespace], bool]
+    met: Callable[[Namespace], bool]
 
 
 @dataclass(frozen=True)
@@ -82,38 +109,41 @@ class Flag:
 
     Attributes:
         names: A name without a dash is positional.
+        type: Of a value, or of each where `nargs` takes several; a tuple of words: one of them; None: a switch.
+        const: The value where the flag stands alone.
         renamed: Its name in the namespace, if that is not the first long name.
         needs: Unless all of these are met, the flag has no effect and is refused.
-        excludes: Flags (by destination) that set the same value: one on the command line, unless it is switched off
-            there, overrules others in a recipe.
+        excludes: Flags (by destination) that set the same value: both together are refused, but one on the command
+            line, unless it is switched off there, overrules others in a recipe.
         refused: The reason why it must keep its default; "" if it can be set.
     """
 
     names: tuple[str, ...]
+    type: Callable[[str], Any] | tuple[str, ...] | None
     default: Any
     help: str
-    type: Callable[[str], Any] = str
     nargs: int | str | None = None
-    choices: tuple[str, ...] | None = None
     metavar: str | None = None
     const: Any = None
-    switch: bool = False
-    key_values: bool = False
     renamed: str | None = None
     needs: tuple[Need, ...] = ()
     excludes: tuple[str, ...] = ()
     refused: str = ""
 
     @property
-    def dest(self) -> str:
-        """Name in the namespace and in YAML files: the first long name with underscores."""
-        long = next((name for name in self.names if name.startswith("--")), self.names[0])
-        return self.renamed or long.lstrip("-").replace("-", "_")
+    def switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.type is None
 
     @property
     def label(self) -> str:
-        """The name in messages."""
+        """The name in messages: the first long one."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
+
+    @property
+    def dest(self) -> str:
+        """Name in the namespace and in YAML files: the first long name with underscores."""
+        return self.renamed or self.label.lstrip("-").replace("-", "_")
 
     def shown(self, value: Any) -> str:
         """Return the flag as on a command line."""
@@ -122,16 +152,14 @@ class Flag:
         return f"{self.label} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def flag(*names: str, default: Any, help: str, **rest: Any) -> Flag:
-    """Return a flag that takes a value; `--help` shows a whole number as N."""
-    if isinstance(rest.get("type"), Number) and rest["type"].kind is int:
-        rest.setdefault("metavar", "N")
-    return Flag(names, default, help, **rest)
+def flag(names: str, type: Callable[[str], Any] | tuple[str, ...], default: Any, help: str, **rest: Any) -> Flag:
+    """Return a flag that takes a value; `names` are divided by spaces."""
+    return Flag(tuple(names.split()), type, default, help, **rest)
 
 
-def switch(*names: str, help: str, **rest: Any) -> Flag:
+def switch(names: str, help: str, **rest: Any) -> Flag:
     """Return a flag without a value, off by default."""
-    return Flag(names, False, help, switch=True, **rest)
+    return Flag(tuple(names.split()), None, False, help, **rest)
 
 
 def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
@@ -139,69 +167,36 @@ def needing(need: Need, *rows: Flag) -> tuple[Flag, ...]:
     return tuple(replace(row, needs=(need, *row.needs)) for row in rows)
 
 
-def check_flags(args: argparse.Namespace, flags: Mapping[str, Flag]) -> None:
-    """Check for flags that can't be set, and flags that have no effect without others.
+def check_flags(args: Namespace, flags: Mapping[str, Flag]) -> list[str]:
+    """Check for flags that can't be set, contradict each other, or have no effect without others.
+
+    Returns:
+        Lines for the log: none.
 
     Raises:
         UserError: For the first such flag.
     """
     changed = [row for dest, row in flags.items() if getattr(args, dest, row.default) != row.default]
     for row in changed:
+        shown = row.shown(getattr(args, row.dest))
         if row.refused:
-            raise UserError(f"{row.shown(getattr(args, row.dest))}: {row.refused}")
+            raise UserError(f"{shown}: {row.refused}")
+        for other in changed:
+            if other.dest in row.excludes:
+                others = other.shown(getattr(args, other.dest))
+                raise UserError(f"{shown} and {others} set the same: keep one of them")
     for row in changed:
         for need in row.needs:
             if not need.met(args):
                 raise UserError(f"{row.shown(getattr(args, row.dest))} has no effect without {need.of}")
+    return []
 
 
-@dataclass(frozen=True)
 class Group:
-    """Flags that stand together in `--help`."""
+    """Flags that stand together in `--help`, under a title and perhaps a note."""
 
-    title: str
-    flags: tuple[Flag, ...]
-    note: str | None = None
-
-
-class KeyValues(argparse.Action):
-    """`--model-kwargs a=1 b=relu` as a dict; values are Python literals, or text where they are none."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        pairs = {}
-        for item in values:
-            key, equals, text = item.partition("=")
-            if not equals or not key:
-                raise argparse.ArgumentError(self, f"{item!r} is not KEY=VALUE")
-            pairs[key] = _literal(text)
-        setattr(namespace, self.dest, pairs)
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: nested too deeply
-        return text
-
-
-class _HelpFormat(argparse.HelpFormatter):
-    """Two columns; defaults are shown where they are informative."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120) - 2)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, "", argparse.SUPPRESS) or not action.option_strings or action.default == {}:
-            return action.help
-        values = action.default if isinstance(action.default, list) else [action.default]
-        shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
-        return f"{action.help} [{shown.replace('%', '%%')}]"
+    def __init__(self, title: str, *flags: Flag, note: str | None = None) -> None:
+        self.title, self.flags, self.note = title, flags, note
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -210,14 +205,16 @@ class FlagParser(argparse.ArgumentParser):
     Abbreviated flags are refused: a flag added later could silently change what an abbreviation means.
 
     Args:
-        program: A name in `volo.cli.COMMANDS`, or another way to start it.
+        program: A command of `volo`, or another way to start it.
         usage: The text after that name.
         undo: Give every switch `--X` a `--no-X`, which sets it back where a recipe turned it on.
     """
 
     def __init__(self, program: str, usage: str, description: str, groups: Sequence[Group], undo: bool = False) -> None:
         name = _started_as(program)
-        super().__init__(name, f"{name} {usage}", description, formatter_class=_HelpFormat, allow_abbrev=False)
+        told = "Values in brackets are the defaults, words in parentheses what happens without the flag."
+        told += " --no-X turns a switch off that a recipe turns on." if undo else ""
+        super().__init__(name, f"{name} {usage}", description, told, formatter_class=_Columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
         for group in groups:
@@ -234,26 +231,22 @@ class FlagParser(argparse.ArgumentParser):
         """
         raise UserError(f"{message} (see {self.prog} --help)")
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse `args` (the command line where None).
+    def explicit(self, argv: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the values of the flags in `argv` (the command line where None), by destination, without defaults.
 
         Raises:
-            UserError: an unknown flag (the message names the nearest one), a wrong type or choice, a missing value.
+            UserError: An unknown flag (the message names the nearest one), a wrong type or choice, a missing value.
         """
-        parsed, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(argv)
         if unknown:
-            self.error("; ".join(self._unknown(i) for i in unknown if i.startswith("-")) or _left_over(unknown))
-        for dest, default in self.defaults().items():
-            if not hasattr(parsed, dest):
-                setattr(parsed, dest, default)
-        return parsed
+            flags = [self._unknown(item) for item in unknown if item.startswith("-")]
+            self.error("; ".join(flags) or f"one argument too many: {' '.join(unknown)}")
+        given = vars(parsed)
+        return given | {dest: dict(given[dest]) for dest in given if self.flags[dest].type is key_value}
 
-    def explicit(self, argv: Sequence[str] | None) -> dict[str, Any]:
-        """Return the values of the flags on the command line, by destination, without defaults."""
-        absent = object()
-        start = argparse.Namespace(**dict.fromkeys(self.flags, absent))
-        parsed = self.parse_args(sys.argv[1:] if argv is None else list(argv), start)
-        return {dest: value for dest, value in vars(parsed).items() if value is not absent}
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as `explicit` does, over the defaults."""
+        return Namespace(**(self.defaults() | self.explicit(args)))
 
     def defaults(self) -> dict[str, Any]:
         """Return a copy of the default of every flag, by destination."""
@@ -261,46 +254,82 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown(self, item: str) -> str:
         name = item.partition("=")[0]
-        near = nearest(
-            name, ["--help", "--version", *(n for row in self.flags.values() for n in row.names if n.startswith("-"))]
-        )
+        known = [name for row in self.flags.values() for name in row.names if name.startswith("-")]
+        near = nearest(name, ["--help", "--version", *known])
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
+
+
+class _Columns(argparse.HelpFormatter):
+    """Two columns over the width of the terminal, at most 118 characters."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120) - 2)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program: its name, the text behind that in its usage, what it does, its flags, and the check of them, which
+    returns lines for the log."""
+
+    name: str
+    usage: str
+    does: str
+    groups: tuple[Group, ...]
+    check: Callable[[Namespace, Mapping[str, Flag]], list[str]] = check_flags
+    undo: bool = False
+
+    def parser(self) -> FlagParser:
+        """Return its parser."""
+        return FlagParser(self.name, self.usage, self.does, self.groups, self.undo)
+
+    def parse(self, argv: Sequence[str] | None = None) -> Namespace:
+        """Parse a command line (sys.argv where None). Returns one attribute per flag, and `notes`, lines to print.
+
+        Raises:
+            UserError: An unknown flag, a wrong value, a contradiction, or a flag that would have no effect.
+        """
+        parser = self.parser()
+        args: Namespace = parser.parse_args(argv)
+        args.notes = self.check(args, parser.flags)
+        return args
+
+
+# The published scripts at the root of a checkout, by the command of `volo` that each stands for.
+SCRIPTS = {"train": "train.py", "validate": "validate.py", "label": "generate_label.py"}
 
 
 def _started_as(program: str) -> str:
     """Return what a user types: the script of a checkout if that was started, else `volo PROGRAM`."""
     if program.startswith("python "):
         return program
-    command, *subcommand = program.split()
-    script = SCRIPTS.get(command)
-    return " ".join([script if script == os.path.basename(sys.argv[0]) else f"volo {command}", *subcommand])
+    script = SCRIPTS.get(program)
+    return script if script and script == os.path.basename(sys.argv[0]) else f"volo {program}"
 
 
 def _add(section: argparse._ArgumentGroup, row: Flag, undo: bool) -> None:
-    if row.switch:
-        section.add_argument(*row.names, action="store_true", default=False, help=row.help, dest=row.dest)
-        opposite = f"--no-{row.label[2:]}"
-        if undo and not row.label.startswith("--no-"):
-            section.add_argument(
-                opposite, action="store_false", dest=row.dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-            )
-        return
-    options: dict[str, Any] = {"default": row.default, "help": row.help, "metavar": row.metavar, "nargs": row.nargs}
+    """Add a row to a parser. argparse knows no defaults: so it tells what was given."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": row.help + _default_text(row)}
     if row.names[0].startswith("-"):
         options["dest"] = row.dest
-    elif row.nargs == "?":
-        # argparse would write the default of an absent positional over a value that is already there.
-        options["default"] = argparse.SUPPRESS
-    if row.key_values:
-        section.add_argument(*row.names, action=KeyValues, **options)
+    if row.switch:
+        section.add_argument(*row.names, action="store_true", **options)
+        if undo and not row.label.startswith("--no-"):
+            hidden = options | {"help": argparse.SUPPRESS}
+            section.add_argument(f"--no-{row.label[2:]}", action="store_false", **hidden)
         return
+    choices, kind = (row.type, str) if isinstance(row.type, tuple) else (None, row.type or str)
+    metavar = row.metavar or getattr(kind, "metavar", None)
     if row.const is not None:
         options["const"] = row.const
-    section.add_argument(*row.names, type=row.type, choices=row.choices, **options)
+    section.add_argument(*row.names, type=kind, choices=choices, metavar=metavar, nargs=row.nargs, **options)
 
 
-def _left_over(items: Iterable[str]) -> str:
-    return f"one argument too many: {' '.join(items)}"
+def _default_text(row: Flag) -> str:
+    if row.default in (None, False, "", {}) or not row.names[0].startswith("-"):
+        return ""
+    values = row.default if isinstance(row.default, list) else [row.default]
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f" [{shown.replace('%', '%%')}]"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from volo.config.flag_table import ABOVE_ZERO, AMOUNT, COUNT, FLOAT, POSITIVE, SHARE, Group, Need, flag, needing, switch
+from volo.config.flag_table import (
+    ABOVE_ZERO,
+    AMOUNT,
+    COUNT,
+    DIR,
+    FILE,
+    FLOAT,
+    NAME,
+    PATH,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    Group,
+    Need,
+    flag,
+    key_value,
+    needing,
+    switch,
+)
 
+POOLS = ("fast", "avg", "max", "avgmax", "avgmaxc", "token")
 INTERPOLATIONS = ("", "bilinear", "bicubic")
 FILE_BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
 
@@ -24,272 +43,164 @@ ERASING = Need("--reprob", lambda a: a.reprob > 0)
 AUGMENTED = Need("augmentation (--no-aug)", lambda a: not a.no_aug)
 
 DATASET = flag(
-    "-d",
-    "--dataset",
-    default="",
+    "-d --dataset",
+    TEXT,
+    "",
+    "wds/NAME, tfrecord, tfds/NAME, hfds/NAME, csv/FILE, torch/cifar10 (docs/data.md); folders and shards: none",
     metavar="KIND",
-    help="wds/NAME, tfrecord, tfds/NAME, hfds/NAME, csv/FILE, torch/cifar10 (docs/data.md); folders and shards: none",
 )
 
-CLASS_MAP = flag(
-    "--class-map", default="", metavar="FILE", help="class folders in the order of the model's outputs, one a line"
-)
+CLASS_MAP = flag("--class-map", FILE, "", "class folders in the order of the model's outputs, one a line")
 
-# What every program that loads images has.
+# What several programs have.
+DEVICE = flag("--device", NAME, None, "cpu, cuda or cuda:N (a GPU where there is one)")
+DEBUG = switch("--debug", "show the traceback of an error that is normally told in one line")
+POOL = flag("--gp", POOLS, None, f"global pooling: {', '.join(POOLS)}", metavar="POOL")
+MODEL_KWARGS = flag("--model-kwargs", key_value, {}, "more arguments for the model", nargs="*", metavar="K=V")
+PREPROCESSING = (
+    flag("--img-size", POSITIVE, None, "image side in px (the model's own)", excludes=("input_size",)),
+    flag("--input-size", POSITIVE, None, "channels, height and width in px", nargs=3),
+    flag("--crop-pct", ABOVE_ZERO, None, "crop / resized side in validation (the model's own)"),
+    flag("--mean", FLOAT, None, "pixel means in 0..1 (the model's own)", nargs="+"),
+    flag("--std", ABOVE_ZERO, None, "their deviations (the model's own)", nargs="+"),
+    flag("--interpolation", INTERPOLATIONS, "", "resize filter in validation (the model's own)"),
+)
 LOADING = (
-    switch("--pin-mem", help="page-locked host memory for faster copies to the GPU"),
-    switch("--no-prefetcher", help="do not copy the next batch to the device ahead of time"),
+    switch("--pin-mem", "page-locked host memory for faster copies to the GPU"),
+    switch("--no-prefetcher", "do not copy the next batch to the device ahead of time"),
 )
 LIMITS = (
-    flag("--max-bad-images", default=None, type=COUNT, help="end after more unreadable images (0.1 %%, 10 to 100)"),
+    flag("--max-bad-images", COUNT, None, "end after more unreadable images (0.1 %%, 10 to 100)"),
     flag(
         "--max-pixels",
-        default=50_000_000,
-        type=POSITIVE,
-        help="refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
+        POSITIVE,
+        50_000_000,
+        "refuse images of more pixels; decoding a PNG or WebP takes 12 to 16 bytes of memory for each",
     ),
-    flag("--loader-timeout", default=300, type=COUNT, metavar="S", help="seconds to wait for a batch; 0: for ever"),
+    flag("--loader-timeout", COUNT, 300, "seconds to wait for a batch; 0: for ever", metavar="S"),
 )
 
 DATA = Group(
     "Data",
-    (
-        flag(
-            "data_dir",
-            default=None,
-            nargs="?",
-            metavar="DATA_DIR",
-            help="dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards",
-        ),
-        flag("--data-dir", default=None, metavar="DIR", renamed="data_dir_option", help="the same as a flag"),
-        DATASET,
-        flag("--train-split", default="train", metavar="NAME", help="folder of the training images"),
-        flag(
-            "--val-fraction",
-            default=0.0,
-            type=SHARE,
-            metavar="R",
-            help="validate on this part of the training images, drawn by --seed, and train on the rest",
-        ),
-        CLASS_MAP,
-        flag(
-            "--val-split",
-            default="validation",
-            metavar="NAME",
-            help="folder of the validation images (val is found too)",
-        ),
-        flag(
-            "--img-size",
-            default=None,
-            type=POSITIVE,
-            help="image side in px (the model's own)",
-            excludes=("input_size",),
-        ),
-        flag("--input-size", default=None, type=POSITIVE, nargs=3, help="channels, height and width in px"),
-        flag(
-            "--crop-pct",
-            default=None,
-            type=ABOVE_ZERO,
-            metavar="R",
-            help="validation crop / resized side (the model's own)",
-        ),
-        flag("--mean", default=None, type=FLOAT, nargs="+", metavar="M", help="pixel means in 0..1 (the model's own)"),
-        flag(
-            "--std",
-            default=None,
-            type=ABOVE_ZERO,
-            nargs="+",
-            metavar="S",
-            help="pixel deviations in 0..1 (the model's own)",
-        ),
-        flag("--interpolation", default="", choices=INTERPOLATIONS, help="validation resize filter (the model's own)"),
-        flag(
-            "-b",
-            "--batch-size",
-            default=128,
-            type=POSITIVE,
-            help="training images per device and step; fewer for small data",
-        ),
-        flag(
-            "-vb",
-            "--validation-batch-size-multiplier",
-            default=1,
-            type=POSITIVE,
-            help="validation batch as a multiple of --batch-size",
-        ),
-        flag(
-            "--validation-batch-size",
-            default=None,
-            type=POSITIVE,
-            help="validation images per device",
-            excludes=("validation_batch_size_multiplier",),
-        ),
-        flag("-j", "--workers", default=8, type=COUNT, help="decoding processes per rank; dali-*: threads; 0: none"),
-        *LOADING,
-        switch("--use-multi-epochs-loader", help="keep the decoding processes from epoch to epoch"),
-        switch("--drop-last", help="leave out the last, smaller global batch of an epoch"),
-        flag(
-            "--data-backend",
-            default="torchvision",
-            choices=(*FILE_BACKENDS, "synthetic"),
-            help="who decodes and resizes",
-        ),
-        switch(
-            "--full-decode",
-            help="decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8",
-            needs=(JPEG_BACKEND,),
-        ),
-        *LIMITS,
-        switch("--save-images", help="write the input batch as a picture at every --log-interval"),
+    flag("data_dir", TEXT, None, "dataset: DATA_DIR/SPLIT/CLASS/IMAGE, or shards", nargs="?", metavar="DATA_DIR"),
+    flag("--data-dir", DIR, None, "the same as a flag", renamed="data_dir_option"),
+    DATASET,
+    flag("--train-split", NAME, "train", "folder of the training images"),
+    flag(
+        "--val-fraction",
+        SHARE,
+        0.0,
+        "validate on this part of the training images, drawn by --seed, and train on the rest",
     ),
+    CLASS_MAP,
+    flag("--val-split", NAME, "validation", "folder of the validation images (val is found too)"),
+    *PREPROCESSING,
+    flag("-b --batch-size", POSITIVE, 128, "training images per device and step; fewer for small data"),
+    flag("-vb --validation-batch-size-multiplier", POSITIVE, 1, "validation batch as a multiple of --batch-size"),
+    flag(
+        "--validation-batch-size",
+        POSITIVE,
+        None,
+        "validation images per device",
+        excludes=("validation_batch_size_multiplier",),
+    ),
+    flag("-j --workers", COUNT, 8, "decoding processes per rank; dali-*: threads; 0: none"),
+    *LOADING,
+    switch("--use-multi-epochs-loader", "keep the decoding processes from epoch to epoch"),
+    switch("--drop-last", "leave out the last, smaller global batch of an epoch"),
+    flag("--data-backend", (*FILE_BACKENDS, "synthetic"), "torchvision", "what decodes and resizes images"),
+    switch(
+        "--full-decode",
+        "decode training JPEGs of over 8 million px at full size, not at 1/2 to 1/8",
+        needs=(JPEG_BACKEND,),
+    ),
+    *LIMITS,
+    switch("--save-images", "write the input batch as a picture at every --log-interval"),
 )
 
 TOKEN_LABELS = Group(
     "Token labels",
-    (
-        switch("--token-label", help="train every output token on its own label, with MixToken"),
-        flag(
-            "--token-label-data",
-            default="",
-            metavar="DIR",
-            help="label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
-            needs=(TOKEN_LABEL,),
-            excludes=("token_label_teacher",),
-        ),
-        flag(
-            "--token-label-teacher",
-            default="",
-            metavar="NAME",
-            help="label the batches themselves, by this annotator",
-            needs=(TOKEN_LABEL,),
-        ),
-        flag(
-            "--token-label-teacher-checkpoint",
-            default="",
-            metavar="PATH",
-            help="its weights (the published ones)",
-            needs=(TEACHER,),
-        ),
-        flag(
-            "--token-label-teacher-top-k",
-            default=5,
-            type=POSITIVE,
-            metavar="K",
-            help="classes it names per place",
-            needs=(TEACHER,),
-        ),
-        flag(
-            "--token-label-size",
-            default=None,
-            type=POSITIVE,
-            help="tokens per side (the model's; 1, or absent without label data: class targets alone, ReLabel)",
-            needs=(TOKEN_LABEL,),
-        ),
-        flag(
-            "--compat",
-            default=None,
-            nargs="+",
-            metavar="ROW",
-            help="repeat the published code's mistakes: rows of docs/parity.md, or upstream for all (no-ROW: but this)",
-        ),
-        flag(
-            "--dense-weight",
-            default=0.5,
-            type=AMOUNT,
-            metavar="W",
-            help="weight of the dense loss",
-            needs=(TOKEN_LABEL_OR_0, DENSE_TARGETS_OR_0),
-        ),
-        flag(
-            "--cls-weight", default=1.0, type=AMOUNT, metavar="W", help="weight of the class loss", needs=(TOKEN_LABEL,)
-        ),
-        switch("--no-mix-token", help="do not mix two images after the patch embedding", needs=(TOKEN_LABEL,)),
-        switch("--ground-truth", help="blend the true class into the class target", needs=(TOKEN_LABEL, DENSE_TARGETS)),
-        flag(
-            "--gt-weight-agree",
-            default=0.5,
-            type=SHARE,
-            metavar="W",
-            help="truth's share where the map agrees",
-            needs=(GROUND_TRUTH,),
-        ),
-        flag(
-            "--gt-weight-disagree",
-            default=0.1,
-            type=SHARE,
-            metavar="W",
-            help="truth's share where it does not",
-            needs=(GROUND_TRUTH,),
-        ),
-        flag(
-            "--token-label-area",
-            default=None,
-            choices=("full", "center"),
-            help="part of the image that the maps show (as the label folder says; else full)",
-            needs=(LABEL_DATA,),
-        ),
-        flag(
-            "--uncovered",
-            default="ignore",
-            choices=("ignore", "uniform"),
-            help="where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
-            needs=(LABEL_DATA,),
-        ),
-        flag(
-            "--label-tail",
-            default="zero",
-            choices=("zero", "exact"),
-            help="logit of classes that a cell does not list: 0, as published, or what leaves them their share",
-            needs=(LABELS,),
-        ),
-        flag(
-            "--bad-label",
-            default="stop",
-            choices=("stop", "skip", "uniform"),
-            help="unreadable map: stop, train that image on its class alone, or use a uniform map",
-            needs=(LABEL_DATA,),
-        ),
+    switch("--token-label", "train every output token on its own label, with MixToken"),
+    flag(
+        "--token-label-data",
+        DIR,
+        "",
+        "label maps: a tree DIR/CLASS/IMAGE.pt (generate_label.py) or an archive (tlt pack)",
+        needs=(TOKEN_LABEL,),
+        excludes=("token_label_teacher",),
+    ),
+    flag("--token-label-teacher", NAME, "", "label the batches themselves, by this annotator", needs=(TOKEN_LABEL,)),
+    flag("--token-label-teacher-checkpoint", PATH, "", "its weights (the published ones)", needs=(TEACHER,)),
+    flag("--token-label-teacher-top-k", POSITIVE, 5, "classes it names per place", needs=(TEACHER,)),
+    flag(
+        "--token-label-size",
+        POSITIVE,
+        None,
+        "tokens per side (the model's; 1, or absent without label data: class targets alone, ReLabel)",
+        needs=(TOKEN_LABEL,),
+    ),
+    flag(
+        "--compat",
+        TEXT,
+        None,
+        "repeat the published code's mistakes: rows of docs/parity.md, or upstream for all (no-ROW: but this)",
+        nargs="+",
+        metavar="ROW",
+    ),
+    flag("--dense-weight", AMOUNT, 0.5, "weight of the dense loss", needs=(TOKEN_LABEL_OR_0, DENSE_TARGETS_OR_0)),
+    flag("--cls-weight", AMOUNT, 1.0, "weight of the class loss", needs=(TOKEN_LABEL,)),
+    switch("--no-mix-token", "do not mix two images after the patch embedding", needs=(TOKEN_LABEL,)),
+    switch("--ground-truth", "blend the true class into the class target", needs=(TOKEN_LABEL, DENSE_TARGETS)),
+    flag("--gt-weight-agree", SHARE, 0.5, "truth's share where the map agrees", needs=(GROUND_TRUTH,)),
+    flag("--gt-weight-disagree", SHARE, 0.1, "truth's share where it does not", needs=(GROUND_TRUTH,)),
+    flag(
+        "--token-label-area",
+        ("full", "center"),
+        None,
+        "part of the image that the maps show (as the label folder says; else full)",
+        needs=(LABEL_DATA,),
+    ),
+    flag(
+        "--uncovered",
+        ("ignore", "uniform"),
+        "ignore",
+        "where a crop shows fill or its map nothing: leave it out, or take all classes as equally likely",
+        needs=(LABEL_DATA,),
+    ),
+    flag(
+        "--label-tail",
+        ("zero", "exact"),
+        "zero",
+        "logit of classes that a cell does not list: 0, as published, or what leaves them their share",
+        needs=(LABELS,),
+    ),
+    flag(
+        "--bad-label",
+        ("stop", "skip", "uniform"),
+        "stop",
+        "unreadable map: stop, train that image on its class alone, or use a uniform map",
+        needs=(LABEL_DATA,),
     ),
 )
 
 AUGMENTATION = Group(
     "Augmentation",
-    (
-        switch("--no-aug", help="squash the image to its size and do nothing else to it; not with the flags below"),
-        *needing(
-            AUGMENTED,
-            flag("--scale", default=[0.08, 1.0], type=AMOUNT, nargs="+", metavar="R", help="area of the random crop"),
-            flag(
-                "--ratio", default=[3.0 / 4.0, 4.0 / 3.0], type=AMOUNT, nargs="+", metavar="R", help="its aspect ratio"
-            ),
-            flag("--hflip", default=0.5, type=SHARE, metavar="P", help="probability of a horizontal flip"),
-            flag("--vflip", default=0.0, type=SHARE, metavar="P", help="probability of a vertical flip"),
-            flag(
-                "--aa",
-                default="rand-m9-mstd0.5-inc1",
-                metavar="POLICY",
-                help="RandAugment in timm's grammar; '' for none",
-            ),
-            flag("--color-jitter", default=0.4, type=AMOUNT, metavar="R", help="colour jitter, used where --aa is ''"),
-        ),
-        flag("--aug-repeats", default=0, type=COUNT, help="show each image so often in a batch, and fewer images"),
-        flag(
-            "--train-interpolation",
-            default="random",
-            choices=("", "random", "bilinear", "bicubic"),
-            help="training resize filter",
-        ),
-        *needing(
-            AUGMENTED,
-            flag("--reprob", default=0.25, type=SHARE, metavar="P", help="probability of random erasing"),
-            flag(
-                "--remode",
-                default="pixel",
-                choices=("const", "rand", "pixel"),
-                help="what erased areas are filled with",
-                needs=(ERASING,),
-            ),
-            flag("--recount", default=1, type=POSITIVE, help="erased areas per image", needs=(ERASING,)),
-        ),
+    switch("--no-aug", "squash the image to its size and do nothing else to it; not with the flags below"),
+    *needing(
+        AUGMENTED,
+        flag("--scale", AMOUNT, [0.08, 1.0], "area of the random crop, least and most", nargs=2),
+        flag("--ratio", AMOUNT, [3.0 / 4.0, 4.0 / 3.0], "its aspect ratio, least and most", nargs=2),
+        flag("--hflip", SHARE, 0.5, "probability of a horizontal flip"),
+        flag("--vflip", SHARE, 0.0, "probability of a vertical flip"),
+        flag("--aa", TEXT, "rand-m9-mstd0.5-inc1", "RandAugment in timm's grammar; '' for none", metavar="POLICY"),
+        flag("--color-jitter", AMOUNT, 0.4, "colour jitter, used where --aa is ''"),
+    ),
+    flag("--aug-repeats", COUNT, 0, "show each image so often in a batch, and fewer images"),
+    flag("--train-interpolation", ("", "random", "bilinear", "bicubic"), "random", "training resize filter"),
+    *needing(
+        AUGMENTED,
+        flag("--reprob", SHARE, 0.25, "probability of random erasing"),
+        flag("--remode", ("const", "rand", "pixel"), "pixel", "what erased areas are filled with", needs=(ERASING,)),
+        flag("--recount", POSITIVE, 1, "erased areas per image", needs=(ERASING,)),
     ),
 )

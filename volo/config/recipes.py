@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import stat
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -13,11 +10,8 @@ from typing import Any
 import yaml
 
 from tlt.errors import UserError
-from volo.config.flag_table import Flag, nearest
+from volo.config.flag_table import Flag, FlagParser, key_value, nearest
 
-# A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
-_NOT_IN_RECIPES = ("config", "data_dir_option")
-_MOST_ITEMS, _MOST_BYTES = 100_000, 1_000_000
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -34,16 +28,18 @@ def recipe_file(name: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data only; refuses duplicate keys, and merge keys (`<<`), which can expand to billions of values."""
+    """Reads plain data only; refuses duplicate keys, and aliases, which can expand to billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            where = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not read: write the values out", where)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: set[Any] = set()
-        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
-            twice, merge = key.value in names, key.tag == "tag:yaml.org,2002:merge"
-            if twice or merge:
-                problem = "<< is not read: write the keys out" if merge else f"{key.value!r} stands there twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            names.add(key.value)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands there twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -51,14 +47,14 @@ class _Loader(yaml.SafeLoader):
 GONE = {"aug_order": "timm", "train_crop_mode": "rrc"}
 
 
-def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
+def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     """Read a recipe: a mapping from flag names (dashes or underscores) to values.
 
     Values are checked as if they stood on the command line: type, range, choices, number of values.
 
     Args:
         path: The YAML file, or the name of a recipe of this project.
-        known: The program's flags by destination.
+        parser: The program's.
 
     Returns:
         Values by destination.
@@ -68,102 +64,71 @@ def load_yaml(path: str, known: Mapping[str, Flag]) -> dict[str, Any]:
             value that the flag doesn't take.
     """
     path = recipe_file(path)
-    allowed = {dest: row for dest, row in known.items() if dest not in _NOT_IN_RECIPES}
+    # A recipe in a recipe would need rules of precedence; the second name of the data directory is not needed.
+    rows = [row for row in parser.flags.values() if row.dest != "config" and not row.renamed]
+    known = {name.lstrip("-").replace("-", "_"): row for row in rows for name in row.names if len(name) > 3}
     values: dict[str, Any] = {}
     for key, value in _mapping(path).items():
-        dest = str(key).replace("-", "_")
-        if dest in GONE and value == GONE[dest]:
+        name = str(key).replace("-", "_")
+        if name in GONE and value == GONE[name]:
             continue
-        if dest not in allowed:
-            near = nearest(dest, allowed)
+        if name not in known:
+            near = nearest(name, known)
             raise UserError(f"{path}: unknown key {shortened(key)}" + (f", did you mean {near}?" if near else ""))
-        if dest in values:
-            raise UserError(f"{path}: {dest} stands there twice, with dashes and with underscores")
+        row = known[name]
+        if name != row.dest and value in (None, False):
+            continue  # another name of a flag, from the time when it was a flag of its own
         try:
-            values[dest] = _convert(allowed[dest], value)
-        except (argparse.ArgumentTypeError, ValueError) as error:
+            converted = _convert(row, value, parser)
+        except UserError as error:
             raise UserError(f"{path}: {key}: {error}") from error
+        if values.setdefault(row.dest, converted) != converted:
+            raise UserError(f"{path}: {row.dest} stands there twice, under two names")
     return values
 
 
 def _mapping(path: str) -> dict[Any, Any]:
     try:
-        info = os.stat(path)
-        if not stat.S_ISDIR(info.st_mode) and (not stat.S_ISREG(info.st_mode) or info.st_size > _MOST_BYTES):
-            raise UserError(f"--config {path}: not a file of less than {_MOST_BYTES} bytes, as recipes are")
         with open(path, encoding="utf-8") as file:
             content = yaml.load(file, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except UserError:
-        raise
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--config {path}: not a text file") from error
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"--config {path}{line}: {' '.join(str(error.problem).split())}") from error
-    except Exception as error:  # any other effect of bad content: a month 13, brackets nested too deeply
-        raise UserError(f"--config {path}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    if _is_huge(content):
-        raise UserError(f"--config {path}: its aliases make it endless, or far too large; write the values out")
+    except Exception as error:  # YAML's own, and any effect of bad content: a month 13, brackets nested too deeply
+        raise UserError(f"--config {path} can't be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"--config {path}: holds {found} where KEY: VALUE lines are expected")
     return content
 
 
-def _is_huge(content: Any) -> bool:
-    """Whether lists and mappings, with aliases expanded, hold more values than a recipe could need."""
-    items = [content]
-    for _ in range(_MOST_ITEMS):
-        if not items:
-            return False
-        item = items.pop()
-        if isinstance(item, dict):
-            items += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set)):
-            items += item
-    return bool(items)
+def _convert(row: Flag, value: Any, parser: FlagParser) -> Any:
+    """Convert `value` as the flag `row` does on the command line.
 
-
-def _convert(row: Flag, value: Any) -> Any:
-    """Convert `value` as the flag `row` does on the command line; raises ValueError or ArgumentTypeError."""
+    Raises:
+        UserError: The flag doesn't take it.
+    """
     if row.switch:
         if not isinstance(value, bool):
-            raise ValueError(f"{shortened(value)} is neither true nor false")
-        return value
-    if value is None:
-        if row.default is not None:
-            raise ValueError("has no value")
-        return None
-    if row.key_values:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise ValueError(f"{shortened(value)} is no mapping from names to values")
+            raise UserError(f"{shortened(value)} is neither true nor false")
         return value
     if row.const is not None and isinstance(value, bool):
         return row.const if value else None
-    if row.nargs == "+" or isinstance(row.nargs, int):
-        return _convert_list(row, value)
-    return _convert_one(row, value)
-
-
-def _convert_list(row: Flag, value: Any) -> list[Any]:
-    items = value if isinstance(value, list) else [value]
-    if isinstance(row.nargs, int) and len(items) != row.nargs:
-        raise ValueError(f"{len(items)} values where {row.nargs} are expected")
-    if not items:
-        raise ValueError("an empty list")
-    return [_convert_one(row, item) for item in items]
-
-
-def _convert_one(row: Flag, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(
-            f"{shortened(value)} is no value for {row.label}; text that looks like something else needs quotes"
-        )
-    if "\0" in str(value):
-        raise ValueError(f"{shortened(value)} holds a zero byte")
-    result = row.type(str(value))
-    if row.choices is not None and result not in row.choices:
-        raise ValueError(f"invalid choice: {shortened(value)} (choose from {', '.join(map(repr, row.choices))})")
-    return result
+    if value is None:
+        if row.default is not None:
+            raise UserError("has no value")
+        return None
+    if row.type is key_value:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise UserError(f"{shortened(value)} is no mapping from names to values")
+        return value
+    several = row.nargs == "+" or isinstance(row.nargs, int)
+    items = value if several and isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (str, int, float)):
+            raise UserError(f"{shortened(item)} is no value; text that looks like something else needs quotes")
+    words = list(map(str, items))
+    if not row.names[0].startswith("-"):
+        words = ["--", *words]
+    else:
+        words = [row.label, *words] if several else [f"{row.label}={words[0]}"]
+    return parser.explicit(words)[row.dest]

@@ -57,7 +57,7 @@ def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
     def refuse(argv: object) -> NoReturn:
         raise Mistake
 
-    monkeypatch.setattr("volo.config.args.parse_train", refuse)
+    monkeypatch.setitem(cli.COMMANDS, "train", cli.COMMANDS["train"]._replace(parse=refuse))
     assert (cli.run("train", []), capsys.readouterr().err) == (2, "error: no such model\n")
 
 

@@ -1,0 +1,235 @@
+"""The flags of the published programs, and those named as timm names them."""
+
+from __future__ import annotations
+
+import pytest
+
+from volo.config.args import TRAIN, parse_train
+from volo.config.flag_table import Program
+from volo.config.flags_eval import GENERATE_LABEL, VALIDATE
+
+# The published program, one flag a line: destination | default | on a command line | what that gives.
+# It was written down from the published program, not from ours.
+PUBLISHED = """
+config | '' | -c f.yaml | 'f.yaml'
+data_dir | None | /data | '/data'
+dataset | '' | -d x | 'x'
+train_split | 'train' | --train-split x | 'x'
+val_split | 'validation' | --val-split x | 'x'
+model | 'volo_d1' | --model x | 'x'
+pretrained | False | --pretrained | True
+initial_checkpoint | '' | --initial-checkpoint x | 'x'
+resume | '' | --resume x | 'x'
+no_resume_opt | False | --no-resume-opt | True
+num_classes | None | --num-classes 10 | 10
+gp | None | --gp avg | 'avg'
+img_size | None | --img-size 384 | 384
+input_size | None | --input-size 3 256 192 | [3, 256, 192]
+crop_pct | None | --crop-pct 1.15 | 1.15
+mean | None | --mean 0.5 0.5 0.5 | [0.5, 0.5, 0.5]
+std | None | --std 0.5 0.5 0.5 | [0.5, 0.5, 0.5]
+interpolation | '' | --interpolation bicubic | 'bicubic'
+batch_size | 128 | -b 44 | 44
+validation_batch_size_multiplier | 1 | -vb 2 | 2
+opt | 'adamw' | --opt lamb | 'lamb'
+opt_eps | None | --opt-eps 1e-6 | 1e-6
+opt_betas | None | --opt-betas 0.9 0.95 | [0.9, 0.95]
+momentum | 0.9 | --momentum 0.8 | 0.8
+weight_decay | 0.05 | --weight-decay 1.0e-8 | 1e-8
+clip_grad | None | --clip-grad 1 | 1.0
+clip_mode | 'norm' | --clip-mode agc | 'agc'
+sched | 'cosine' | --sched step | 'step'
+lr | 0.0016 | --lr 8.0e-6 | 8e-6
+lr_noise | None | --lr-noise 0.4 0.9 | [0.4, 0.9]
+lr_noise_pct | 0.67 | --lr-noise-pct 0.5 | 0.5
+lr_noise_std | 1.0 | --lr-noise-std 0.5 | 0.5
+lr_cycle_mul | 1.0 | --lr-cycle-mul 2 | 2.0
+lr_cycle_limit | 1 | --lr-cycle-limit 3 | 3
+warmup_lr | 1e-6 | --warmup-lr 0 | 0.0
+min_lr | 1e-5 | --min-lr 4.0e-6 | 4e-6
+epochs | 300 | --epochs 30 | 30
+start_epoch | None | --start-epoch 3 | 3
+decay_epochs | 30.0 | --decay-epochs 2.4 | 2.4
+warmup_epochs | 20 | --warmup-epochs 5 | 5
+cooldown_epochs | 10 | --cooldown-epochs 0 | 0
+patience_epochs | 10 | --patience-epochs 5 | 5
+decay_rate | 0.1 | --dr 0.97 | 0.97
+no_aug | False | --no-aug | True
+scale | [0.08, 1.0] | --scale 0.2 1 | [0.2, 1.0]
+ratio | [0.75, 1.3333333333333333] | --ratio 1 1 | [1.0, 1.0]
+hflip | 0.5 | --hflip 0 | 0.0
+vflip | 0.0 | --vflip 0.5 | 0.5
+color_jitter | 0.4 | --color-jitter 0.3 | 0.3
+aa | 'rand-m9-mstd0.5-inc1' | --aa rand-n3-m9-mstd0.5-inc1 | 'rand-n3-m9-mstd0.5-inc1'
+aug_splits | 0 | --aug-splits 3 | 3
+jsd | False | --jsd | True
+reprob | 0.25 | --reprob 0.1 | 0.1
+remode | 'pixel' | --remode const | 'const'
+recount | 1 | --recount 2 | 2
+resplit | False | --resplit | True
+mixup | 0.0 | --mixup 0.8 | 0.8
+cutmix | 0.0 | --cutmix 1.0 | 1.0
+cutmix_minmax | None | --cutmix-minmax 0.2 0.8 | [0.2, 0.8]
+mixup_prob | 1.0 | --mixup-prob 0.5 | 0.5
+mixup_switch_prob | 0.5 | --mixup-switch-prob 0.3 | 0.3
+mixup_mode | 'batch' | --mixup-mode elem | 'elem'
+mixup_off_epoch | 0 | --mixup-off-epoch 9 | 9
+smoothing | 0.1 | --smoothing 0 | 0.0
+train_interpolation | 'random' | --train-interpolation bilinear | 'bilinear'
+drop | 0.0 | --drop 0.1 | 0.1
+drop_path | None | --drop-connect 0.1 | 0.1
+drop_path | None | --drop-path 0.75 | 0.75
+drop_block | None | --drop-block 0.1 | 0.1
+bn_tf | False | --bn-tf | True
+bn_momentum | None | --bn-momentum 0.01 | 0.01
+bn_eps | None | --bn-eps 1e-3 | 1e-3
+sync_bn | False | --sync-bn | True
+dist_bn | '' | --dist-bn reduce | 'reduce'
+split_bn | False | --split-bn | True
+model_ema | False | --model-ema | True
+model_ema_force_cpu | False | --model-ema-force-cpu | True
+model_ema_decay | 0.99992 | --model-ema-decay 0.9998 | 0.9998
+seed | 42 | --seed 0 | 0
+log_interval | 50 | --log-interval 10 | 10
+recovery_interval | 0 | --recovery-interval 100 | 100
+checkpoint_hist | 10 | --checkpoint-hist 2 | 2
+workers | 8 | -j 0 | 0
+save_images | False | --save-images | True
+amp | False | --amp | True
+amp | False | --apex-amp | True
+amp | False | --native-amp | True
+channels_last | False | --channels-last | True
+pin_mem | False | --pin-mem | True
+no_prefetcher | False | --no-prefetcher | True
+output | '' | --output x | 'x'
+eval_metric | 'top1' | --eval-metric loss | 'loss'
+tta | 0 | --tta 1 | 1
+local_rank | 0 | --local_rank 3 | 3
+use_multi_epochs_loader | False | --use-multi-epochs-loader | True
+torchscript | False | --torchscript | True
+token_label | False | --token-label | True
+token_label_data | '' | --token-label-data x | 'x'
+token_label_size | 1 | --token-label-size 14 | 14
+dense_weight | 0.5 | --dense-weight 1.0 | 1.0
+cls_weight | 1.0 | --cls-weight 0.5 | 0.5
+ground_truth | False | --ground-truth | True
+finetune | '' | --finetune x | 'x'
+"""
+
+# validate.py as published: destination | default | on a command line | value
+PUBLISHED_VALIDATE = """
+data | None | /data | '/data'
+dataset | '' | -d x | 'x'
+split | 'validation' | --split x | 'x'
+model | 'dpn92' | -m x | 'x'
+workers | 4 | -j 2 | 2
+batch_size | 256 | -b 32 | 32
+img_size | None | --img-size 512 | 512
+input_size | None | --input-size 3 256 192 | [3, 256, 192]
+crop_pct | None | --crop-pct 1 | 1.0
+mean | None | --mean 0.5 | [0.5]
+std | None | --std 0.5 | [0.5]
+interpolation | '' | --interpolation bilinear | 'bilinear'
+num_classes | None | --num-classes 10 | 10
+class_map | '' | --class-map x | 'x'
+gp | None | --gp avg | 'avg'
+log_freq | 50 | --log-freq 1 | 1
+checkpoint | '' | --checkpoint x | 'x'
+pretrained | False | --pretrained | True
+num_gpu | 1 | --num-gpu 2 | 2
+no_test_pool | False | --no-test-pool | True
+no_prefetcher | False | --no-prefetcher | True
+pin_mem | False | --pin-mem | True
+channels_last | False | --channels-last | True
+amp | False | --amp | True
+amp | False | --apex-amp | True
+amp | False | --native-amp | True
+tf_preprocessing | False | --tf-preprocessing | True
+use_ema | False | --use-ema | True
+torchscript | False | --torchscript | True
+legacy_jit | False | --legacy-jit | True
+results_file | '' | --results-file x | 'x'
+real_labels | '' | --real-labels x | 'x'
+valid_labels | '' | --valid-labels x | 'x'
+"""
+# validate.py and train.py call their defaults by other names than the published programs where absence says more.
+CHANGED = {"lr": None, "token_label_size": None, "validate model": None}
+LONG = {"-c": "--config", "-d": "--dataset", "-b": "--batch-size", "-j": "--workers", "--dr": "--decay-rate"}
+LONG |= {"-vb": "--validation-batch-size-multiplier", "--local_rank": "--local-rank"}
+
+
+@pytest.mark.parametrize(("program", "table", "flags"), [(TRAIN, PUBLISHED, 103), (VALIDATE, PUBLISHED_VALIDATE, 33)])
+def test_published_flags_keep_name_type_default_and_meaning(program: Program, table: str, flags: int) -> None:
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in table.strip().splitlines()]
+    assert len({line.split()[0] for _, _, line, _ in rows}) == flags
+    parser = program.parser()
+    before = vars(parser.parse_args([]))
+    for dest, default, line, value in rows:
+        expected = CHANGED.get(dest if program is TRAIN else f"validate {dest}", eval(default))
+        assert before[dest] == expected and type(before[dest]) is type(expected), dest
+        words = line.split()
+        for first in {words[0], LONG.get(words[0], words[0])}:
+            after = getattr(parser.parse_args([first, *words[1:]]), dest)
+            assert after == eval(value) and type(after) is type(eval(value)), line
+
+
+NEWER = """
+grad_accum_steps | 1 | --grad-accum-steps 4 | 4
+grad_checkpointing | False | --grad-checkpointing | True
+torchcompile | None | --torchcompile | 'inductor'
+torchcompile | None | --torchcompile eager | 'eager'
+torchcompile_mode | None | --torchcompile-mode max-autotune | 'max-autotune'
+amp_dtype | None | --amp-dtype bfloat16 | 'bfloat16'
+layer_decay | None | --layer-decay 0.75 | 0.75
+model_ema_warmup | False | --model-ema-warmup | True
+lr_base | 1.6e-3 | --lr-base 1e-3 | 1e-3
+lr_base_size | 1024 | --lr-base-size 256 | 256
+lr_base_scale | 'linear' | --lr-base-scale sqrt | 'sqrt'
+val_interval | 1 | --val-interval 5 | 5
+experiment | '' | --experiment x | 'x'
+device | None | --device cpu | 'cpu'
+sched_on_updates | False | --sched-on-updates | True
+warmup_prefix | False | --warmup-prefix | True
+model_kwargs | {} | --model-kwargs a=1 b=x c=0.5 d=(2,3) | {'a': 1, 'b': 'x', 'c': 0.5, 'd': (2, 3)}
+head_init_bias | None | --head-init-bias -6.9 | -6.9
+validation_batch_size | None | --validation-batch-size 64 | 64
+finetune | '' | --pretrained-path x | 'x'
+"""
+
+
+def test_newer_flags_have_timms_names() -> None:
+    parser = TRAIN.parser()
+    for dest, default, line, value in (row.split(" | ") for row in NEWER.strip().splitlines()):
+        assert getattr(parser.parse_args([]), dest) == eval(default), dest
+        assert getattr(parser.parse_args(line.split()), dest) == eval(value), dest
+
+
+D1 = (
+    "/imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp "
+    "--token-label --token-label-size 14 --token-label-data /labels"
+)
+TRANSFER = (
+    "/data --model lvvit_s -b 64 --apex-amp --img-size 224 --drop-path 0.1 --token-label "
+    "--token-label-size 14 --dense-weight 0.0 --num-classes 10 --finetune /ckpt"
+)
+
+
+@pytest.mark.parametrize("prefix", ["", "--local_rank=3 ", "--local-rank=3 "])
+@pytest.mark.parametrize("command", [D1, TRANSFER])
+def test_published_command_lines_are_taken(command: str, prefix: str) -> None:
+    args = parse_train((prefix + command).split())
+    assert args.amp and args.token_label and args.data_dir.startswith("/")
+    assert args.local_rank == (3 if prefix else 0)
+
+
+def test_published_commands_of_the_other_programs() -> None:
+    line = "/i --model volo_d1 --checkpoint /c --no-test-pool --apex-amp --img-size 224 -b 128"
+    args = VALIDATE.parse(line.split())
+    assert (args.data, args.model, args.checkpoint, args.amp, args.batch_size) == ("/i", "volo_d1", "/c", True, 128)
+    assert VALIDATE.parse(["--data-dir", "/d", "--checkpoint", "/c"]).data == "/d"
+    args = VALIDATE.parse(["/d", "--model", "volo_d1"])
+    assert args.pretrained and "published weights" in args.notes[0]
+    line = "/imagenet out --model dm_nfnet_f6 --pretrained --img-size 576 -b 32 --crop-pct 1.0 --transfer"
+    args = GENERATE_LABEL.parse(line.split())
+    assert (args.data, args.token_label_root, args.top_k, args.split) == ("/imagenet", "out", 5, "train")
+    assert args.transfer and args.crop_pct == 1.0 and args.batch_size == 32
