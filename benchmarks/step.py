@@ -12,8 +12,10 @@ its own way, against those of our model in float32 without any of that.
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import cached_property
 from itertools import count, cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +23,15 @@ from torch import Tensor
 from benchmarks import arms
 from benchmarks.arms import Arm
 from benchmarks.rounds import OUTPUT, Rows
-from tlt import Batch
+from tlt import Batch, StepKey
 from volo.cluster.distributed import World, choose_device
 from volo.config.flag_table import POSITIVE, Group, flag
 from volo.train.compilation import begin_step, compile_errors_told, compile_model
-from volo.train.criterion import Criterion, StepKey, make_criterion
+from volo.train.criterion import Criterion, make_criterion
 from volo.train.data import open_folders, open_labels, train_loader
 from volo.train.model import TimmModel, eval_settings
 from volo.train.optim import create_optimizer, set_lr
-from volo.train.precision import Precision, WorkingCopy, compute_dtype
+from volo.train.precision import Clipping, Precision, WorkingCopy, compute_dtype
 
 DROP_PATH = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}  # of the recipes
 
@@ -99,11 +101,12 @@ class TrainStep:
     def __init__(
         self, arm: Arm, bare: TimmModel, criterion: Criterion, batches: list[Batch], device: torch.device
     ) -> None:
-        self.criterion, self.batches, self.updates = criterion, cycle(batches), count()
+        self.batches, self.updates = cycle(batches), count()
         bare.train()
         copy = WorkingCopy(bare) if arm.flags.model_dtype == "bfloat16" else None
         dtype, clip = compute_dtype(arm.flags, device), arm.flags.clip_grad
-        self.precision = Precision(device, dtype, clip, working_copy=copy)
+        self.criterion = replace(criterion, amp_dtype=dtype)
+        self.precision = Precision(device, dtype, clip and Clipping(clip), working_copy=copy)
         self.model = compile_model(bare if copy is None else copy.module, arm.flags)
         self.optimizer = create_optimizer(arm.flags, bare, device)
         set_lr(self.optimizer, 1e-5)
@@ -114,11 +117,15 @@ class TrainStep:
         batch, step = next(self.batches), StepKey(arms.SEED, next(self.updates))
         step.seed_torch()
         begin_step()
-        targets, mixed = self.criterion.targets(batch), self.criterion.draw(batch, step)
-        with self.precision.autocast():
-            outputs = self.model(mixed.images, **self.criterion.arguments(mixed))
-            loss = self.criterion(outputs, targets, mixed).total
+        outputs: tuple[Tensor, ...] = ()
+
+        def model(*images: Tensor, **options: Any) -> tuple[Tensor, ...]:
+            nonlocal outputs
+            outputs = self.model(*images, **options)
+            return outputs
+
+        loss = self.criterion.loss(model, batch, step).total
         self.precision.backward(loss)
         norm = self.precision.step(self.optimizer, self.parameters)
-        class_logits, token_logits = (each.detach() for each in outputs)
-        return {"class logits": class_logits, "token logits": token_logits, "loss": loss.detach(), "gradient": norm}
+        logits = {"class logits": outputs[0].detach(), "token logits": outputs[1].detach()}
+        return logits | {"loss": loss.detach(), "gradient": norm}

@@ -62,9 +62,9 @@ def takes_args(frame: FrameType) -> bool:
 def run_and_trace(update: int) -> tuple[Trace, Trace, list[str]]:
     """The traces of the arguments and of one update in a small run, and the modules of ours that it has imported."""
     from volo import cli
-    from volo.commands import train
+    from volo.train import loop
 
-    trace, make = Trace(), train.batch_watcher
+    trace, make = Trace(), loop.batch_watcher
     args_trace = Trace(takes_args, most=400)
 
     def watched(*arguments: Any) -> Callable[[int, Any], None]:
@@ -80,7 +80,7 @@ def run_and_trace(update: int) -> tuple[Trace, Trace, list[str]]:
 
         return look
 
-    train.batch_watcher = watched
+    loop.batch_watcher = watched
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         sys.setprofile(args_trace)
         cli.run("train", [*FLAGS, "--output", folder])

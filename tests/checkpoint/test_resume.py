@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.train.small_run import build, epoch_of, names, resumed, save, separate, three_epochs, train
+from tlt.data.sources.folder import ImageFolder
 from tlt.errors import UserError
+from tlt.io.names import Names
 from tlt.io.weights import peek_checkpoint, read_checkpoint
 from volo.checkpoint.checkpoint import CheckpointDir
 from volo.checkpoint.checkpoint_file import save_checkpoint
-from volo.checkpoint.resume import find_resume
+from volo.checkpoint.resume import DATA_KEY, check_same_data, find_resume, fingerprint
 
 
 def test_fault_03_auto_in_an_empty_or_missing_directory(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "none"):
         found = find_resume("auto", directory)
-        assert found.path is None and found.checkpoint is None
+        assert found.path is None and found.checkpoint == {}
         assert found.messages == [f"no checkpoint to resume in {directory}: a fresh start"]
 
 
@@ -132,17 +138,6 @@ def test_fault_12_a_run_that_is_ranked_by_something_else_compares_like_with_like
     assert epoch_of(tmp_path / "model_best.pth.tar") == first.epoch
 
 
-def test_a_file_without_scores_is_ranked_by_what_its_arguments_say(tmp_path: Path) -> None:
-    three_epochs(tmp_path)
-    payload = read_checkpoint(tmp_path / "last.pth.tar")
-    del payload["scores"]
-    payload["args"] = {"eval_metric": "loss", "model_ema": True}
-    save_checkpoint(tmp_path / "last.pth.tar", payload)
-    state = build()
-    state.load(payload, tmp_path / "last.pth.tar")
-    assert state.best and state.scores == {entry.epoch: {"loss_ema": entry.metric} for entry in state.best}
-
-
 def test_resuming_into_another_directory(tmp_path: Path) -> None:
     three_epochs(tmp_path / "old")
     before = names(tmp_path / "old")
@@ -155,3 +150,36 @@ def test_resuming_into_another_directory(tmp_path: Path) -> None:
     save(files, state, 1.5)
     assert names(tmp_path / "new") == {"last.pth.tar", "model_best.pth.tar", "checkpoint-3.pth.tar"}
     assert names(tmp_path / "old") == before
+
+
+def folder(paths: list[str], classes: list[int], names: list[str]) -> ImageFolder:
+    return ImageFolder("/data/train", paths, np.array(classes), names)
+
+
+def test_a_fingerprint_is_the_sha256_of_a_line_for_each_image() -> None:
+    paths, classes = ["a/1.jpg", "b/1.jpg", "a/\udcff.jpg", "a/2.jpg", "b/2.jpg"], [0, 11, 0, 0, 11]
+    lines = b"a\0b" + b"".join(b"\n%s\0%d" % pair for pair in zip(map(os.fsencode, paths), classes, strict=True))
+    for listed in (paths, Names(paths)):
+        images = ImageFolder("/data", listed, np.array(classes), ["a", "b"])
+        assert fingerprint(images, None)["images"] == hashlib.sha256(lines).hexdigest()
+
+
+def test_other_data_are_refused_unless_they_are_allowed() -> None:
+    images = folder(["a/1.jpg", "b/1.jpg", "b/\udcff.jpg"], [0, 1, 1], ["a", "b"])
+    mine = fingerprint(images, None)
+    saved = {DATA_KEY: mine}
+    assert check_same_data(saved, fingerprint(replace(images, root="/elsewhere"), None), "x", False) == []
+    assert check_same_data({}, mine, "x", False) == []
+    for other in (
+        folder(["a/1.jpg", "b/1.jpg"], [0, 1], ["a", "b"]),
+        folder(["a/1.jpg", "b/2.jpg", "b/\udcff.jpg"], [0, 1, 1], ["a", "b"]),
+        folder(images.paths, [0, 0, 1], ["a", "b"]),
+        folder(images.paths, [0, 1, 1], ["a", "c"]),
+    ):
+        now = fingerprint(other, None)
+        with pytest.raises(UserError, match="the training images .* are not those that x was .*--allow-changed-data"):
+            check_same_data(saved, now, "x", False)
+        assert "warning: the training images" in check_same_data(saved, now, "x", True)[0]
+    now = mine | {"labels": "other"}
+    with pytest.raises(UserError, match="^the token labels are not those"):
+        check_same_data(saved, now, Path("x"), False)

@@ -26,7 +26,7 @@ from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, sync
 from volo.config.args import parse_train
 from volo.train.model import heads_of
 from volo.train.optim import create_optimizer
-from volo.train.precision import Precision
+from volo.train.precision import Clipping, Precision
 
 RANKS, STEPS, MICRO_BATCHES = 4, 2, 2
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def build(case: Case) -> Any:
 def train(case: Case, rank: int, sharded: bool) -> tuple[TrainState, list[Tensor], list[Tensor]]:
     """Return the state after some steps, and the loss and gradient norm of each."""
     model = build(case)
-    precision = Precision(CPU, None, *case.clip, heads=heads_of(model))
+    precision = Precision(CPU, None, Clipping(*case.clip, heads=heads_of(model)))
     average = ShardedEma(model, 0.9)
     if sharded:
         mesh = shard_meshes(case.shards, World(rank, rank, RANKS, CPU)).data

@@ -22,7 +22,7 @@ from volo.cluster.shard import ShardedEma, shard, shard_meshes
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
 from volo.config.args import parse_train
 from volo.train.optim import create_optimizer
-from volo.train.precision import Precision
+from volo.train.precision import Clipping, Precision
 
 RANKS, PARTS, STEPS = 4, 2, 3
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def train(name: str, world: World | None) -> tuple[TrainState, list[Tensor]]:
         for each in (model, average.module):
             divide_layers(each, meshes.tensor)
             shard(each, meshes.data)
-    precision = Precision(CPU, None, 0.1, norm_of=TensorParallelParams(model).total_norm)
+    precision = Precision(CPU, None, Clipping(0.1), norm_of=TensorParallelParams(model).total_norm)
     state = state_of(model, average)
     seen = []
     for step in range(STEPS):

@@ -10,7 +10,7 @@ from typing import Any
 
 from volo import cli
 from volo.checkpoint.saver import Saver
-from volo.commands import train as program
+from volo.train import loop as program
 
 
 def stop_at(updates: set[int]) -> None:

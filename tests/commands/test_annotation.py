@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.commands.conftest import QUICK, Ended, metrics
-from tests.train.steps import loss_of_step
+from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
 from tlt.models.flops import flops_per_image
-from volo.train.criterion import StepKey, TokenLabelCriterion
+from volo.train.criterion import TokenLabelCriterion
 from volo.train.teacher import Teacher
 
 
@@ -242,7 +242,7 @@ def test_it_sees_the_images_before_they_are_mixed() -> None:
     )
     criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, 1.0, num_classes=4), teacher=teacher)
     model = timm.create_model("volo_test", num_classes=4, img_size=32)
-    terms = loss_of_step(criterion, model, batch, StepKey(0, 0, 0, 0))
+    terms = criterion.loss(model, batch, StepKey(0, 0, 0, 0))
     assert torch.isfinite(terms.total)
     own = (images - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.2
     torch.testing.assert_close(seen, [own], rtol=1e-4, atol=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from tlt.labels.tree import read_map
 from tlt.mix import Mixup
 from tlt.models.wrap import with_dense_head
 from volo import cli
-from volo.commands.train import criterion_of_epoch
 from volo.train import loop
-from volo.train.criterion import TokenLabelCriterion
 
 Call = Callable[..., Ended]
 SMALL = QUICK.replace("--model volo_test --img-size 32", "--img-size 64")
@@ -234,9 +231,11 @@ def test_ranks_do_not_wait_for_a_dense_head_that_nothing_trains(data: Path, labe
     assert len(metrics(tmp_path / "run")) == 2
 
 
-def test_mixing_stops_where_mixup_off_epoch_says() -> None:
-    criterion = TokenLabelCriterion((2, 2), 4, mix=Mixup(0.8, num_classes=4))
-    args = Namespace(mixup_off_epoch=3)
-    assert criterion_of_epoch(criterion, args, 2) is criterion
-    later = criterion_of_epoch(criterion, args, 3)
-    assert isinstance(later, TokenLabelCriterion) and later.mix is None and later.grid == (2, 2)
+def test_mixing_stops_where_mixup_off_epoch_says(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, drawn = Mixup.draw, []
+    monkeypatch.setattr(Mixup, "draw", lambda *given: drawn.append(1) or draw(*given))
+    flags = f"{data} {QUICK} --mixup 0.8 --epochs 3 --mixup-off-epoch 1 --output {tmp_path} --experiment run"
+    assert call("train", flags).code == 0
+    assert len(metrics(tmp_path / "run")) == 3 * len(drawn) == 6

@@ -21,7 +21,7 @@ from tlt.io.weights import read_checkpoint
 from tlt.tools import cli as tlt_cli
 from volo.checkpoint.saver import Saver
 from volo.commands import run_start
-from volo.commands import train as program
+from volo.train import loop as program
 
 # Everything that could be lost: BatchNorm, MixToken, stochastic depth, RandAugment, accumulation, average, intervals.
 FLAGS = f"{QUICK} --lr 1e-3 --epochs 2 --token-label --drop-path 0.2 --model-ema --log-interval 2"

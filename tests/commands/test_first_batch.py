@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.commands.conftest import QUICK, Ended
 from tlt.tools import label_page
-from tlt.tools.label_page import Example
+from tlt.tools.label_page import Example, draw_page
 from volo.train import batch_watch
 
 Call = Callable[..., Ended]
@@ -24,9 +24,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
 
     def draw(examples: list[Example], *rest: str) -> object:
         pages.append(examples)
-        return label_page.draw_page(examples, *rest)
+        return draw_page(examples, *rest)
 
-    monkeypatch.setattr(batch_watch, "draw_page", draw)
+    monkeypatch.setattr(label_page, "draw_page", draw)
     return pages
 
 
@@ -79,7 +79,7 @@ def test_a_picture_that_fails_is_a_warning(
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(batch_watch, "draw_page", fail)
+    monkeypatch.setattr(label_page, "draw_page", fail)
     ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
     assert ended.code == 0
     assert "warning: first_batch.png could not be drawn: MemoryError: no room\n" in ended.out

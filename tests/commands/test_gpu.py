@@ -16,8 +16,8 @@ from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, Ended, metrics
 from volo.checkpoint.saver import HostSnapshot, Saver
 from volo.cluster.topology import read_machine, visible_gpus
-from volo.commands import train
 from volo.train import loop
+from volo.train import loop as train
 from volo.train.precision import Precision
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 
 from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.models.flops import flops_per_image
-from volo.commands import train
+from volo.train import loop
 
 Call = Callable[..., Ended]
 
@@ -62,7 +62,7 @@ def test_a_dry_run_of_any_model(call: Call, flags: str) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_out_of_memory_is_one_line(call: Call, flags: str, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    monkeypatch.setattr(train, "train_epoch", Mock(side_effect=error))
+    monkeypatch.setattr(loop, "train_epoch", Mock(side_effect=error))
     ended = call("train", f"{flags} --experiment full")
     assert ended.code == 2 and len(ended.err.strip().splitlines()) == 1
     assert "-b 8" in ended.err and "out of memory)" in ended.err and "--grad-checkpointing" in ended.err

@@ -13,9 +13,7 @@ import yaml
 from PIL import Image
 
 from tests.commands.conftest import Ended
-from volo.config.args import parse_train
 from volo.record.run_directory import read_summary
-from volo.train.fit_to_data import fit_to_data
 
 Call = Callable[..., Ended]
 OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"
@@ -116,26 +114,3 @@ def write(file: Path, rows: list[dict[str, str]]) -> None:
         writer = csv.DictWriter(lines, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-@pytest.mark.parametrize(
-    ("flags", "images", "classes", "fitted"),
-    [
-        ("--epochs 4", 54, 3, "num_classes 3 batch_size 8 lr_base_scale sqrt warmup 0 cooldown 0 hist 3"),
-        ("--epochs 4 --lr 1e-3", 54, 3, "num_classes 3 batch_size 8 warmup 0 cooldown 0 hist 3"),
-        ("--epochs 4 -b 2 --cooldown-epochs 2", 54, 3, "num_classes 3 warmup 0 hist 3"),
-        ("--epochs 30 --warmup-epochs 5 -b 64", 1_281_167, 1000, "hist 3"),  # the published fine-tuning
-        ("", 1_281_167, 1000, ""),
-        ("", 512, 1000, ""),
-        ("--grad-accum-steps 2", 512, 1000, "batch_size 64 lr_base_scale sqrt"),
-        ("--num-classes 7", 3, 7, "batch_size 1 lr_base_scale sqrt"),
-    ],
-)
-def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
-    args = parse_train(["/data", *flags.split()])
-    short = {"warmup": "warmup_epochs", "cooldown": "cooldown_epochs", "hist": "checkpoint_hist"}
-    words = fitted.split()
-    expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    found, line = fit_to_data(args, images, classes, world_size=1)
-    assert {name: str(value) for name, value in found.items()} == expected
-    assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())

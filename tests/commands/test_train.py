@@ -25,9 +25,9 @@ from tlt.io.weights import read_checkpoint
 from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
-from volo.commands.train import scores_of
 from volo.record.json_lines import read_json_lines
 from volo.record.run_directory import read_summary
+from volo.train.loop import scores_of
 
 Call = Callable[..., Ended]
 
@@ -218,7 +218,7 @@ def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
             shutil.rmtree(run)
         return scores_of(evaluations)
 
-    monkeypatch.setattr("volo.commands.train.scores_of", remove_after_the_second)
+    monkeypatch.setattr("volo.train.loop.scores_of", remove_after_the_second)
     flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path}/out --experiment run"
     ended = call("train", f"{flags} --epochs 3")
     assert ended.code == 0, ended.err

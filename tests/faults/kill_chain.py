@@ -141,7 +141,7 @@ class Chain:
         found = find_resume("auto", run)
         records, _ = read_json_lines(run / "events.jsonl")
         told = [record["update"] for record in records if record["kind"] == "checkpoint"]
-        if found.checkpoint is None:
+        if found.path is None:
             assert self.known < 0 and not told and "a fresh start" in found.messages[-1], found.messages
             self.record.before_the_first_checkpoint += 1
             self.record.lost.append(_reported(run))

@@ -23,7 +23,7 @@ from tlt.labels.store import open_labels
 from tlt.labels.tree import read_map, write_map
 from tlt.tools.pack import pack, unpack
 from volo.checkpoint.resume import find_resume
-from volo.checkpoint.train_state import TrainState
+from volo.checkpoint.state import TrainState
 from volo.commands.report import run as report
 from volo.config.flags_tools import REPORT
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.labels.brute_force import brute_force
-from tests.train.steps import loss_of_step
+from tlt.api import StepKey
 from tlt.data.batch import Batch
 from tlt.label_map import LabelBatch
 from tlt.loss import LossTerms, blend_truth, soft_cross_entropy
 from tlt.mixtoken import Box, mixed_share
 from tlt.targets import one_hot
-from volo.train.criterion import StepKey, TokenLabelCriterion
+from volo.train.criterion import TokenLabelCriterion
 
 GRID = (3, 3)
 CRITERION = TokenLabelCriterion(GRID, 200, ground_truth=True, dense_weight=1.5)
@@ -68,7 +68,7 @@ def test_what_is_not_covered_is_left_out_or_uniform(num_classes: int) -> None:
 def test_loss_and_gradients_are_those_of_the_dense_definition(num_classes: int) -> None:
     batch, model = labelled_batch(num_classes), TwoHeads(num_classes)
     criterion = replace(CRITERION, num_classes=num_classes)
-    found = loss_of_step(criterion, model, batch, StepKey(0, 0, 0, 0))
+    found = criterion.loss(model, batch, StepKey(0, 0, 0, 0))
     assert batch.labels is not None and model.box is not None
     dense = brute_force(batch.labels, batch.affine, batch.visible, batch.classes, GRID, num_classes)
     cls = blend_truth(dense.cls, one_hot(batch.classes, num_classes, 0.1, torch.float64), 0.5, 0.1)

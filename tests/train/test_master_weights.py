@@ -63,7 +63,7 @@ def test_gradients_are_those_of_float32_up_to_rounding(build: Build) -> None:
     copy = WorkingCopy(master)
     backward(Precision(CPU, torch.bfloat16), copy.module.eval(), images(0))
     backward(Precision(CPU), reference.eval(), images(0).double())
-    copy.give_gradients()
+    copy.accumulate_into_master()
     assert all(cast.grad is None for own, cast in copy._pairs)
     mine, theirs = (nn.utils.parameters_to_vector([p.grad for p in m.parameters()]) for m in (master, reference))
     assert mine.dtype is torch.float32

@@ -13,7 +13,7 @@ from timm.optim import list_optimizers, param_groups_layer_decay
 from torch import nn
 
 from tlt.errors import UserError
-from volo.checkpoint.optimizer_state import checked_optimizer_state, load_optimizer_state
+from volo.checkpoint.state import checked_optimizer_state, load_optimizer_state
 from volo.config.args import parse_train
 from volo.train.optim import create_optimizer, set_lr
 

@@ -14,7 +14,7 @@ from tlt.errors import NonFiniteError, UserError
 from volo.config.args import parse_train
 from volo.train.model import heads_of
 from volo.train.optim import create_optimizer
-from volo.train.precision import Precision, resolve_amp_dtype
+from volo.train.precision import Clipping, Precision, resolve_amp_dtype
 
 CPU = torch.device("cpu")
 
@@ -123,7 +123,7 @@ def test_clip_by_norm_equals_torch() -> None:
     expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
-    precision = Precision(CPU, clip_grad=0.5)
+    precision = Precision(CPU, clip=Clipping(0.5))
     precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
     norm = precision.step(optimizer, list(model.parameters()))
     torch.testing.assert_close(norm, expected_norm)
@@ -137,7 +137,7 @@ def test_other_clip_modes_equal_torchs_and_timms() -> None:
         reference, _ = _linear()
         seen: list[torch.Tensor] = []
         optimizer.register_step_pre_hook(lambda *_, p=model, s=seen: s.extend(q.grad.clone() for q in p.parameters()))
-        precision = Precision(CPU, clip_grad=0.01, clip_mode=mode)
+        precision = Precision(CPU, clip=Clipping(0.01, mode))
         precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
         precision.step(optimizer, list(model.parameters()))
         (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
@@ -149,7 +149,7 @@ def test_other_clip_modes_equal_torchs_and_timms() -> None:
 def test_adaptive_clipping_leaves_the_heads_alone() -> None:
     model = timm.create_model("lvvit_test", img_size=32, num_classes=4)
     parameters = list(model.parameters())
-    precision = Precision(CPU, clip_grad=1e-6, clip_mode="agc", heads=heads_of(model))
+    precision = Precision(CPU, clip=Clipping(1e-6, "agc", heads_of(model)))
     cls, tokens = model(torch.ones(2, 3, 32, 32), dense=True)
     precision.backward(cls.square().sum() + tokens.square().sum())
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

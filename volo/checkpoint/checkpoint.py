@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
 from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
-from volo.checkpoint.train_state import RankedCheckpoint, TrainState
+from volo.checkpoint.state import RankedCheckpoint, TrainState
 
 __all__ = [
     "CheckpointDir",
@@ -42,26 +42,16 @@ NAMES = re.compile(r"(?:last|model_best|checkpoint-(\d+))\.pth\.tar")  # the onl
 _ABANDONED = "superseded-"
 
 
-class Ranking(NamedTuple):
-    """The kept checkpoints, best first, and the names of files that are not kept any more."""
-
-    best: list[RankedCheckpoint]
-    outdated: list[str]
-
-
-def rank(entries: Iterable[RankedCheckpoint], by: str, keep: int) -> Ranking:
-    """Rank checkpoints by the score of this name: the lowest `loss...` is the best, of every other score the highest.
-
-    Of equal ones the earlier comes first; those without a metric come last, the newest first.
-    """
+def rank(entries: Iterable[RankedCheckpoint], by: str) -> list[RankedCheckpoint]:
+    """Return checkpoints best first, by the score of this name: the lowest `loss...` is the best, of every other score
+    the highest. Of equal ones the earlier comes first; those without a metric come last, the newest first."""
 
     def order(entry: RankedCheckpoint) -> tuple[bool, float, int]:
         if entry.metric is None:
             return True, 0.0, -entry.epoch
         return False, entry.metric if by.startswith("loss") else -entry.metric, entry.epoch
 
-    ranked = sorted(entries, key=order)
-    return Ranking(ranked[:keep], [entry.file for entry in ranked[keep:]])
+    return sorted(entries, key=order)
 
 
 @dataclass
@@ -71,12 +61,14 @@ class Save:
     Attributes:
         payload: Shares its tensors with the model, unless it was copied.
         epoch: Counted from 0; after an epoch, which gets a ranked `checkpoint-N.pth.tar`. None: only `last` is written.
-        ranking: What is kept once the file is written; `commit` then puts it into the state.
+        best: The kept checkpoints, best first.
+        outdated: The files that are not kept any more.
     """
 
     payload: dict[str, Any]
     epoch: int | None
-    ranking: Ranking
+    best: list[RankedCheckpoint]
+    outdated: list[str]
 
     @property
     def update(self) -> int:
@@ -85,7 +77,7 @@ class Save:
 
     def commit(self, state: TrainState) -> None:
         """Put the ranking into the state, when the file is written."""
-        state.best, state.outdated = self.ranking
+        state.best, state.outdated = self.best, self.outdated
 
 
 class CheckpointDir:
@@ -122,17 +114,17 @@ class CheckpointDir:
         Raises:
             NonFiniteError: The weights hold NaN or infinity.
         """
-        epoch, kept = state.epoch - 1, self._present(state.best)
-        ranking = Ranking(kept[: self.keep], [entry.file for entry in kept[self.keep :]])
+        epoch, entries = state.epoch - 1, self._present(state.best)
         if ranked:
             payload["metric"] = self._score(state, epoch)
             new = RankedCheckpoint(payload["metric"], epoch, _file(epoch))
-            ranking = rank([*(entry for entry in kept if entry.epoch != epoch), new], self.ranked_by, self.keep)
-        payload |= {"best": [list(entry) for entry in ranking.best], "outdated": ranking.outdated}
+            entries = rank([*(entry for entry in entries if entry.epoch != epoch), new], self.ranked_by)
+        best, outdated = entries[: self.keep], [entry.file for entry in entries[self.keep :]]
+        payload |= {"best": [list(entry) for entry in best], "outdated": outdated}
         weights = payload["state_dict"] | payload.get("dense_head", {})
         if broken := first_non_finite({name: value for name, value in weights.items() if isinstance(value, Tensor)}):
             raise NonFiniteError(f"{broken} holds NaN or infinite values: not saved, {LAST} is of an earlier epoch")
-        return Save(payload, epoch if ranked else None, ranking)
+        return Save(payload, epoch if ranked else None, best, outdated)
 
     def write(self, save: Save) -> None:
         """Write the file and update the directory. May be repeated, and be called in any thread, one at a time.
@@ -142,10 +134,10 @@ class CheckpointDir:
         """
         save_checkpoint(self.directory / LAST, save.payload)
         with explained(self.directory / LAST, lambda: tensor_bytes(save.payload)):
-            if save.epoch is not None and (own := _file(save.epoch)) not in save.ranking.outdated:
+            if save.epoch is not None and (own := _file(save.epoch)) not in save.outdated:
                 duplicate(self.directory / LAST, self.directory / own)
-            self._refresh_best(save.ranking.best)
-            self._remove(save.ranking.outdated)
+            self._refresh_best(save.best)
+            self._remove(save.outdated)
 
     def restore(self, state: TrainState, path: Path) -> list[str]:
         """Make the directory agree with a state that was loaded from `path`; return lines for the user.
@@ -164,11 +156,10 @@ class CheckpointDir:
         if at_end and not own.exists() and own.name in (entry.file for entry in state.best):
             duplicate(path, own)
         self._remove(state.outdated)
-        for entry in [e for e in state.best if not (self.directory / e.file).is_file()]:
-            state.best.remove(entry)
-            messages.append(f"{entry.file}, one of the kept checkpoints, is gone")
-        self._remove([entry.file for entry in state.best[self.keep :]])
-        del state.best[self.keep :]
+        present = self._present(state.best)
+        messages += [f"{e.file}, one of the kept checkpoints, is gone" for e in state.best if e not in present]
+        self._remove([entry.file for entry in present[self.keep :]])
+        state.best = present[: self.keep]
         self._refresh_best(state.best)
         return messages
 
@@ -176,7 +167,7 @@ class CheckpointDir:
         """Rank the kept epochs again, because `--eval-metric` or EMA may have changed."""
         before = state.best
         entries = [entry._replace(metric=self._score(state, entry.epoch)) for entry in before]
-        state.best = rank(entries, self.ranked_by, len(entries)).best
+        state.best = rank(entries, self.ranked_by)
         return [] if state.best == before else [f"the kept checkpoints are now ranked by {self.ranked_by}"]
 
     def _score(self, state: TrainState, epoch: int) -> float | None:
@@ -184,9 +175,8 @@ class CheckpointDir:
         return score if score is not None and math.isfinite(score) else None
 
     def _present(self, ranked: list[RankedCheckpoint]) -> list[RankedCheckpoint]:
-        """Return the ranked checkpoints that still have files, if `model_best` was removed during the run, else all."""
-        lost = not (self.directory / BEST).exists()
-        return [e for e in ranked if (self.directory / e.file).is_file()] if lost else ranked
+        """Return the ranked checkpoints that still have files: the directory may have been removed during the run."""
+        return [entry for entry in ranked if (self.directory / entry.file).is_file()]
 
     def _refresh_best(self, ranked: list[RankedCheckpoint]) -> None:
         best = best_of(self._present(ranked))

@@ -1,4 +1,4 @@
-"""The checkpoint that a run resumes, and what follows from it: its directory, its accumulation steps, its data.
+"""The checkpoint that a run resumes, and whether it may: the directory of a restarted run, the same data.
 
 `distributed_train.sh` with MAX_RESTARTS=N and `torchrun --max-restarts N` both pass the number of restarts; what stays
 the same over restarts is in run.json (`volo.record.run_directory.launch_record`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,19 @@ from volo.record.run_directory import DEFAULT_ROOT, launch_record
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run resumes; `path` is None for a fresh start."""
+    """The checkpoint that a run resumes.
 
-    path: Path | None
-    checkpoint: dict[str, Any] | None
-    messages: list[str]
+    Attributes:
+        spec: The value of `--resume`; "" for a fresh start.
+        path: None for a fresh start.
+        checkpoint: Its content; {} for a fresh start.
+        messages: Lines for the user.
+    """
+
+    spec: str = ""
+    path: Path | None = None
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
 
 
 def find_resume(spec: str, directory: Path) -> Resume:
@@ -51,14 +59,14 @@ def find_resume(spec: str, directory: Path) -> Resume:
             more, so that a fresh start would overwrite it.
     """
     if spec != "auto":
-        return Resume(Path(spec), _verified(Path(spec)), [])
+        return Resume(spec, Path(spec), _verified(Path(spec)))
     messages: list[str] = []
     for path in _newest_first(Path(directory), messages):
         try:
-            return Resume(path, _verified(path), messages)
+            return Resume(spec, path, _verified(path), messages)
         except UserError as error:
             messages.append(f"skipped: {error}")
-    return Resume(None, None, [*messages, f"no checkpoint to resume in {directory}: a fresh start"])
+    return Resume(spec, messages=[*messages, f"no checkpoint to resume in {directory}: a fresh start"])
 
 
 def _verified(path: Path) -> dict[str, Any]:
@@ -128,43 +136,6 @@ def _launch_of(file: Path) -> str | None:
         return json.loads(file.read_text())[-1].get("launch")
     except (OSError, ValueError, LookupError, AttributeError):
         return None
-
-
-BATCH_KEY = "batch"  # of a checkpoint
-
-
-def batch_record(batch_size: int, steps: int, world_size: int, asked_steps: int) -> dict[str, int]:
-    """Return the record of the batch in checkpoints: images per update, processes, images as the flags ask for."""
-    return {"global": batch_size * steps * world_size, "world_size": world_size, "asked": batch_size * asked_steps}
-
-
-def steps_to_keep(checkpoint: dict[str, Any], batch_size: int, steps: int, world_size: int) -> tuple[int, str | None]:
-    """Return the accumulation steps for a resumed run, and a line for the user.
-
-    The global batch is kept if only the number of processes has changed and full batches add up to it; then every
-    update has the same images. Otherwise the flags are followed, with a warning.
-    """
-    recorded = checkpoint.get(BATCH_KEY)
-    if not isinstance(recorded, dict) or not all(isinstance(recorded.get(k), int) for k in batch_record(1, 1, 1, 1)):
-        return steps, None
-    before, now, each = recorded["global"], batch_size * steps * world_size, batch_size * world_size
-    if before == now or before < 1:
-        return steps, None
-    if recorded["asked"] == batch_size * steps and before % each == 0:
-        kept = before // each
-        return kept, (
-            f"{recorded['world_size']} processes before, {world_size} now: {kept} accumulation steps, not {steps}, "
-            f"keep the global batch of {before}"
-        )
-    return steps, f"warning: the global batch was {before}, it is {now} now; {_remedy(before, batch_size, world_size)}"
-
-
-def _remedy(wanted: int, batch_size: int, world_size: int) -> str:
-    fitting = [size for size in range(batch_size, 0, -1) if wanted % (size * world_size) == 0]
-    if not fitting:
-        return f"{world_size} processes can't share {wanted} images evenly"
-    size = fitting[0]
-    return f"-b {size} --grad-accum-steps {wanted // (size * world_size)} would keep it"
 
 
 DATA_KEY = "data"  # of a checkpoint

@@ -7,22 +7,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from volo.checkpoint.checkpoint import LAST, CheckpointDir, Save, best_of
+from volo.checkpoint.checkpoint import LAST, CheckpointDir, RankedCheckpoint, Save, best_of
 from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
-from volo.checkpoint.train_state import RankedCheckpoint, TrainState
+from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import from_primary
 from volo.cluster.shard import is_sharded
+from volo.record.logger import Logger
 
 _FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tried again; doubled each time
 _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
-
-
-Key = tuple[object, ...]
 
 
 class HostSnapshot:
@@ -33,37 +32,17 @@ class HostSnapshot:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Key, Tensor] = {}
+        self._kept: list[Any] = []
         self._copied: torch.cuda.Event | None = None
 
     def take(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Return `payload` with all tensors copied into the memory of the previous copy. Shared tensors stay shared."""
-        before, self._kept, self._copied = self._kept, {}, None
-        shared: dict[Key, Tensor] = {}
-
-        def copy(value: Any, key: Key) -> Any:
-            if isinstance(value, dict):
-                return {name: copy(item, (*key, name)) for name, item in value.items()}
-            if isinstance(value, (list, tuple)):
-                return type(value)(copy(item, (*key, number)) for number, item in enumerate(value))
-            if not isinstance(value, Tensor):
-                return value
-            identity = (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
-            if value.numel() and identity in shared:
-                return shared[identity]
-            buffer = before.get(key)
-            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
-            buffer.copy_(value.detach(), non_blocking=True)
-            if value.is_cuda:
-                devices.append(value.device)
-            shared[identity] = self._kept[key] = buffer
-            return buffer
-
-        devices: list[torch.device] = []
-        copied: dict[str, Any] = copy(payload, ())
-        if devices:
-            self._copied = torch.cuda.current_stream(devices[0]).record_event()
+        """Return `payload` with all tensors copied, into the memory of the previous copy where that fits."""
+        values, layout = tree_flatten(payload)
+        before = [*self._kept, *[None] * len(values)]
+        self._kept = [_host_copy(value, kept) for value, kept in zip(values, before, strict=False)]
+        device = next((value.device for value in values if isinstance(value, Tensor) and value.is_cuda), None)
+        self._copied = torch.cuda.current_stream(device).record_event() if device is not None else None
+        copied: dict[str, Any] = tree_unflatten(self._kept, layout)
         return copied
 
     def wait(self) -> None:
@@ -72,14 +51,12 @@ class HostSnapshot:
             self._copied.synchronize()
 
 
-class Reporter(Protocol):
-    """Receives what there is to say about saves: a `Logger`, or what a benchmark puts in its place."""
-
-    def line(self, text: str) -> None: ...
-
-    def event(self, kind: Any, **fields: Any) -> None: ...
-
-    def sync(self) -> None: ...
+def _host_copy(value: Any, kept: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(kept, Tensor) or (kept.shape, kept.dtype) != (value.shape, value.dtype):
+        kept = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+    return kept.copy_(value.detach(), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -119,7 +96,6 @@ class Saver:
 
     Args:
         checkpoints: None on ranks other than 0.
-        logger: Receives lines and events about every save.
         before_write: Called on rank 0 before each attempt to write; if it raises, nothing is written.
         on_save: Called on every rank before a save, which may take long.
     """
@@ -128,7 +104,7 @@ class Saver:
         self,
         state: TrainState,
         checkpoints: CheckpointDir | None,
-        logger: Reporter,
+        logger: Logger,
         policy: SavePolicy,
         before_write: Callable[[], None] = lambda: None,
         on_save: Callable[[], None] = lambda: None,
@@ -150,7 +126,7 @@ class Saver:
             NotWrittenError: Too many saves have failed.
             NonFiniteError: The weights hold NaN or infinity.
         """
-        self.poll()
+        self._poll()
         if not (reason := self._due()):
             return
         self._on_save()
@@ -168,7 +144,7 @@ class Saver:
         self._on_save()
         self._settle()
         save = self._save("epoch", ranked=True)
-        return None if save is None else best_of(save.ranking.best)
+        return None if save is None else best_of(save.best)
 
     def save_now(self, reason: str) -> None:
         """Save at any position, and return when it is on disk; a position that is on disk is not saved again.
@@ -201,14 +177,14 @@ class Saver:
             with suppress(Exception):  # the first failure is the one to tell
                 self._settle()
 
-    def finish(self, retries: tuple[float, ...] = _FINAL_RETRIES) -> None:
+    def finish(self) -> None:
         """Return when everything is on disk.
 
         Raises:
             NotWrittenError: The last save of the run can't be written, even after the retries.
         """
         self._settle()
-        for seconds in retries:
+        for seconds in _FINAL_RETRIES:
             if self._job is None:
                 return
             time.sleep(seconds)
@@ -216,13 +192,8 @@ class Saver:
         if self._job is not None and self._job.error is not None:
             raise self._job.error
 
-    @property
-    def idle(self) -> bool:
-        """Whether no save is in progress or waiting for another attempt."""
-        return self._job is None
-
-    def poll(self) -> None:
-        """Handle a save that has ended, and retry a failed one when it is due. Raises as `after_update`."""
+    def _poll(self) -> None:
+        """Handle a save that has ended, and try a failed one again when it is due."""
         if self._thread is not None and not self._thread.is_alive():
             self._settle()
         elif self._thread is None and self._job is not None and time.monotonic() >= self._retry_at:
@@ -248,7 +219,10 @@ class Saver:
         payload = self.state.state_dict()
         if self.checkpoints is None:
             return None
-        self._give_up()
+        if self._job is not None and self._job.save.epoch is not None:
+            self.logger.line(
+                f"warning: epoch {self._job.save.epoch + 1} could not be saved and is not among the kept checkpoints"
+            )
         save = self.checkpoints.plan(self.state, payload, ranked)
         in_place = in_place or self.policy.synchronous
         if not in_place:
@@ -311,16 +285,9 @@ class Saver:
                 f"saved {LAST} of update {job.save.update} ({job.reason}): {size / 2**20:.1f} MiB "
                 f"in {job.seconds:.2f} s, training waited {job.blocked:.2f} s"
             )
-        self.logger.event(
-            "checkpoint",
-            file=LAST,
-            reason=job.reason,
-            update=job.save.update,
-            bytes=size,
-            seconds=round(job.seconds, 3),
-            blocked_seconds=round(job.blocked, 3),
-            attempts=job.attempts,
-        )
+        seconds = {"seconds": round(job.seconds, 3), "blocked_seconds": round(job.blocked, 3)}
+        about = {"reason": job.reason, "update": job.save.update, "bytes": size, **seconds, "attempts": job.attempts}
+        self.logger.event("checkpoint", file=LAST, **about)
 
     def _retry_later(self, job: _Job, error: NotWrittenError) -> None:
         delay = min(_FIRST_RETRY * 2 ** (job.attempts - 1), _LONGEST_RETRY)
@@ -329,18 +296,9 @@ class Saver:
         self.logger.line(
             f"warning: {error}; training goes on, the next attempt is in {delay:.0f} s or at the next save"
         )
-        self.logger.event(
-            "checkpoint-failed", file=LAST, reason=str(error), update=job.save.update, attempt=job.attempts
-        )
+        about = {"reason": str(error), "update": job.save.update, "attempt": job.attempts}
+        self.logger.event("checkpoint-failed", file=LAST, **about)
         if self._failures > self.policy.max_failed:
             raise NotWrittenError(
                 f"{self._failures} saves in a row have failed (--max-failed-saves), the last one: {error}"
-            )
-
-    def _give_up(self) -> None:
-        """Give up a failed save for a newer one."""
-        job, self._job = self._job, None
-        if job is not None and job.save.epoch is not None:
-            self.logger.line(
-                f"warning: epoch {job.save.epoch + 1} could not be saved and is not among the kept checkpoints"
             )

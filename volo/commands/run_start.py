@@ -7,9 +7,12 @@ import socket
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,11 +30,10 @@ from volo.checkpoint.resume import (
     find_resume,
 )
 from volo.checkpoint.saver import SavePolicy, Saver
-from volo.checkpoint.train_state import TrainState, ranked_by
+from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World, from_all, from_primary, primary_first, wait_for_hosts
 from volo.cluster.tensor_parallel import TensorParallelParams
 from volo.config.flag_rules import trackers_of
-from volo.memory.prediction import StepShape, memory_report
 from volo.record.logger import Logger
 from volo.record.machine_use import Arithmetic, peak_flops
 from volo.record.run_directory import (
@@ -45,8 +47,10 @@ from volo.record.run_directory import (
 from volo.record.run_lock import RunLock
 from volo.train.criterion import Criterion, TokenLabelCriterion
 from volo.train.held_out import LIST, as_list
-from volo.train.loop import Training, set_train_mode
+from volo.train.loop import set_train_mode
+from volo.train.model import image_size_by_name
 from volo.train.precision import compute_dtype
+from volo.train.run import Run, Training
 
 
 def note_start(args: Namespace, world: World, logger: Logger) -> None:
@@ -64,84 +68,92 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
         )
 
 
+class Place(NamedTuple):
+    """Where a run takes place: its directory with the lock, and the checkpoint that it goes on from."""
+
+    directory: Path
+    lock: RunLock
+    resume: Resume
+
+
 @contextmanager
-def chosen_run(args: Namespace, image_size: tuple[int, int], world: World, logger: Logger) -> Iterator[RestartedRun]:
-    """Yield the directory of this run and the value for `--resume`, which rank 0 chooses; a directory that was made for
-    the run is removed if it ends before anything was written there."""
+def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[Place]:
+    """Yield the directory of this run, which rank 0 chooses, and the checkpoint that all ranks read.
+
+    The lock is taken before the search for a checkpoint, so that no other job saves a newer one. A directory that was
+    made for the run is removed if it ends before anything was written there.
+
+    Raises:
+        UserError: The checkpoint that `--resume` names can't be read, or another job uses the directory.
+    """
     chosen = ["", ""]
     with primary_first():
         if world.is_primary:
-            run = continued_run(args)
-            run = run or RestartedRun(choose_directory(args, image_size, logger.line, not args.dry_run), args.resume)
-            chosen = [str(run.directory), run.resume]
-    name, resume = from_primary(chosen)
+            begun = continued_run(args)
+            if begun is None:
+                size = image_size_by_name(args)
+                begun = RestartedRun(choose_directory(args, size, logger.line, not args.dry_run), args.resume)
+            chosen = [str(begun.directory), begun.resume]
+    name, spec = from_primary(chosen)
     try:
-        yield RestartedRun(Path(name), resume)
+        with RunLock(Path(name), logger.line) as lock:
+            yield Place(Path(name), lock, _find_checkpoint(spec, lock, world, args.dry_run))
     finally:
         if world.is_primary and not args.experiment:
             with suppress(OSError):
                 Path(name).rmdir()
 
 
-def find_checkpoint(args: Namespace, spec: str, directory: Path, lock: RunLock, world: World) -> Resume:
-    """Read the checkpoint that `--resume` names, the same one on every rank.
-
-    Args:
-        spec: The value of `--resume`; "" for a fresh start.
-        lock: The lock of the directory. It is taken before the search, so that no other job saves a newer checkpoint.
-
-    Raises:
-        UserError: That checkpoint can't be read.
-    """
-    resume = Resume(None, None, [])
+def _find_checkpoint(spec: str, lock: RunLock, world: World, dry_run: bool) -> Resume:
+    """Read the checkpoint that `--resume` names ("" for a fresh start), the same one on every rank."""
+    directory, resume = lock.path.parent, Resume(spec)
     with primary_first():
         if spec and world.is_primary:
-            if directory.is_dir() and not args.dry_run:
+            if directory.is_dir() and not dry_run:
                 lock.acquire()
             resume = find_resume(spec, directory)
     found = from_primary(str(resume.path or ""))
-    if found and not world.is_primary:
-        resume = find_resume(found, directory)
-    return resume
+    return replace(find_resume(found, directory), spec=spec) if found and not world.is_primary else resume
 
 
-def go_on_from(resume: Resume, args: Namespace, training: Training, world: World, logger: Logger) -> None:
-    """Restore the state from the checkpoint, then apply `--start-epoch`.
+def go_on_from(resume: Resume, run: Run, training: Training) -> None:
+    """Restore the state from the checkpoint, whose memory is freed then, and apply `--start-epoch`.
 
     Raises:
         UserError: The checkpoint belongs to another model or other data, or the ranks have read different checkpoints.
     """
-    state, messages = training.state, list(resume.messages)
-    if resume.checkpoint is not None and resume.path is not None:
+    args, logger, state, messages = run.args, run.logger, training.state, list(resume.messages)
+    if resume.path is not None:
         check_behaviour(resume.checkpoint, resume.path)
         data = state.metadata[DATA_KEY]
         messages += check_same_data(resume.checkpoint, data, resume.path, args.allow_changed_data)
         messages += state.load(resume.checkpoint, resume.path, not args.no_resume_opt)
         messages += changed_settings(resume.checkpoint.get("args"), settings_of(args))
         messages.append(f"resumed {resume.path}: {state.epoch} epochs, {state.update} updates done")
+        resume.checkpoint.clear()  # it takes as much memory as the state
     check_same_position(state, resume.path)
     for message in messages:
         logger.line(message)
     if args.start_epoch is not None:
-        _start_epoch(args, training, resume, logger)
+        _start_epoch(run, training, resume)
     logger.at(state.epoch, state.update)
-    if world.is_primary and (args.resume or args.start_epoch is not None):
+    if run.world.is_primary and (resume.spec or args.start_epoch is not None):
         passed_over = [m.removeprefix("skipped: ") for m in resume.messages if m.startswith("skipped: ")]
         logger.event("resume", path=resume.path, skipped=passed_over)
 
 
-def _start_epoch(args: Namespace, training: Training, resume: Resume, logger: Logger) -> None:
-    state, last = training.state, training.schedule.total_epochs - 1
-    if args.start_epoch > last:
-        raise UserError(f"--start-epoch {args.start_epoch}: the run has epochs 0 to {last} (--epochs)")
+def _start_epoch(run: Run, training: Training, resume: Resume) -> None:
+    state, first, last = training.state, run.args.start_epoch, training.schedule.total_epochs - 1
+    if first > last:
+        raise UserError(f"--start-epoch {first}: the run has epochs 0 to {last} (--epochs)")
     # A job that was requeued has begun there already.
-    if args.resume == "auto" and resume.path is not None and state.epoch >= args.start_epoch:
-        logger.line(
-            f"--start-epoch {args.start_epoch}: the run has begun there and goes on from epoch {state.epoch}; "
+    if resume.spec == "auto" and resume.path is not None and state.epoch >= first:
+        run.logger.line(
+            f"--start-epoch {first}: the run has begun there and goes on from epoch {state.epoch}; "
             "to go back, name a checkpoint with --resume FILE"
         )
     else:
-        state.epoch, state.update = args.start_epoch, args.start_epoch * state.updates_per_epoch
+        state.epoch, state.update = first, first * state.updates_per_epoch
 
 
 def check_same_position(state: TrainState, path: Path | None) -> None:
@@ -155,50 +167,38 @@ def check_same_position(state: TrainState, path: Path | None) -> None:
         )
 
 
-def open_run(
-    args: Namespace,
-    training: Training,
-    directory: Path,
-    lock: RunLock,
-    resumed: Path | None,
-    world: World,
-    logger: Logger,
-    on_save: Callable[[], None],
-) -> Saver:
-    """Open the run directory on rank 0, and return the saver for it.
-
-    Args:
-        on_save: See `Saver`.
-    """
-    checkpoints = None
+def open_run(run: Run, training: Training) -> Saver:
+    """Open the run directory on rank 0, and return the saver for it."""
+    args, logger, state, checkpoints = run.args, run.logger, training.state, None
     wait_for_hosts()  # all ranks have read the checkpoint before rank 0 touches the directory
     with primary_first():
-        if world.is_primary:
-            run_directory = RunDirectory(directory)
-            logger.open_events(directory)  # where the run that has the lock tells of this one, too
-            lock.acquire()
+        if run.world.is_primary:
+            records = RunDirectory(run.directory)
+            logger.open_events(run.directory)  # where the run that has the lock tells of this one, too
+            run.lock.acquire()
             more = {LIST: as_list(training.validation.dataset.source)} if args.val_fraction else {}
-            run_directory.record_start(args, world.size, str(world.device), more)
-            logger.open(run_directory, training.schedule.total_updates, training.arithmetic)
-            if dropped := run_directory.rewind(training.state.epoch, training.state.update):
+            records.record_start(args, run.world.size, str(run.world.device), more)
+            logger.open(records, training.schedule.total_updates, training.arithmetic)
+            if dropped := records.rewind(state.epoch, state.update):
                 logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
-            checkpoints = CheckpointDir(directory, args.checkpoint_hist, ranked_by(vars(args)))
-    logger.open_events(directory)
-    if checkpoints is not None and resumed is not None:
-        for message in checkpoints.restore(training.state, resumed):
+            checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)))
+    logger.open_events(run.directory)
+    if checkpoints is not None and run.resumed is not None:
+        for message in checkpoints.restore(state, run.resumed):
             logger.line(message)
-    logger.line(f"run directory: {directory}")
+    logger.line(f"run directory: {run.directory}")
     if importlib.util.find_spec("matplotlib") is None:
         logger.line("neither learning curves nor the first batch will be drawn: pip install 'volo-tlt[plot]'")
     policy = SavePolicy(
         args.recovery_interval, args.checkpoint_minutes, args.log_interval, args.checkpoint_sync, args.max_failed_saves
     )
-    return Saver(training.state, checkpoints, logger, policy, lock.check, on_save)
+    return Saver(state, checkpoints, logger, policy, run.lock.check, partial(run.guard.watchdog.at, "saving"))
 
 
-def describe(args: Namespace, training: Training, world: World, logger: Logger) -> None:
+def describe(run: Run, training: Training) -> None:
     """Print what the run is about to do, each number with its unit."""
+    args, world, logger = run.args, run.world, run.logger
     stream, model = training.loader.index_stream, training.state.model
     parameters = TensorParallelParams(model).count()
     config = training.state.metadata["model_config"]
@@ -237,16 +237,15 @@ def describe(args: Namespace, training: Training, world: World, logger: Logger) 
     )
 
 
-def arithmetic(
-    args: Namespace, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int], world: World
-) -> Arithmetic | None:
+def arithmetic(run: Run, model: nn.Module, criterion: Criterion, input_size: tuple[int, int, int]) -> Arithmetic | None:
     """Count the arithmetic of a step without computing or drawing anything; None where torch can't, and where no record
     is written.
 
     Args:
         input_size: (channels, H, W).
     """
-    if args.dry_run or not world.is_primary:
+    args, device = run.args, run.world.device
+    if args.dry_run or not run.world.is_primary:
         return None
     options = {"dense": True} if isinstance(criterion, TokenLabelCriterion) and criterion.dense else {}
     modes = [(module, module.training) for module in model.modules()]
@@ -261,20 +260,5 @@ def arithmetic(
             module.training = mode
     # Every product of the forward pass has two in the backward pass, unless its parameters are frozen.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / sum(p.numel() for p in model.parameters())
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, world.device)))
-
-
-def tell_memory(args: Namespace, training: Training, world: World, logger: Logger) -> None:
-    """Print how much work and memory the run takes, and which batch sizes would fit."""
-    if not world.is_primary:
-        return
-    config = training.state.metadata["model_config"]
-    size = (config["in_chans"], *config["img_size"])
-    dense = isinstance(training.criterion, TokenLabelCriterion) and training.criterion.dense
-    device_type = "cuda" if world.device.type == "cuda" else "cpu"
-    shape = StepShape(size, device_type, training.precision.amp_dtype, dense)
-    copy = training.precision.working_copy
-    computing = training.state.model if copy is None else copy.module
-    for line in memory_report(args, training.state.model, computing, shape, world.device):
-        logger.line(line)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Arithmetic((1 + 2 * trained) * forward, peak_flops(name, compute_dtype(args, device)))

@@ -7,8 +7,8 @@ mode (torch.compile keeps less), and for the kernels of this machine: those of a
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,22 +218,3 @@ def memory_report(
         )
     shown = ", ".join(f"{shards}: {total / GIB:.2f}" for shards, total in totals.items())
     return [*lines, f"memory without activations, GiB a rank, by --shard: {shown}"]
-
-
-@contextmanager
-def out_of_memory_explained(args: Namespace) -> Iterator[None]:
-    """Turn an out-of-memory error in the block into one line with the remedy.
-
-    Raises:
-        UserError: Instead of torch's error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "out of memory" not in str(error):  # in torch.OutOfMemoryError, and in errors of CUDA from Triton and others
-            raise
-        remedy = "a smaller --img-size" if args.grad_checkpointing else "--grad-checkpointing"
-        raise UserError(
-            f"out of memory with -b {args.batch_size} ({str(error).splitlines()[0].split('. ')[0]}): use a smaller -b "
-            f"(--grad-accum-steps keeps the global batch), or {remedy}"
-        ) from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +25,13 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.progress import SearchProgress
 from tlt.labels.label_files import LabelMatches
+from tlt.labels.store import LabelStore
 from tlt.labels.store import open_labels as open_label_store
+from tlt.labels.tree import TreeReader
 from tlt.upstream.behaviour import label_view
+from volo.checkpoint.resume import Fingerprint, fingerprint
 from volo.cluster.distributed import World
+from volo.cluster.per_host import OncePerHost, Packed
 from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
@@ -56,6 +61,50 @@ class Folders:
             for row, about in enumerate(plain[1:])
         )
         return cls(train, validation, plain[0])
+
+
+class Labels(NamedTuple):
+    """The token labels of the training images.
+
+    Attributes:
+        reader: None for a run without label files.
+        data: What checkpoints record of images and labels (`volo.checkpoint.resume.fingerprint`).
+    """
+
+    reader: LabelReader | None
+    warnings: list[str]
+    data: Fingerprint
+
+    def packed(self) -> Packed | None:
+        """Return what takes long to find, for other ranks: which file of a tree is whose label; None without a tree."""
+        tree = self.reader.reader if isinstance(self.reader, LabelStore) else None
+        return ({}, tree.matches.packed()) if isinstance(tree, TreeReader) else None
+
+
+class DataFinder:
+    """Finds images and labels. The first rank of each host searches, and sends the others what it has found.
+
+    Args:
+        report: Receives a line now and then while a search takes long.
+        alive: Called now and then meanwhile.
+    """
+
+    def __init__(self, args: Namespace, report: Callable[[str], None], alive: Callable[[], None]) -> None:
+        self._args, self._found, self._once_per_host = args, SearchProgress(report, alive), OncePerHost(alive)
+
+    def folders(self, world_size: int) -> Folders:
+        """Return the images of both splits (`open_folders`)."""
+        find = partial(open_folders, self._args, world_size, self._found)
+        return self._once_per_host(find, Folders.packed, Folders.unpacked)
+
+    def labels(self, folder: ImageSource, num_classes: int) -> Labels:
+        """Return the labels of training images (`open_labels`)."""
+
+        def find(matches: LabelMatches | None = None) -> Labels:
+            labels, warnings = open_labels(self._args, folder, num_classes, self._found, matches)
+            return Labels(labels, warnings, fingerprint(folder, labels))
+
+        return self._once_per_host(find, Labels.packed, lambda _, plain: find(LabelMatches.unpacked(plain)))
 
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:

@@ -1,74 +1,69 @@
-"""One epoch of training, and the one evaluation that all programs use."""
+"""Training from the present position to the end: epochs, the steps of one, and the one evaluation of all programs."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from timm.utils import distribute_bn
 from torch import Tensor, nn
 
+from tlt.api import StepKey
 from tlt.data.batch import Batch
-from tlt.data.loader import EvalLoader, TrainLoader
+from tlt.data.loader import EvalLoader
 from tlt.errors import UserError
 from volo.checkpoint.saver import Saver
-from volo.checkpoint.train_state import TrainState
+from volo.checkpoint.state import TrainState, ranked_by
 from volo.cluster.distributed import World
 from volo.cluster.shard import synchronised, whole_weights
-from volo.cluster.stopping import StopGuard
-from volo.record.machine_use import Arithmetic
 from volo.record.metrics import EpochTotals, Evaluation, Sums, correct_in_top
+from volo.train.batch_watch import batch_watcher
 from volo.train.compilation import begin_step
-from volo.train.criterion import Criterion, StepKey
 from volo.train.meter import Meter
 from volo.train.optim import set_lr
 from volo.train.precision import Precision
-from volo.train.schedule import LrSchedule
+from volo.train.run import Run, Training
 
 
-@dataclass(frozen=True)
-class Training:
-    """Everything that a run trains with, ready for the first step.
+def train_epochs(run: Run, training: Training, saver: Saver) -> None:
+    """Train from the position of the state to the end of the schedule.
 
-    Attributes:
-        state: Model, optimizer, scaler, moving average and the position in the run.
-        model: The module that the loop calls: the state's model or its working copy, possibly compiled or distributed.
-        average: The module that validation calls for the moving average; None without a moving average.
-        lr_formula: How the peak learning rate was computed, for the log.
-        seed: Seed of everything random in a step.
-        arithmetic: The arithmetic of a step; None where it can't be counted, and on ranks that write no records.
-        freeze_bn: Keep BatchNorm in evaluation mode (running statistics).
+    Raises:
+        Stopped: The state is as it was between two updates; an epoch counts as finished only after its validation.
     """
-
-    state: TrainState
-    model: nn.Module
-    average: nn.Module | None
-    loader: TrainLoader
-    validation: EvalLoader
-    criterion: Criterion
-    precision: Precision
-    schedule: LrSchedule
-    lr_formula: str
-    arithmetic: Arithmetic | None = None
-    seed: int = 0
-    freeze_bn: bool = False
+    args, logger, state, epochs = run.args, run.logger, training.state, training.schedule.total_epochs
+    by, meter, watch = ranked_by(vars(args)), Meter(run, training), batch_watcher(run, training)
+    if args.finetune and state.update == 0:
+        logger.line(f"before fine-tuning: {_evaluated(run, training, state.model)}")
+    for epoch in range(state.epoch, epochs):
+        if args.patience and epochs_since_best(state, by) >= args.patience:
+            logger.line(f"--patience {args.patience}: no epoch was better than one so long ago; the run ends here")
+            break
+        if args.mixup_off_epoch and epoch >= args.mixup_off_epoch:
+            training = replace(training, criterion=replace(training.criterion, mix=None))
+        logger.start_epoch(epoch, epochs, len(training.loader))
+        totals = train_epoch(run, training, meter, watch, saver)
+        evaluations = validate_epoch(run, training, epoch)
+        state.scores[epoch] = scores_of(evaluations)
+        state.epoch += 1
+        logger.at(state.epoch, state.update)
+        logger.epoch(epoch, totals, evaluations, best_score(state, by))
+        if best := saver.after_epoch():
+            logger.line(f"best {by} {best.metric:.4f} (epoch {best.epoch + 1}, {best.file})")
+        logger.curve()
 
 
 def train_epoch(
-    training: Training,
-    criterion: Criterion,
-    world: World,
-    meter: Meter,
-    watch: Callable[[int, Batch], None],
-    saver: Saver,
-    guard: StopGuard,
+    run: Run, training: Training, meter: Meter, watch: Callable[[int, Batch], None], saver: Saver
 ) -> EpochTotals:
     """Train the epoch `state.epoch`; `state.update` advances by one per optimizer step.
 
     Args:
-        criterion: The criterion of this epoch.
         watch: Called with (update, batch) before the batch is used.
 
     Raises:
@@ -77,26 +72,22 @@ def train_epoch(
     """
     state, model, loader, precision = training.state, training.model, training.loader, training.precision
     precision.begin()
-    set_train_mode(model, training.freeze_bn)
+    set_train_mode(model, run.args.freeze_bn or run.args.freeze)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     micro_batch = 0
     meter.begin()
     batches = loader.epoch(state.epoch, state.update - state.epoch * len(loader))
-    for is_last, update_size, batch in guard.updates(batches):
+    for is_last, update_size, batch in run.guard.updates(batches):
         watch(state.update, batch)
-        step = StepKey(training.seed, state.update, micro_batch, world.data_rank)
+        step = StepKey(run.args.seed, state.update, micro_batch, run.world.data_rank)
         step.seed_torch()
         if micro_batch == 0:
             begin_step()
         with synchronised(model, is_last):
             with meter.own_work():
-                targets = criterion.targets(batch)
-                mixed = criterion.draw(batch, step)
-                with precision.autocast():
-                    # The outputs are not assigned to a name, which would keep their memory into the next step.
-                    loss = criterion(model(mixed.images, **criterion.arguments(mixed)), targets, mixed)
+                loss = training.criterion.loss(model, batch, step)  # targets, MixToken's box, both heads, loss
             # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
-            precision.backward(loss.total * (batch.size / update_size), reduced=is_last and world.size > 1)
+            precision.backward(loss.total * (batch.size / update_size), reduced=is_last and run.world.size > 1)
         meter.add(loss, batch)
         micro_batch += 1
         if not is_last:
@@ -122,6 +113,31 @@ def set_train_mode(model: nn.Module, freeze_bn: bool) -> None:
     for module in model.modules() if freeze_bn else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
+
+
+def validate_epoch(run: Run, training: Training, epoch: int) -> dict[str, Evaluation]:
+    """Validate the model, and its moving average unless that is on the CPU, in every `--val-interval`-th epoch."""
+    state = training.state
+    # The master weights where a copy of them computes: what is validated is what is saved.
+    models = {"model": (state.model, training.model if training.precision.working_copy is None else state.model)}
+    if state.ema is not None and training.average is not None:
+        models["ema"] = (state.ema.module, training.average)
+    if run.world.size > 1:
+        for bare, _ in models.values():
+            # Every rank has seen other images: all validate with the statistics that rank 0 saves.
+            distribute_bn(bare, run.world.size, reduce=run.args.dist_bn == "reduce")
+    if (epoch + 1) % run.args.val_interval and epoch + 1 != training.schedule.total_epochs:
+        return {}
+    evaluations = {}
+    for name, (_, called) in models.items():
+        evaluations[name] = _evaluated(run, training, called)
+        run.logger.skipped("skipped-image", training.validation.skips.take_new())
+        run.logger.line(f"epoch {epoch + 1} {'validation' if name == 'model' else name.upper()}: {evaluations[name]}")
+    return evaluations
+
+
+def _evaluated(run: Run, training: Training, model: nn.Module) -> Evaluation:
+    return evaluate(model, training.validation, training.precision, run.world, guard=run.guard.batches)
 
 
 def evaluate(
@@ -167,3 +183,45 @@ def evaluate(
     return Evaluation(
         totals["top1"] * percent, totals["top5"] * percent, totals["loss"] / images, images, unreadable, seconds
     )
+
+
+def scores_of(evaluations: dict[str, Evaluation]) -> dict[str, float]:
+    """Return all that can rank an epoch, named as in summary.csv: `top1`, of the average `top1_ema`, ..."""
+    return {
+        name if model == "model" else f"{name}_{model}": getattr(evaluation, name)
+        for model, evaluation in evaluations.items()
+        for name in ("top1", "top5", "loss")
+    }
+
+
+def epochs_since_best(state: TrainState, by: str) -> int:
+    """Return how many epochs have followed the first one with the best score; 0 before any was validated."""
+    scores = {epoch: found[by] for epoch, found in state.scores.items() if by in found and epoch < state.epoch}
+    sign = 1 if by.startswith("loss") else -1
+    ranked = [(sign * score if math.isfinite(score) else math.inf, epoch) for epoch, score in scores.items()]
+    return max(scores) - min(ranked)[1] if scores else 0
+
+
+def best_score(state: TrainState, by: str) -> float | None:
+    """Return the best score of all epochs done; None where none is finite."""
+    scores = [found.get(by, math.nan) for epoch, found in state.scores.items() if epoch < state.epoch]
+    return (min if by.startswith("loss") else max)(filter(math.isfinite, scores), default=None)
+
+
+@contextmanager
+def out_of_memory_explained(batch_size: int, checkpointing: bool) -> Iterator[None]:
+    """Turn an out-of-memory error in the block into one line with the remedy.
+
+    Raises:
+        UserError: Instead of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):  # in torch.OutOfMemoryError, and in errors of CUDA from Triton and others
+            raise
+        remedy = "a smaller --img-size" if checkpointing else "--grad-checkpointing"
+        raise UserError(
+            f"out of memory with -b {batch_size} ({str(error).splitlines()[0].split('. ')[0]}): use a smaller -b "
+            f"(--grad-accum-steps keeps the global batch), or {remedy}"
+        ) from error

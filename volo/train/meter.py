@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from tlt.data.batch import Batch
-from tlt.data.loader import TrainLoader
 from tlt.errors import UserError
 from tlt.loss import LossTerms
-from volo.checkpoint.train_state import TrainState
-from volo.record.logger import Logger
 from volo.record.metrics import EpochTotals, Interval, Sums
 from volo.record.slowdown import CompileWatch, SlowdownWatch
-from volo.train.precision import Precision
+from volo.train.run import Run, Training
 
 
 class Meter:
     """Counts epochs, each from `begin` to `end`.
 
-    Args:
-        loader: Knows the images of an update, for the event of a step that was skipped.
-        waited: Returns the seconds that this rank has waited for data so far.
-        log_interval: Updates between two reports; each report synchronises host and device once.
+    A report, once per `--log-interval`, synchronises host and device.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        precision: Precision,
-        loader: TrainLoader,
-        logger: Logger,
-        waited: Callable[[], float],
-        log_interval: int,
-    ) -> None:
-        self.state, self.precision, self.loader, self.logger = state, precision, loader, logger
-        self.log_interval = log_interval
-        self.slowdown_watch, self.compile_watch = SlowdownWatch(logger), CompileWatch(logger)
-        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), logger.world)
+    def __init__(self, run: Run, training: Training) -> None:
+        self.state, self.precision, self.loader = training.state, training.precision, training.loader
+        self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
+        self.slowdown_watch, self.compile_watch = SlowdownWatch(run.logger), CompileWatch(run.logger)
+        self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), run.world)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = 0
         self.lr = self.epoch_seconds = 0.0
         self.own = 0.0  # seconds that this rank works without waiting for other ranks
-        self._waited, self._waited_before = waited, waited()
-        self._lap_start = time.perf_counter()
-        state.sums = self.progress
+        self._lap_start, self._waited_before = time.perf_counter(), run.guard.waited
+        self.state.sums = self.progress
 
     def begin(self) -> None:
         """Start an epoch, or continue it where a resumed run has stopped in it.
@@ -61,7 +46,7 @@ class Meter:
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
         self.lr = self.epoch_seconds = self.own = 0.0
-        self._lap_start, self._waited_before = time.perf_counter(), self._waited()
+        self._lap_start, self._waited_before = time.perf_counter(), self.guard.waited
         if self.state.progress:
             self._restore(self.state.progress)
         self.state.progress = {}
@@ -69,7 +54,7 @@ class Meter:
     @property
     def waited(self) -> float:
         """Seconds of this interval that this rank has waited for data."""
-        return self._waited() - self._waited_before
+        return self.guard.waited - self._waited_before
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -109,7 +94,7 @@ class Meter:
                 f"the checkpoint's sums of the epoch under way can't be read ({type(error).__name__}: {error}): "
                 "resume another checkpoint"
             ) from error
-        self._lap_start, self._waited_before = time.perf_counter() - seconds, self._waited() - waited
+        self._lap_start, self._waited_before = time.perf_counter() - seconds, self.guard.waited - waited
 
     def add(self, terms: LossTerms, batch: Batch) -> None:
         """Count a micro-batch without synchronising."""
@@ -130,7 +115,7 @@ class Meter:
         self.sums.reset()
         now = time.perf_counter()
         seconds, wait_seconds = now - self._lap_start, self.waited
-        self._lap_start, self._waited_before = now, self._waited()
+        self._lap_start, self._waited_before = now, self.guard.waited
         self.epoch_seconds += seconds
         self.epoch = {name: self.epoch[name] + value for name, value in totals.items()}
         interval = Interval(
@@ -163,10 +148,8 @@ class Meter:
     def _report(self, interval: Interval) -> None:
         self.compile_watch.interval(interval.update - interval.updates, interval.update)
         self.logger.interval(interval)
-        starting = (
-            interval.update_in_epoch == interval.updates < interval.updates_per_epoch
-        )  # the data workers are starting, too
-        if not starting:
+        # In the first interval of an epoch the data workers are starting, too.
+        if not interval.update_in_epoch == interval.updates < interval.updates_per_epoch:
             self.slowdown_watch.interval(interval, self.own + interval.wait_seconds)
 
     def end(self) -> EpochTotals:

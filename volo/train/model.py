@@ -45,6 +45,17 @@ def image_size_of(args: Namespace) -> tuple[int, int] | None:
     return (args.img_size, args.img_size) if isinstance(args.img_size, int) else tuple(args.img_size)
 
 
+def image_size_by_name(args: Namespace) -> tuple[int, int]:
+    """Return the (H, W) that flags and the model's name tell before a model is built; 224 x 224 of an unknown model."""
+    name, kwargs, config = architecture_of(args.model)
+    asked = (getattr(args, "model_kwargs", None) or {}).get("img_size") or kwargs.get("img_size")
+    if image_size_of(args) is None and asked is None:
+        known = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+        size = (config or {}).get("input_size") or (known.input_size if known else (3, 224, 224))
+        return size[1], size[2]
+    return image_size_of(args) or to_2tuple(asked)
+
+
 def _channels(args: Namespace) -> int | None:
     return args.input_size[0] if args.input_size else getattr(args, "in_chans", None)
 

@@ -17,7 +17,7 @@ from volo.config.flag_table import nearest
 
 # Whose fused steps can be skipped on the device (`volo.train.precision`). On a CPU torch's kernels assume that
 # gradients and moments have the strides of their parameters: autograd ensures it for gradients,
-# `volo.checkpoint.optimizer_state` for loaded moments.
+# `volo.checkpoint.state` for loaded moments.
 _FUSED = ("adam", "adamw")
 
 

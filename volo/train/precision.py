@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,12 +72,12 @@ class WorkingCopy:
         self._pairs = [(own, cast) for own, cast in pairs if own is not cast]
 
     @torch.no_grad()
-    def take_weights(self) -> None:
+    def refresh_copy(self) -> None:
         """Round the master's weights into the copy."""
         torch._foreach_copy_([cast for _, cast in self._pairs], [own for own, _ in self._pairs])
 
     @torch.no_grad()
-    def give_gradients(self) -> None:
+    def accumulate_into_master(self) -> None:
         """Add the copy's gradients to those of the master in float32, and clear them."""
         new, old = [], []
         for own, cast in self._pairs:
@@ -91,8 +92,8 @@ class WorkingCopy:
         if old:
             torch._foreach_add_([own for own, _ in old], [cast for _, cast in old])
 
-    def take_gradients_back(self) -> None:
-        """Move the gradients given so far, rounded, back to the copy; the next backward pass adds its own to them.
+    def return_to_copy(self) -> None:
+        """Move the accumulated gradients, rounded, back to the copy; the next backward pass adds its own to them.
 
         DistributedDataParallel knows only the copy, and sends the gradients that it has after that pass.
         """
@@ -101,17 +102,45 @@ class WorkingCopy:
                 cast.grad, own.grad = own.grad.to(cast.dtype), None
 
 
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the context in which a forward pass and its loss run; it changes nothing for float32 (None)."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped before a step.
+
+    Attributes:
+        mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
+        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1). Their
+            parameters are looked up at each step, because `--shard` gives them other ones.
+    """
+
+    threshold: float
+    mode: str = "norm"
+    heads: Sequence[nn.Module] = ()
+
+    def __call__(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        """Clip the gradients of `parameters`, whose 2-norm is `norm`."""
+        if self.mode == "norm":
+            nn.utils.clip_grads_with_norm_(parameters, self.threshold, norm)
+        elif self.mode == "value":
+            nn.utils.clip_grad_value_(parameters, self.threshold)
+        else:
+            left_out = {parameter for head in self.heads for parameter in head.parameters()}
+            clip_units([parameter for parameter in parameters if parameter not in left_out], self.threshold)
+
+
 class Precision:
     """Autocast, loss scaling, clipping, and the step that skips non-finite gradients.
 
     Args:
         device: Where the model trains.
         amp_dtype: Autocast dtype, None for float32.
-        clip_grad: Clipping threshold, None for none.
-        clip_mode: `"norm"` (2-norm of all gradients), `"value"` (each element) or `"agc"` (adaptive, per unit).
+        clip: None leaves the gradients as they are.
         max_nonfinite: `check()` raises after more than this many skipped steps in a row.
         working_copy: The bfloat16 copy that computes; None: the model itself computes.
-        heads: Modules that `"agc"` leaves unclipped, as timm and the paper do (arXiv 2102.06171, section 4.1).
         norm_of: Returns the 2-norm of the gradients of parameters.
     """
 
@@ -119,16 +148,12 @@ class Precision:
         self,
         device: torch.device,
         amp_dtype: torch.dtype | None = None,
-        clip_grad: float | None = None,
-        clip_mode: str = "norm",
+        clip: Clipping | None = None,
         max_nonfinite: int = 10,
         working_copy: WorkingCopy | None = None,
-        heads: Iterable[nn.Module] = (),
         norm_of: Callable[[Iterable[nn.Parameter]], Tensor] = total_norm,
     ) -> None:
-        self.device, self.amp_dtype, self.working_copy = device, amp_dtype, working_copy
-        self.clip_grad, self.clip_mode = clip_grad, clip_mode
-        self._heads = list(heads)  # modules: `--shard` gives them other parameters later
+        self.device, self.amp_dtype, self.clip, self.working_copy = device, amp_dtype, clip, working_copy
         self._norm_of = norm_of
         scaled = amp_dtype is torch.float16 and device.type == "cuda"
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
@@ -142,13 +167,11 @@ class Precision:
     def begin(self) -> None:
         """Copy the weights of the model into the working copy; call it before training starts or goes on."""
         if self.working_copy is not None:
-            self.working_copy.take_weights()
+            self.working_copy.refresh_copy()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss run."""
-        if self.amp_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.amp_dtype)
+        return autocast(self.device, self.amp_dtype)
 
     def backward(self, loss: Tensor, reduced: bool = False) -> None:
         """Accumulate the gradients of `loss`, scaled where float16 needs it.
@@ -158,10 +181,10 @@ class Precision:
         """
         self._loss_broken = self._loss_broken | ~torch.isfinite(loss.detach())
         if self.working_copy is not None and reduced:
-            self.working_copy.take_gradients_back()
+            self.working_copy.return_to_copy()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         if self.working_copy is not None:
-            self.working_copy.give_gradients()
+            self.working_copy.accumulate_into_master()
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> Tensor:
         """Clip, step unless a gradient is not finite, clear the gradients.
@@ -177,25 +200,15 @@ class Precision:
         self._skipped += broken
         self._steps.append(torch.stack([broken, self._loss_broken]))
         self._loss_broken = torch.zeros_like(self._loss_broken)
-        self._clip(parameters, norm)
+        if self.clip is not None:
+            self.clip(parameters, norm)
         _step_unless(broken, optimizer)
         if self.scaler is not None:
             self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
         if self.working_copy is not None:
-            self.working_copy.take_weights()
+            self.working_copy.refresh_copy()
         return norm
-
-    def _clip(self, parameters: list[nn.Parameter], norm: Tensor) -> None:
-        if self.clip_grad is None:
-            return
-        if self.clip_mode == "norm":
-            nn.utils.clip_grads_with_norm_(parameters, self.clip_grad, norm)
-        elif self.clip_mode == "value":
-            nn.utils.clip_grad_value_(parameters, self.clip_grad)
-        else:
-            left_out = {parameter for head in self._heads for parameter in head.parameters()}
-            clip_units([parameter for parameter in parameters if parameter not in left_out], self.clip_grad)
 
     def take_broken(self) -> dict[int, bool]:
         """The steps with non-finite gradients since the last call; True where this rank's own loss was not finite.

@@ -12,7 +12,7 @@ from tlt.io.weights import EMA_KEYS, count_weights, read_checkpoint
 from tlt.models.wrap import TOKEN_LABEL_MODELS, dense_head_of, with_dense_head
 from volo.checkpoint.finetune import load_weights
 from volo.checkpoint.model_config import model_config_of
-from volo.checkpoint.train_state import selected_by_ema
+from volo.checkpoint.state import selected_by_ema
 from volo.train.model import TimmModel, build_model, eval_settings, image_size_of
 
 

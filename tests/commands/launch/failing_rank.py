@@ -13,7 +13,7 @@ from tlt.data.batch import Batch
 from tlt.data.loader import TrainLoader
 from tlt.errors import UserError
 from volo import cli
-from volo.commands import train as program
+from volo.train import loop as program
 
 
 def _exception(batch: Batch) -> None:

@@ -1,4 +1,8 @@
-"""The state of a training run that checkpoints save."""
+"""The state of a training run that checkpoints save, and what is checked before one is loaded.
+
+Of the optimizer its state is loaded, but not its settings (weight decay, betas, ...): those are of the command that
+resumes, and those of the file are only compared.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tlt.errors import UserError
-from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, load_clean
+from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, first_non_finite, load_clean
 from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
-from volo.checkpoint.optimizer_state import checked_optimizer_state, load_optimizer_state
-from volo.cluster.whole_state import own_model_state, whole_model_state, whole_optimizer_state
+from volo.cluster.whole_state import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
 from volo.record.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
@@ -83,14 +86,14 @@ class TrainState:
             payload[entry], dense = split_state_dict(model, whole_model_state(model))
             if dense:
                 payload[DENSE_ENTRIES[entry]] = dense
-        if self._between_epochs and (statistics := gather_statistics(self._models(), self._device)):
+        if self._within_epoch and (statistics := gather_statistics(self._models(), self._device)):
             payload[STATISTICS_KEY] = statistics
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
         return payload
 
     @property
-    def _between_epochs(self) -> bool:
+    def _within_epoch(self) -> bool:
         """Whether an epoch is under way: its ranks have not yet shared their statistics."""
         return self.update != self.epoch * self.updates_per_epoch
 
@@ -124,7 +127,6 @@ class TrainState:
             saved = checkpoint["optimizer"], path, checkpoint.get("optimizer_class")
             optimizer_state = checked_optimizer_state(self.model, self.optimizer, *saved)
         position = _position(checkpoint, self.updates_per_epoch, path)
-        progress, statistics = _of_ranks(checkpoint, path)
 
         load_clean(self.model, weights)
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
@@ -135,14 +137,10 @@ class TrainState:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
             messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
-        self.epoch, self.update, self.best, self.outdated, self.scores = position
-        self.progress = progress
-        if not self._between_epochs:
-            return messages
-        try:
-            return messages + set_statistics(self._models(), statistics)
-        except ValueError as error:
-            raise UserError(f"{path} is refused: {error}") from error
+        self.epoch, self.update, self.best, self.outdated, self.scores, self.progress, statistics = position
+        if self._within_epoch:
+            messages += set_statistics(self._models(), statistics, path)
+        return messages
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
         """Return this rank's parts of the weights in a checkpoint."""
@@ -176,35 +174,40 @@ class _Position(NamedTuple):
     best: list[RankedCheckpoint]
     outdated: list[str]
     scores: dict[int, dict[str, float]]
+    progress: dict[str, Any]
+    statistics: dict[str, Tensor]
 
 
 def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path) -> _Position:
-    """Read the position of a run; a file without an epoch is at the beginning."""
+    """Read where a run stood, as far as the file tells; one without an epoch is at the beginning.
+
+    Raises:
+        UserError: It can't be read.
+    """
     try:
         epoch = int(checkpoint.get("epoch", 0))
         if "epoch" in checkpoint and checkpoint.get("version", 1) >= _FORMAT:
             epoch += 1
         same = int(checkpoint.get("updates_per_epoch", 0)) == updates_per_epoch
         update = int(checkpoint["update"]) if same else epoch * updates_per_epoch
-        best = [_ranked(*entry) for entry in checkpoint.get("best", [])]
-        outdated = [_checkpoint_name(name) for name in checkpoint.get("outdated", [])]
-        scores = _scores(checkpoint, best)
+        scores = {
+            int(number): {str(name): float(score) for name, score in found.items()}
+            for number, found in checkpoint.get("scores", {}).items()
+        }
+        statistics = dict(checkpoint.get(STATISTICS_KEY, {}))
+        if min(epoch, update) < 0 or not all(isinstance(rows, Tensor) for rows in statistics.values()):
+            raise ValueError(f"epoch {epoch}, update {update}, or statistics that are no tensors")
+        return _Position(
+            epoch,
+            update,
+            [_ranked(*entry) for entry in checkpoint.get("best", [])],
+            [_checkpoint_name(name) for name in checkpoint.get("outdated", [])],
+            scores,
+            dict(checkpoint.get("progress", {})),
+            statistics,
+        )
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UserError(f"{path} does not tell where its run stopped ({type(error).__name__}: {error})") from error
-    if min(epoch, update) < 0:
-        raise UserError(f"{path} does not tell where its run stopped (epoch {epoch}, update {update})")
-    return _Position(epoch, update, best, outdated, scores)
-
-
-def _scores(checkpoint: dict[str, Any], best: list[RankedCheckpoint]) -> dict[int, dict[str, float]]:
-    """Read the scores of each epoch; in files without them, the one score that ranked each kept epoch."""
-    if "scores" in checkpoint:
-        return {
-            int(epoch): {str(name): float(score) for name, score in scores.items()}
-            for epoch, scores in checkpoint["scores"].items()
-        }
-    name = ranked_by(checkpoint.get("args") or {})
-    return {entry.epoch: {name: entry.metric} for entry in best if entry.metric is not None}
 
 
 def ranked_by(args: Mapping[str, Any]) -> str:
@@ -220,19 +223,6 @@ def selected_by_ema(checkpoint: Mapping[str, Any]) -> bool | None:
     """
     args = checkpoint.get("args")
     return ranked_by(args).endswith("_ema") if isinstance(args, dict) and "model_ema" in args else None
-
-
-def _of_ranks(checkpoint: dict[str, Any], path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the sums of the current epoch and the statistics of the ranks; files of other programs have neither."""
-    progress, statistics = checkpoint.get("progress", {}), checkpoint.get(STATISTICS_KEY, {})
-    for name, value in (("progress", progress), (STATISTICS_KEY, statistics)):
-        if not isinstance(value, dict):
-            raise UserError(f"{path} does not tell where its run stopped ({name} is a {type(value).__name__})")
-    if not all(isinstance(rows, Tensor) for rows in statistics.values()):
-        raise UserError(
-            f"{path} does not tell where its run stopped ({STATISTICS_KEY} holds other things than tensors)"
-        )
-    return progress, statistics
 
 
 def _ranked(metric: Any, epoch: Any, file: Any) -> RankedCheckpoint:
@@ -278,11 +268,11 @@ def gather_statistics(models: dict[str, nn.Module], device: torch.device) -> dic
     return gathered
 
 
-def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) -> list[str]:
+def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor], path: str | Path) -> list[str]:
     """Set the statistics of this rank, or the mean if the number of ranks has changed; return lines for the user.
 
     Raises:
-        ValueError: The statistics belong to other models.
+        UserError: The statistics belong to other models.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     messages: list[str] = []
@@ -292,10 +282,109 @@ def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) ->
         rows, buffers = gathered[name], _statistics(model)
         counts = [buffer.numel() for buffer in buffers]
         if rows.ndim != 2 or rows.shape[1] != sum(counts) or not len(rows) or not torch.isfinite(rows).all():
-            raise ValueError(f"its running statistics of {len(rows)} ranks are not of this model")
+            raise UserError(f"{path} is refused: its running statistics of {len(rows)} ranks are not of this model")
         own = rows[rank] if len(rows) == size else rows.mean(0)
         for buffer, part in zip(buffers, own.split(counts), strict=True):
             buffer.copy_(part.view_as(buffer))
         if len(rows) != size:
             messages = [f"BatchNorm's running statistics are the mean of {len(rows)} ranks', now on {size}"]
     return messages
+
+
+# Keys that schedules and layer decay write into parameter groups.
+_GROUP_SETTINGS = {"params", "param_names", "lr", "initial_lr", "lr_scale", "lr_min"}
+# State of the shape of the parameter for any optimizer, or (NovoGrad) a single value.
+_PER_VALUE = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+_COUNTER = "step"  # a counter in a parameter group is state, although Lookahead has it among the settings
+
+
+def checked_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: Any, path: str | Path, saved_class: Any = None
+) -> dict[str, Any]:
+    """Return this rank's parts of the state of such an optimizer over the parameters of `model`.
+
+    Args:
+        saved: The entry `optimizer` of a file, which may hold anything.
+        saved_class: The name of the optimizer's class, where the file records it.
+
+    Raises:
+        UserError: `saved` is no such state; the message has the remedy.
+    """
+    try:
+        problem = _group_problem(optimizer, saved, saved_class)
+        if not problem:
+            own = own_optimizer_state(model, optimizer, saved)
+            problem = _state_problem(optimizer, saved, own)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        problem = f"it is no optimizer state ({type(error).__name__}: {error})"
+    if problem:
+        raise UserError(
+            f"{path}: its optimizer state does not fit, {problem}: "
+            "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
+        )
+    return own
+
+
+def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
+    """Load what `checked_optimizer_state` returned; return a line for every setting that differs in the file.
+
+    Tensors go to the devices of the parameters; `fused` and `foreach` keep the values of this optimizer.
+    """
+    settings = {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
+    keep, compared = _GROUP_SETTINGS | settings, sorted(_numeric(optimizer.defaults) & settings - {"lr"})
+    groups, messages = [], []
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        merged = {k: v for k, v in theirs.items() if k not in keep}
+        merged.update({k: v for k, v in own.items() if k in keep})
+        groups.append({**merged, "params": theirs["params"]})
+        changed = [k for k in compared if _differ(theirs.get(k), own[k])]
+        messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    _match_layout(optimizer)
+    return list(dict.fromkeys(messages))
+
+
+def _match_layout(optimizer: Optimizer) -> None:
+    """Give moments the strides of their parameters. If they differ (`--channels-last` in only one of the runs), torch's
+    fused step silently uses the wrong elements on a CPU."""
+    for parameter, state in optimizer.state.items():
+        for key in _PER_VALUE & state.keys():
+            if state[key].shape == parameter.shape and state[key].stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter).copy_(state[key])
+
+
+def _group_problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:
+    own_class = type(optimizer).__name__
+    if isinstance(saved_class, str) and saved_class != own_class:
+        return f"it is of {saved_class}, --opt gives {own_class}"
+    groups, defaults = saved["param_groups"], _numeric(optimizer.defaults)
+    theirs = set().union(*(_numeric(group) for group in groups)) - {"step"}
+    if odd := sorted((theirs ^ defaults) - _GROUP_SETTINGS):
+        return f"{own_class} and the file's optimizer do not share {', '.join(odd)}"
+    sizes = [len(group["params"]) for group in groups]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return f"its groups have {sizes} parameters, this model's {own_sizes}" if sizes != own_sizes else None
+
+
+def _state_problem(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, Any]) -> str | None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, index in enumerate(index for group in whole["param_groups"] for index in group["params"]):
+        tensors = {k: v for k, v in whole["state"].get(index, {}).items() if isinstance(v, Tensor)}
+        for key in _PER_VALUE & tensors.keys():
+            if tensors[key].numel() != 1 and own["state"][index][key].shape != parameters[number].shape:
+                shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameters[number].shape)}"
+                return f"{key} of parameter {number} is {shapes}"
+        if broken := first_non_finite(tensors):
+            return f"{broken} of parameter {number} holds NaN or infinite values"
+    return None
+
+
+def _numeric(settings: dict[str, Any]) -> set[str]:
+    """Return the names of numeric settings, which tell optimizers apart; switches change with versions of torch."""
+    return {k for k, v in settings.items() if isinstance(v, (int, float, tuple, Tensor)) and not isinstance(v, bool)}
+
+
+def _differ(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return not torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+    return (list(first) != list(second)) if isinstance(second, (tuple, list)) and first is not None else first != second

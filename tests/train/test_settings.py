@@ -1,0 +1,88 @@
+"""What data and checkpoint decide before anything is built: defaults, and the global batch on other processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tlt.data.augment.index_stream import IndexStream
+from volo.config.args import parse_train
+from volo.train.settings import batch_record, dataset_defaults, settle, steps_to_keep
+
+
+@pytest.mark.parametrize(
+    ("flags", "images", "classes", "fitted"),
+    [
+        ("--epochs 4", 54, 3, "num_classes 3 batch_size 8 lr_base_scale sqrt warmup 0 cooldown 0 hist 3"),
+        ("--epochs 4 --lr 1e-3", 54, 3, "num_classes 3 batch_size 8 warmup 0 cooldown 0 hist 3"),
+        ("--epochs 4 -b 2 --cooldown-epochs 2", 54, 3, "num_classes 3 warmup 0 hist 3"),
+        ("--epochs 30 --warmup-epochs 5 -b 64", 1_281_167, 1000, "hist 3"),  # the published fine-tuning
+        ("", 1_281_167, 1000, ""),
+        ("", 512, 1000, ""),
+        ("--grad-accum-steps 2", 512, 1000, "batch_size 64 lr_base_scale sqrt"),
+        ("--num-classes 7", 3, 7, "batch_size 1 lr_base_scale sqrt"),
+    ],
+)
+def test_defaults_fit_the_data_and_what_is_given_stays(flags: str, images: int, classes: int, fitted: str) -> None:
+    args = parse_train(["/data", *flags.split()])
+    short = {"warmup": "warmup_epochs", "cooldown": "cooldown_epochs", "hist": "checkpoint_hist"}
+    words = fitted.split()
+    expected = {short.get(name, name): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    found, line = dataset_defaults(args, images, classes, world_size=1)
+    assert {name: str(value) for name, value in found.items()} == expected
+    assert all(f"--{name.replace('_', '-')} {value}" in line for name, value in expected.items())
+
+
+def test_a_resumed_run_keeps_what_its_checkpoint_was_fitted_to() -> None:
+    args = parse_train(["/data", *["--epochs", "4"]])
+    fresh = settle(args, {}, 54, 3, 1)
+    assert (fresh.args.batch_size, fresh.args.num_classes, fresh.args.warmup_epochs) == (8, 3, 0)
+    checkpoint = {"args": vars(fresh.args), "model_config": {"num_classes": 3}, "batch": fresh.batch}
+    # More images and classes than before, on two processes: the same batch, classes and schedule.
+    again = settle(args, checkpoint, 5000, 4, 2).args
+    assert (again.batch_size, again.num_classes, again.warmup_epochs) == (4, 3, 0)
+    with pytest.raises(AttributeError, match="--lr is decided before the run is built"):
+        again.lr = 1.0
+    given = settle(
+        parse_train(["/data", *["--epochs", "4", "-b", "2", "--num-classes", "9"]]), checkpoint, 54, 9, 1
+    ).args
+    assert (given.batch_size, given.num_classes) == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "steps", "told"),
+    [
+        ((8, 1, 8), (8, 1, 8), 1, None),
+        (
+            (8, 1, 8),
+            (8, 1, 4),
+            2,
+            "8 processes before, 4 now: 2 accumulation steps, not 1, keep the global batch of",
+        ),
+        ((8, 4, 1), (8, 4, 4), 1, "keep the global batch of 32"),
+        ((8, 1, 8), (4, 4, 4), 4, None),
+        ((8, 1, 8), (8, 1, 3), 1, "was 64, it is 24 now; 3 processes can't share 64 images evenly"),
+        ((12, 1, 4), (12, 1, 3), 1, "was 48, it is 36 now; -b 8 --grad-accum-steps 2 would keep it"),
+        ((8, 1, 8), (4, 1, 8), 1, "was 64, it is 32 now; -b 4 --grad-accum-steps 2 would keep it"),
+    ],
+)
+def test_fault_13_the_global_batch_is_kept_or_the_change_is_told(
+    before: Any, now: Any, steps: int, told: str | None
+) -> None:
+    kept, message = steps_to_keep({"batch": batch_record(*before, before[1])}, *now)
+    assert kept == steps
+    assert (told is None and message is None) or (told is not None and message is not None and told in message)
+
+
+def test_fault_13_the_images_of_every_update_are_the_same() -> None:
+    """Four processes, and two with twice the accumulation steps: the union over the ranks, update by update."""
+
+    def updates(world_size: int, micro_batches: int) -> list[list[int]]:
+        ranks = [IndexStream(43, 8, 3, world_size, rank, micro_batches).epoch(1) for rank in range(world_size)]
+        return [
+            sorted(int(i) for parts in update for i in np.concatenate(parts)) for update in zip(*ranks, strict=True)
+        ]
+
+    assert updates(4, 1)[:5] == updates(2, 2)[:5]
