@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from tlt.io.text import table
 from volo.cluster.placement import LEVELS, BindingPlan, Share, distance, make_plan, variables
-from volo.cluster.ranks import local_size_from_environment, ranks_from_environment
+from volo.cluster.ranks import ranks_from_environment
 from volo.cluster.topology import listed, read_machine
 
 _COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
@@ -34,11 +34,7 @@ def bind_process(args: Namespace) -> list[str]:
     """
     if args.bind == "none":
         return []
-    rank, local_rank, _ = ranks_from_environment(os.environ, getattr(args, "local_rank", 0))
-    ranks = local_size_from_environment(os.environ)
-    if ranks is None:
-        lines = ["binding: nothing is bound: the launcher doesn't set LOCAL_WORLD_SIZE, the ranks of this machine"]
-        return lines if rank == 0 else []
+    rank, local_rank, _, ranks = ranks_from_environment(os.environ, getattr(args, "local_rank", 0))
     try:
         plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
     except (OSError, ValueError, LookupError) as error:  # this kernel's files have an unknown format

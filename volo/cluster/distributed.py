@@ -93,10 +93,9 @@ def choose_device(requested: str | None, local_rank: int) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from error
     if device.type not in ("cpu", "cuda"):
-        there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if device.type not in ("mps", "xpu") or there is None or there.type != device.type:
-            offered = "" if there is None else f"; this machine offers {there.type}"
-            raise UserError(f"--device {name}: cpu, cuda, cuda:N, mps and xpu are what this project runs on{offered}")
+        other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if device.type not in ("mps", "xpu") or other is None or other.type != device.type:
+            raise UserError(f"--device {name}: of cpu, cuda, cuda:N, mps and xpu, what the machine has can be used")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError(f"--device {name}: several processes need cuda or cpu")
     if device.type == "cuda":
@@ -124,20 +123,18 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         world = _existing_world(device)
         limit_threads(world)
         return world
-    flag = local_rank
-    rank, local_rank, size = ranks_from_environment(os.environ, flag)
-    if flag and size == 1:
+    rank, own, size, here = ranks_from_environment(os.environ, local_rank)
+    if local_rank and size == 1:
         raise UserError(
-            f"--local-rank {flag} has no effect without a launcher that sets RANK and WORLD_SIZE, as torchrun does: "
-            f"leave it out (--device cuda:{flag} takes that GPU)"
+            f"--local-rank {local_rank} has no effect without a launcher that sets RANK and WORLD_SIZE, as torchrun "
+            f"does: leave it out (--device cuda:{local_rank} takes that GPU)"
         )
-    world = World(rank, local_rank, size, choose_device(device, local_rank))
+    world = World(rank, own, size, choose_device(device, own))
     limit_threads(world)
     if size > 1:
-        here = size <= int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        _set_addresses(here)
+        _set_addresses(here == size)
         with lost_rank_explained():
-            _join(world, here, timeout_s)
+            _join(world, here == size, timeout_s)
     return world
 
 
@@ -179,41 +176,30 @@ def _set_addresses(here: bool) -> None:
 
 
 def _join(world: World, here: bool, timeout_s: float) -> None:
-    """Meet and connect all ranks."""
-    global _own_group
-    # A rank may end before all are connected; our launcher has started them together on all nodes.
-    meeting_s = min(timeout_s, _MEETING_S) if "LAUNCH_PID" in os.environ else timeout_s
-    store = _meet(world, here, meeting_s)
-    _own_group = True
-    dist.init_process_group(
-        # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=meeting_s),
-    )
-    wait_for_hosts()
-    # The second name is the older one's.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=timeout_s))
-
-
-def _meet(world: World, here: bool, seconds: float) -> dist.Store:
-    """Return the store of this start of the run when all ranks have come to it.
-
-    No rank waits inside of torch, where signals are not handled.
+    """Meet and connect all ranks. No rank waits inside of torch, where signals are not handled.
 
     Raises:
         RankLost: Ranks have not come in time; the message names them.
     """
+    global _own_group
+    # A rank may end before all are connected; our launcher has started them together on all nodes.
+    seconds = min(timeout_s, _MEETING_S) if "LAUNCH_PID" in os.environ else timeout_s
     until = time.monotonic() + seconds
     # An earlier start may have used the store of torchrun.
     store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", _store(world, here, until))
     if missing := meet(store, world.rank, world.size, until):
         ranks = ", ".join(map(str, missing))
         raise RankLost(f"rank {ranks} did not come within {seconds:.0f} s: see what it printed")
-    return store
+    _own_group = True
+    # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds)
+    )
+    wait_for_hosts()
+    # The second name is the older one's.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout_s))
 
 
 def _store(world: World, here: bool, until: float) -> dist.TCPStore:
@@ -241,7 +227,8 @@ def limit_threads(world: World) -> None:
     Oversubscribed cores are many times slower than idle ones.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(cpus_of_rank(os.environ, free=int(world.device.type == "cpu")))
+        local_size = ranks_from_environment(os.environ).local_size
+        torch.set_num_threads(cpus_of_rank(local_size, free=int(world.device.type == "cpu")))
 
 
 @contextmanager
@@ -289,19 +276,14 @@ def from_primary(value: T) -> T:
     """Return rank 0's `value` on every rank; JSON must give it back unchanged."""
     if not dist.is_initialized():
         return value
-    text = _as_bytes(value)
-    length = torch.tensor(len(text))
-    dist.broadcast(length, src=0)
-    text = text if dist.get_rank() == 0 else torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(text, src=0)
-    return json.loads(bytes(text.numpy()))
+    return from_all(value if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def from_all(value: T) -> list[T]:
     """Return every rank's `value` on every rank, in the order of ranks; JSON must give them back unchanged."""
     if not dist.is_initialized():
         return [value]
-    text = _as_bytes(value)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     padded = torch.full([max_over_ranks(len(text))], ord(" "), dtype=torch.uint8)
     padded[: len(text)] = text
     texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
@@ -309,15 +291,11 @@ def from_all(value: T) -> list[T]:
     return [json.loads(bytes(each.numpy())) for each in texts]
 
 
-def _as_bytes(value: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
 def wait_for_hosts(group: Any = None, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Wait until every rank has called this, for no GPU, and handle signals meanwhile, as torch's barrier doesn't.
 
     Args:
-        group: A process group of gloo with all ranks; its timeout counts.
+        group: A process group of gloo, whose ranks are waited for; its timeout counts.
         meanwhile: Called while waiting.
 
     Raises:

@@ -1,7 +1,7 @@
 """Starts this node's processes by torch's elastic agent (what torchrun is), and ends with one exit code.
 
-torch's own rendezvous listen at all addresses of a machine and exchange pickles. `OneAddress` takes their place: a
-store at one address, loopback for a run on one machine, in which the nodes meet and later their ranks.
+torch's own rendezvous listen at all addresses of a machine. `OneAddress` listens at one, loopback for a run on one
+machine; the nodes meet in its store, and later their ranks.
 
 The agent would answer a signal by ending the processes and forget how they ended. So signals are passed on to the
 processes, which save and end by themselves.
@@ -17,24 +17,24 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from volo.cluster.launch import Launch
 from volo.cluster.store import connect, meet, serve
 
 LOST = 5
-_TOLD = (85, 130)
-FINAL = (2, 3, 4, 6, *_TOLD)  # bad input, divergence, full disk, machines that aren't fit: the same would happen again
-
+# Bad input, divergence, full disk, machines that aren't fit: the same would happen again; or told to end.
+FINAL = (2, 3, 4, 6, 85, 130)
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 _POLL_S = 0.1
 _SAME_S = 1.0  # one warning may come several times
@@ -53,40 +53,15 @@ class ToldToEnd(Exception):
     """A signal came before there were processes to pass it on to."""
 
 
-class OneAddress(RendezvousHandler):
-    """The nodes of a launch, in the order of their numbers, and the store of node 0.
+class OneAddress(StaticTCPRendezvous):
+    """torch's rendezvous of numbered nodes, but at one address alone, and with a line where they don't come together.
 
     Args:
         name: Of this launcher, unlike all others.
-
-    Attributes:
-        complete: Whether all nodes have come.
     """
 
-    use_agent_store = True  # the ranks meet in the same store
-
     def __init__(self, launch: Launch, name: str) -> None:
-        self._launch, self._name, self._run_id = launch, name, name
-        self._store: TCPStore | None = None  # ends with the object
-        self.complete = False
-
-    def get_backend(self) -> str:
-        return "one-address"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """A launch has one start, so there is nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
+        super().__init__(launch.address, launch.port, launch.node_rank, launch.nodes, name, launch.join_timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return once all nodes are there.
@@ -94,33 +69,32 @@ class OneAddress(RendezvousHandler):
         Raises:
             NotTogether: One does not come in time, has a number that another one has, or the port is in use.
         """
-        launch, until = self._launch, time.monotonic() + self._launch.join_timeout
-        within = f"{launch.address}:{launch.port} within {launch.join_timeout} s"
-        self._store = self._serve() if launch.node_rank == 0 else connect(launch.address, launch.port, until)
-        if self._store is None:
+        seconds = self.timeout.total_seconds()
+        until, within = time.monotonic() + seconds, f"{self.master_addr}:{self.master_port} within {seconds:.0f} s"
+        store = self._serve() if self.rank == 0 else connect(self.master_addr, self.master_port, until)
+        if store is None:
             raise NotTogether(
                 f"node 0 did not answer at {within}: is it started there, with the same MASTER_ADDR and MASTER_PORT, "
                 "and does a firewall keep the port shut?"
             )
-        if self._store.compare_set(f"node/{launch.node_rank}", "", self._name).decode() != self._name:
-            raise NotTogether(f"another machine has joined as NODE_RANK {launch.node_rank}, too: each needs its own", 2)
-        if missing := meet(self._store, launch.node_rank, launch.nodes, until):
+        if store.compare_set(f"node/{self.rank}", "", self.run_id).decode() != self.run_id:
+            raise NotTogether(f"another machine has joined as NODE_RANK {self.rank}, too: each needs its own", 2)
+        if missing := meet(store, self.rank, self.world_size, until):
             raise NotTogether(
                 f"node {', '.join(map(str, missing))} did not join {within}: see what was printed there; NNODES, "
                 "MASTER_ADDR and MASTER_PORT must be the same on all nodes"
             )
-        self._run_id = self._store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
-        where = RendezvousStoreInfo(launch.address, self._store.port)
-        self.complete = True
-        return RendezvousInfo(PrefixStore("agents", self._store), launch.node_rank, launch.nodes, where)
+        self.run_id = store.get("node/0").decode()  # the run of all nodes has the name of node 0's launcher
+        self._store, self.master_port = store, store.port  # where the ranks meet, too
+        return super().next_rendezvous()
 
     def _serve(self) -> TCPStore:
-        address, port = self._launch.address, self._launch.port
         try:
-            return serve(address, port)
+            return serve(self.master_addr, self.master_port)
         except OSError as error:
+            where = f"{self.master_addr}, port {self.master_port} ({error.strerror})"
             remedy = "node 0 is the one that has MASTER_ADDR; where another run uses the port, choose a MASTER_PORT"
-            raise NotTogether(f"can't listen at {address}, port {port} ({error.strerror}): {remedy}", code=2) from error
+            raise NotTogether(f"can't listen at {where}: {remedy}", code=2) from error
 
 
 class Launcher:
@@ -128,10 +102,10 @@ class Launcher:
 
     def __init__(self, launch: Launch) -> None:
         self.launch, self.name = launch, f"volo-{uuid.uuid4().hex[:12]}"
-        self.signals: list[int] = []  # passed on so far
-        self._told_at = 0.0
+        self.signals: list[int] = []  # that have come so far
+        self._since = 0.0  # when the first one came
+        self._at_once = False  # a second one has come
         self._agent: LocalElasticAgent | None = None
-        self._nodes: OneAddress | None = None
 
     def run(self) -> int:
         """Return the exit code of this node.
@@ -151,8 +125,10 @@ class Launcher:
             try:
                 code = self._start()
             except ToldToEnd:
-                return self._told_to_end()
-            if code == 0 or code in FINAL or self.signals:
+                code = 128 + self.signals[0]
+            if self.signals:
+                return self._told_to_end(code)
+            if code == 0 or code in FINAL:
                 break
             if restart < self.launch.restarts:
                 of = f"restart {restart + 1} of {self.launch.restarts}"
@@ -166,11 +142,10 @@ class Launcher:
             told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
             told.touch()
             os.environ |= {"LAUNCH_TOLD": str(told), "LAUNCH_PID": str(os.getpid())}
-            self._nodes = OneAddress(launch, self.name)
             spec = WorkerSpec(
                 role="default",
                 local_world_size=launch.processes,
-                rdzv_handler=self._nodes,
+                rdzv_handler=OneAddress(launch, self.name),
                 entrypoint=sys.executable,
                 args=("-u", *launch.program),
                 max_restarts=0,
@@ -181,34 +156,30 @@ class Launcher:
                 spec, logs, exit_barrier_timeout=_END_S, log_line_prefix_template=launch.prefix
             )
             result, self._agent = self._agent.run(), None
-        code = telling_code([failure.exitcode for failure in result.failures.values()])  # as they were seen
-        # A process that was not yet there to handle the signal it got.
-        return self._told_to_end() if self.signals and code == 128 + self.signals[0] else code
+        return telling_code([failure.exitcode for failure in result.failures.values()])  # as they were seen
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        agent = self._agent
-        if agent is None or self._nodes is None or not self._nodes.complete:
-            self.signals.append(number)
-            raise ToldToEnd
-        processes = [worker.id for worker in agent.get_worker_group().workers]
-        if not all(processes):  # just being started
-            _later(_POLL_S, os.kill, os.getpid(), number)
-            return
-        again = bool(self.signals) and time.monotonic() > self._told_at + _SAME_S
-        self._told_at = self._told_at if self.signals else time.monotonic()
+        self._since = self._since if self.signals else time.monotonic()
         self.signals.append(number)
+        processes = [worker.id for worker in self._agent.get_worker_group().workers] if self._agent else []
+        if not processes or not all(processes):  # there are none yet
+            raise ToldToEnd
+        self._at_once |= time.monotonic() > self._since + _SAME_S
         _send(processes, number)
         # Whoever is inside of C++ code does not hear a second signal.
-        _later(_SAME_S if again else self.launch.patience, _send, processes, signal.SIGKILL)
+        after = _SAME_S if self._at_once else self.launch.patience
+        timer = threading.Timer(after, _send, (processes, signal.SIGKILL))
+        timer.daemon = True  # or the launcher would end no sooner
+        timer.start()
 
-    def _told_to_end(self) -> int:
-        return 130 if self.signals[0] == signal.SIGINT else 85
-
-
-def _later(seconds: float, function: Callable[..., None], *args: object) -> None:
-    timer = threading.Timer(seconds, function, args)
-    timer.daemon = True  # or the launcher would end no sooner
-    timer.start()
+    def _told_to_end(self, code: int) -> int:
+        """Return the code after signals, where the processes ended with this one."""
+        number = self.signals[0]
+        if self._at_once and code in (128 + number, 128 + signal.SIGKILL):
+            return 128 + number
+        if code == 128 + number:  # a process that was not yet there to handle it
+            return 130 if number == signal.SIGINT else 85
+        return code
 
 
 def _send(processes: Sequence[int], number: int) -> None:
@@ -223,7 +194,6 @@ def telling_code(codes: Sequence[int]) -> int:
     One that lost another process, or was killed or told to end after another one had failed, doesn't tell why where
     another one does.
     """
-    told_first = [code for code in codes[:1] if code in _TOLD]
-    telling = [code for code in codes if code > 0 and code != LOST and code not in _TOLD]
-    code = (told_first + telling + list(codes) + [0])[0]
+    telling = [code for code in codes if code > 0 and code not in (LOST, 85, 130)]
+    code = [*telling, *codes, 0][0]
     return code if code >= 0 else 128 - code

@@ -82,25 +82,19 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
 
 
 def _master(env: Mapping[str, str]) -> str:
-    """Return the IP address that MASTER_ADDR stands for; other machines can reach it."""
-    name = env.get("MASTER_ADDR")
-    remedy = "give the IP address of node 0 that the other nodes reach it by (ip -4 addr)"
-    if not name:
-        raise Mistake(f"NNODES={env['NNODES']} needs MASTER_ADDR: {remedy}")
+    """Return the IP address that MASTER_ADDR stands for."""
+    name, remedy = env.get("MASTER_ADDR", ""), "give the IP address of node 0 that the other nodes reach it by"
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        raise Mistake(f"MASTER_ADDR={name}: {socket.gethostname()} can't resolve this name; {remedy}") from None
-    address = next((each for each in found if "." in each), found[0])  # IPv4 where there is one
-    if ipaddress.ip_address(address).is_loopback or ipaddress.ip_address(address).is_unspecified:
-        place = f"{address} on {socket.gethostname()}"
-        raise Mistake(f"MASTER_ADDR={name} is {place}, which no other node can reach; {remedy}")
+        address = str(socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise Mistake(f"MASTER_ADDR={name}: {error.strerror}; {remedy}") from None
+    if ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
+        raise Mistake(f"MASTER_ADDR={name} is {address} on {socket.gethostname()}; {remedy}")
     return address
 
 
-def _number(env: Mapping[str, str], name: str, default: int, least: int = 0, most: int | None = None) -> int:
+def _number(env: Mapping[str, str], name: str, default: int, least: int = 0, most: float = float("inf")) -> int:
     text = env.get(name) or str(default)
-    if not text.isdecimal() or not least <= int(text) <= (int(text) if most is None else most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise Mistake(f"{name}={text}: a whole number {limits} is needed")
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise Mistake(f"{name}={text}: a whole number from {least} to {most:g} is needed".replace(" to inf", " on"))
     return int(text)

@@ -54,21 +54,19 @@ class OncePerHost:
             try:
                 value = make()
             except UserError as error:
-                self._share(str(error), None)
-                self._heard()
+                self._from_first(str(error), None)
                 raise
-            self._share("", pack(value) if len(self._ranks) > 1 else None)
+            self._from_first("", pack(value) if len(self._ranks) > 1 else None)
         else:
-            refused, packed = self._share("", None)
+            refused, packed = self._from_first("", None)
             if refused:
-                self._heard()
                 raise AlreadyReported(refused)
             value = make() if packed is None else unpack(*packed)
         wait_for_hosts(self._all, self._alive)
         return value
 
-    def _share(self, refused: str, packed: Packed | None) -> tuple[str, Packed | None]:
-        """Return on all ranks of this host what its first rank has called this with."""
+    def _from_first(self, refused: str, packed: Packed | None) -> tuple[str, Packed | None]:
+        """Return on all ranks of this host what its first rank has called this with, when all of them have it."""
         arrays, plain = packed or ({}, None)
         text, file = json.dumps([refused, packed is not None, plain]), io.BytesIO()
         np.savez(file, allow_pickle=False, json=np.frombuffer(text.encode(), np.uint8), **dict(arrays))
@@ -77,6 +75,7 @@ class OncePerHost:
         if dist.get_rank() != self._ranks[0]:
             content = torch.empty(int(length), dtype=torch.uint8)
         self._broadcast(content)
+        wait_for_hosts(self._here, self._alive)
         found = dict(np.load(io.BytesIO(content.numpy().tobytes()), allow_pickle=False))
         refused, is_packed, plain = json.loads(found.pop("json").tobytes())
         return refused, (found, plain) if is_packed else None
@@ -84,7 +83,3 @@ class OncePerHost:
     def _broadcast(self, values: torch.Tensor) -> torch.Tensor:
         finish(dist.broadcast(values, self._ranks[0], self._here, async_op=True), self._alive)
         return values
-
-    def _heard(self) -> None:
-        """The first rank, which is about to end, waits until the others have received what it shared."""
-        finish(dist.reduce(torch.ones(()), self._ranks[0], group=self._here, async_op=True), self._alive)

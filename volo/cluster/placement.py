@@ -117,42 +117,32 @@ def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple
 
 
 def compute_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> list[Port]:
-    """Return the ports that NCCL may use: all but those that are clearly for something else.
+    """Return the ports that NCCL may use: the fastest ones, as far as no port is nearer to some GPU, of one network.
 
-    A port is not needed if each GPU has another that is faster and as near, or nearer and as fast; nearest is below the
-    same host bridge, then in the same NUMA node. Ports that are faster but farther stay. Of two networks that are equal
-    in this, and can't be mixed, the one with more ports is taken.
+    What is below the same host bridge is equally near. The other ports are for storage or for the machine's own
+    traffic; where the nearest are not the fastest, all stay. InfiniBand and Ethernet can't be mixed.
     """
 
-    def beats(gpu: Gpu, one: Port, other: Port) -> bool:
-        near, far = (max(distance(gpu, port)[0], _BRIDGE) for port in (one, other))
-        return one.rate >= other.rate and near <= far and (one.rate, near) != (other.rate, far)
+    def bridges(gpu: Gpu, port: Port) -> int:
+        return max(distance(gpu, port)[0], _BRIDGE)
 
-    needed = [port for port in ports if not all(any(beats(gpu, other, port) for other in ports) for gpu in gpus)]
-    layers = Counter(port.layer for port in needed)
-    if len({port.rate for port in needed}) > 1 or len(layers) < 2:
-        return needed
-    layer = max(layers, key=lambda name: (layers[name], name == "InfiniBand"))
-    return [port for port in needed if port.layer == layer]
+    near = [port for port in ports if any(all(bridges(g, port) <= bridges(g, each) for each in ports) for g in gpus)]
+    found = [port for port in near if all(port.rate >= each.rate for each in ports)]
+    layers = Counter(port.layer for port in found)
+    return [port for port in found if port.layer == max(layers, key=lambda it: (layers[it], it))] or list(ports)
 
 
 def nearest_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> dict[str, Port]:
-    """Return one card for each GPU, by the GPU's name; empty if none is near any of them.
+    """Return one card for each GPU, by the GPU's name: the nearest, of several the one that fewer GPUs have taken.
 
-    Each GPU takes the nearest card, of several the one that fewer GPUs have taken.
+    Empty if none is near any of them.
     """
     if all(distance(gpu, port)[0] == _FAR for gpu in gpus for port in ports):
         return {}
-    options = {}
-    for gpu in gpus:
-        ways = [distance(gpu, port) for port in ports]
-        options[gpu.name] = [port for port, way in zip(ports, ways, strict=True) if way == min(ways)]
-    taken: dict[str, int] = Counter()
     found: dict[str, Port] = {}
-    # GPUs with the fewest options come first, or others might take the only card near them.
-    for name in sorted(options, key=lambda name: len(options[name])):
-        found[name] = min(options[name], key=lambda port: taken[port.name])
-        taken[found[name].name] += 1
+    for gpu in gpus:
+        taken = Counter(port.name for port in found.values())
+        found[gpu.name] = min(ports, key=lambda port: (distance(gpu, port), taken[port.name]))  # noqa: B023
     return found
 
 
@@ -176,7 +166,7 @@ def variables(
         wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
     if share.port:
         wanted["UCX_NET_DEVICES"] = share.port.name
-    if ranks_from_environment(env)[2] > len(plan.shares) and "MASTER_ADDR" in env:
+    if ranks_from_environment(env).size > len(plan.shares) and "MASTER_ADDR" in env:
         if interface := interface_to(env["MASTER_ADDR"]):
             wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         else:

@@ -10,7 +10,6 @@ exit code: 0 fit, 6 not fit, 2 for a bad flag, 5 if a node does not come within 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
@@ -34,25 +33,21 @@ import torch.distributed as dist
 from tlt._version import __version__
 from tlt.errors import UserError
 from tlt.io.text import some_names, table
-from volo.cluster.distributed import World, from_all, init_world, shut_down
-from volo.cluster.ranks import cpus_of_ranks
-from volo.cluster.topology import read_machine
+from volo.cluster.distributed import World, from_all, from_primary, init_world, shut_down
+from volo.cluster.topology import read, read_machine
 
 GB = 1e9  # bytes
 _STORAGE_S = 8.0
-_MANY_FOLDERS = 16  # the splits of a data set; the class folders below hold a million files
 _MEMLOCK_GB = 1.0  # a training locks more; the usual default limits are far below
 _SLOW = 0.5  # of the median node's bandwidth
-_LONG_ENOUGH_S = 0.1  # one all-reduce, whose start and end then don't count
-_SAMPLED_S, _SAMPLES = 0.5, 10  # all-reduces of one size take so long, and there are so many of them, at least
-_LARGEST = 1 << 28  # bytes of an all-reduce
+_TIMES = 6  # all-reduces that are timed; the first connects the ranks
 _REMEDIES = {  # by the first word of what differs
     "driver": "have the driver updated there, or leave the node out",
     "GPUs": "look for a failed GPU (nvidia-smi, dmesg), or give the job whole nodes of one kind",
     "card": "look at it (ibstat), or leave the node out",
     "size": "copy it there again, or mount the same one",
 }
-_SOFTWARE = "start all nodes from the same environment or image, and the same state of the checkout (git status)"
+_SOFTWARE = "start all nodes from the same environment or image"
 _MOUNT = "mount it there, and check its name and permissions"
 
 
@@ -79,7 +74,7 @@ class Node:
     name: str
     ranks: list[int]
     equal: dict[str, str]
-    cpus: float
+    cpus: int
     shm_gb: float
     memlock_gb: float | None
     free_gb: float | None
@@ -116,7 +111,7 @@ def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
             group: Any = dist.new_group(own, timedelta(seconds=args.timeout), use_local_synchronization=True)
             inside = all_reduce_bandwidth(world.device, group)
         bandwidths = from_all(inside)
-        overall = all_reduce_bandwidth(world.device)
+        overall = from_primary(all_reduce_bandwidth(world.device))
     except RuntimeError as error:  # of NCCL or gloo
         reason = str(error).partition("\n")[0]
         raise Unfit(f"{places[world.rank]}: the all-reduce fails ({reason}): NCCL_DEBUG=INFO tells more") from error
@@ -131,21 +126,30 @@ def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -
     data = {path: _in_time(_size, path) for path in args.data}
     sizes = {f"size of {path}": f"{size:.0f}" for path, (size, _) in data.items() if size is not None}
     free, failure = _in_time(_free_gb, args.output) if args.output else (None, "")
-    locked = re.search(r"Max locked memory\s+(\d+)", _read(root / "proc/self/limits"))  # else "unlimited"
+    locked = re.search(r"Max locked memory\s+(\d+)", read(root / "proc/self/limits"))  # else "unlimited"
     memlock = int(locked[1]) / GB if locked else None
     shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
-    node = Node(name, ranks, versions(root) | cards | sizes, cpus_of_ranks(os.environ)[1], shm, memlock, free)
     problems = [f"can't read {path} ({error}): {_MOUNT}" for path, (_, error) in data.items() if error]
-    problems += [f"can't write to --output ({failure}): {_MOUNT}"] if failure else []
-    return replace(node, problems=[*problems, *_shortages(node, args)])
+    if failure:
+        problems.append(f"can't write to --output ({failure}): {_MOUNT}")
+    if free is not None and free < args.free_gb:
+        remedy = f"--free-gb {args.free_gb:g}: make room, or lower the limit"
+        problems.append(f"{free:.3g} GB free for checkpoints, {remedy}")
+    if shm < (wanted := args.shm_gb * len(ranks)):
+        remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
+        problems.append(f"/dev/shm has {shm:.3g} GB free, {len(ranks)} ranks want {wanted:g}: {remedy}")
+    if machine.ports and memlock is not None and memlock < _MEMLOCK_GB:
+        remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
+        problems.append(f"a process may lock {memlock:.3g} GB of memory, too little for InfiniBand: {remedy}")
+    return Node(name, ranks, versions(root) | cards | sizes, len(machine.allowed), shm, memlock, free, problems)
 
 
 def versions(root: Path) -> dict[str, str]:
     """Return the software and the GPUs, which must be the same on all nodes; "none" where there is none."""
-    driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", _read(root / "proc/driver/nvidia/version"))
+    driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)\s", read(root / "proc/driver/nvidia/version"))
     models = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
     return {
-        "project": f"{__version__} (code {code_digest(Path(__file__).parents[2])})",
+        "project": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
@@ -153,18 +157,6 @@ def versions(root: Path) -> dict[str, str]:
         "driver": driver[1] if driver else "none",
         "GPUs": ", ".join(f"{count} x {model}" for model, count in models.items()) or "none",
     }
-
-
-def code_digest(folder: Path) -> str:
-    """Return a short digest of the sources of volo and tlt below `folder`: a checkout may be stale on one node."""
-    digest = hashlib.sha256()
-    for file in sorted((*folder.glob("volo/**/*.py"), *folder.glob("tlt/**/*.py"))):
-        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-def _read(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _in_time(measure: Callable[[str], float], path: str) -> tuple[float | None, str]:
@@ -184,13 +176,11 @@ def _in_time(measure: Callable[[str], float], path: str) -> tuple[float | None, 
 
 
 def _size(path: str) -> int:
-    """Return the bytes of a file, or the entries of a folder and of its folders, if these are few."""
-    if not os.path.isdir(path):
-        with open(path, "rb") as file:
-            return file.seek(0, os.SEEK_END)
-    found = list(os.scandir(path))
-    folders = [entry.path for entry in found if entry.is_dir()]
-    return len(found) + sum(len(os.listdir(each)) for each in folders if len(folders) <= _MANY_FOLDERS)
+    """Return the bytes of a file, or how many entries a folder has."""
+    if os.path.isdir(path):
+        return len(os.listdir(path))
+    with open(path, "rb") as file:
+        return file.seek(0, os.SEEK_END)
 
 
 def _free_gb(path: str) -> float:
@@ -201,42 +191,20 @@ def _free_gb(path: str) -> float:
     return shutil.disk_usage(folder).free / GB
 
 
-def _shortages(node: Node, args: Namespace) -> Iterator[str]:
-    if node.free_gb is not None and node.free_gb < args.free_gb:
-        yield f"{node.free_gb:.3g} GB free for checkpoints, --free-gb {args.free_gb:g}: make room, or lower the limit"
-    if node.shm_gb < (wanted := args.shm_gb * len(node.ranks)):
-        remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
-        yield f"/dev/shm has {node.shm_gb:.3g} GB free, {len(node.ranks)} ranks want {wanted:g}: {remedy}"
-    active = any(state.startswith("ACTIVE") for state in node.equal.values())
-    if active and node.memlock_gb is not None and node.memlock_gb < _MEMLOCK_GB:
-        remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
-        yield f"a process may lock {node.memlock_gb:.3g} GB of memory, too little for InfiniBand: {remedy}"
-
-
 def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
     """Return the bus bandwidth of an all-reduce in GB/s per process, bytes / s * 2 (n - 1) / n as in nccl-tests; the
     quickest of several counts, because other work on the machines can only add to the time."""
-    _timed_all_reduce(torch.zeros(1, device=device), group)  # connects the ranks
-    length, times = 1 << 20, list[float]()  # bytes, s
-    while sum(times) < _SAMPLED_S or len(times) < _SAMPLES:
-        times.append(_timed_all_reduce(torch.zeros(length // 4, device=device), group))
-        if times[-1] < _LONG_ENOUGH_S and length < _LARGEST:
-            length, times = 4 * length, []
+    values = torch.zeros((1 << 26) if device.type == "cuda" else (1 << 22), device=device)  # 256 or 16 MiB
+    times = []
+    for _ in range(_TIMES):
+        dist.all_reduce(values[:1], group=group)
+        values[0].item()  # waits for the GPU: all begin together
+        begin = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        values[0].item()
+        times.append(time.perf_counter() - begin)
     size = dist.get_world_size(group)
-    return length / min(times) * 2 * (size - 1) / size / GB
-
-
-def _timed_all_reduce(values: torch.Tensor, group: dist.ProcessGroup | None) -> float:
-    """Return the seconds that an all-reduce took on the slowest rank of the group; all of them return the same."""
-    taken = torch.zeros(1, dtype=torch.float64, device=values.device)
-    dist.all_reduce(taken, group=group)
-    taken.item()  # waits for the GPU: all begin together
-    begin = time.perf_counter()
-    dist.all_reduce(values, group=group)
-    values[0].item()
-    taken[0] = time.perf_counter() - begin
-    dist.all_reduce(taken, dist.ReduceOp.MAX, group)
-    return float(taken)
+    return values.nbytes / min(times[1:]) * 2 * (size - 1) / size / GB
 
 
 def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[Finding]:
@@ -282,4 +250,4 @@ def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[Find
 def _row(node: Node) -> list[str]:
     sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)
     shown = ["-" if value is None else f"{value:.3g}" for value in sizes]
-    return [node.name, str(len(node.ranks)), node.equal["GPUs"], f"{node.cpus:g}", *shown]
+    return [node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *shown]

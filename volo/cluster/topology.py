@@ -6,12 +6,12 @@ ibverbs and no Python package is needed.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import socket
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ Cores = tuple[tuple[int, ...], ...]
 _PCI = re.compile(r"(pci)?[0-9a-f]{4,}:[0-9a-f:.]+")
 _NVIDIA = "0x10de"
 _GPU_CLASSES = ("0x0300", "0x0302")  # with a display, without one
-_SIOCGIFCONF, _IFREQ = 0x8912, struct.Struct("16s4x4s16x")  # label, eth0 or its alias eth0:1, and IPv4 address
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -153,18 +153,17 @@ def interface_to(address: str) -> str | None:
         return None
 
 
-def _addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of all IPv4 and IPv6 addresses of this machine."""
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Yield (interface, address) of the first IPv4 and all IPv6 addresses of this machine."""
     import fcntl  # not on Windows
 
-    room = ctypes.create_string_buffer(_IFREQ.size * 1024)
-    request = struct.pack("iP", len(room), ctypes.addressof(room))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        filled, _ = struct.unpack("iP", fcntl.ioctl(probe, _SIOCGIFCONF, request))
-    entries = _IFREQ.iter_unpack(room.raw[:filled])
-    found = [(re.split(b"[:\0]", label)[0].decode(), socket.inet_ntoa(raw)) for label, raw in entries]
-    lines = [line.split() for line in read(Path("/proc/net/if_inet6")).splitlines()]
-    return found + [(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))) for digits, *_, name in lines]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                filled = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(filled[20:24])
+    for digits, *_, name in map(str.split, read(Path("/proc/net/if_inet6")).splitlines()):
+        yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
 def read(path: Path) -> str:

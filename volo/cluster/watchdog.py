@@ -60,26 +60,22 @@ class Watchdog:
 
     def allowed(self, phase: str) -> float:
         """Return the seconds that this rank may spend in `phase` without doing anything."""
+        waits = self.timeout
         if phase in ("data", "others"):  # the others wait for the rank whose data are late
-            waits = max(self.timeout, self.loader_timeout + 30) if self.loader_timeout else float("inf")
-        else:
-            waits = self.timeout
+            waits = max(waits, self.loader_timeout + 30) if self.loader_timeout else float("inf")
         return max(waits, START_TIMEOUT_S) if self._saving or phase not in self._passed else waits
 
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self.timeout / 10)):
             phase, idle = self._phase, time.monotonic() - self._since
             if idle > self.allowed(phase) and not self._ended.is_set():
-                self._leave(phase, idle)
-
-    def _leave(self, phase: str, idle: float) -> None:
-        # The process may be full of locks: nothing here waits for another thread but the event's file.
-        reason = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g}), in phase {phase}"
-        os.write(2, f"[rank {self.rank}] hung: {reason}\n".encode())
-        faulthandler.dump_traceback(file=2, all_threads=True)
-        with suppress(Exception):
-            self.note(fault="hung", reason=reason, phase=phase)
-        os._exit(HUNG)
+                # The process may be full of locks: nothing here waits for another thread but the event's file.
+                reason = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g}), in phase {phase}"
+                os.write(2, f"[rank {self.rank}] hung: {reason}\n".encode())
+                faulthandler.dump_traceback(file=2, all_threads=True)
+                with suppress(Exception):
+                    self.note(fault="hung", reason=reason, phase=phase)
+                os._exit(HUNG)
 
 
 def leave_together(watchdog: Watchdog) -> None:
