@@ -102,14 +102,13 @@ SWITCHES = [f"0{i + 1}/0{i + 1}:01/a{i}:00" for i in range(8)]  # of a DGX H100'
         (DGX_H100, [f"bf3_{i} {i // 4} {SWITCHES[i]}/a{i}:03/{i}c 400 Ethernet" for i in (0, 4)], H100_CARDS),
         # Slower, on a GPU's switch.
         (DGX_A100, ["mlx5_20 3 00/00:01/f0:00/f0:10/08 100"], A100_CARDS),
-        # Farther, but faster: NCCL chooses.
+        # The nearest is not the fastest: NCCL chooses.
         (LAPTOP, ["mlx5_0 0 00/00:01/02", "mlx5_1 0 01/01:01/03 400"], None),
         (VIRTUAL, ["mlx5_9 0 00/1e", "bnxt_0 0 00/1d 25 Ethernet", "bnxt_1 0 00/1f 25 Ethernet"], "=mlx5_9:1"),
         # Two equal ones for each GPU: nothing to leave out.
         (LAPTOP, ["mlx5_0 0 00/00:01/02", "mlx5_1 0 00/00:01/03"], None),
         # As many of both networks.
         (LAPTOP, ["bf3_0 0 00/00:01/02 200 Ethernet", "mlx5_1 0 00/00:01/03"], "=mlx5_1:1"),
-        (LAPTOP, ["mlx5_0 0 00/00:01/02", "mlx5_1 0 00/00:01/03 200 InfiniBand INIT"], None),
     ],
 )
 def test_cards_that_are_for_something_else_are_left_out(
@@ -130,19 +129,14 @@ def test_modes(tmp_path: Path) -> None:
 
 def test_without_gpus_the_cpus_are_divided_only_if_asked_for(tmp_path: Path) -> None:
     machine = read_machine(build(tmp_path, DGX_A100))
-    assert describe(make_plan(machine, "auto", "cpu", 2, {}), "here", 0, {}, []) == [
-        "binding: nothing is bound: CPUs and memory are left to the kernel (--bind cpu would divide the CPUs among the "
-        "ranks)"
-    ]
+    (line,) = describe(make_plan(machine, "auto", "cpu", 2, {}), "here", 0, {}, [])
+    assert line.startswith("binding: nothing is bound: CPUs and memory are left to the kernel (--bind cpu would divide")
     shares = make_plan(machine, "cpu+mem", "cpu", 16, {}).shares
     assert [listed(share.cpus) for share in shares[:3]] == ["0-7,128-135", "8-15,136-143", "16-23,144-151"]
     assert [(share.memory, share.node) for share in shares[:3]] == [("bind", 0), ("bind", 0), ("bind", 1)]
     # A share in two nodes has memory of both.
     two = make_plan(machine, "cpu+mem", "cpu", 2, {}).shares
     assert [(share.memory, share.node) for share in two] == [("off", None)] * 2
-    process(tmp_path, "0-1,128-129")
-    few = make_plan(read_machine(tmp_path), "cpu", "cpu", 3, {})
-    assert few.reasons == ("local rank 0-2 not bound: the machine has 2 cores in the CPU mask",)
 
 
 def test_a_container_with_few_cpus_and_more_ranks_than_gpus(tmp_path: Path) -> None:
@@ -182,9 +176,8 @@ def test_what_is_set_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # NCCL's own configuration.
     write(tmp_path, "etc/nccl.conf", "# site\nNCCL_IB_HCA==mlx5_0\n#NCCL_SOCKET_IFNAME=eth0")
     assert set(added(tmp_path, 3, **hosts)) == {"UCX_NET_DEVICES", *interface}
-    for file, env in (("home/me/.nccl.conf", {}), ("job/nccl.conf", {"NCCL_CONF_FILE": "/job/nccl.conf"})):
-        write(tmp_path, file, "NCCL_SOCKET_IFNAME=eth0")
-        assert set(added(tmp_path, 3, **hosts, **env)) == {"UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME"}
+    write(tmp_path, "home/me/.nccl.conf", "NCCL_SOCKET_IFNAME=eth0")
+    assert set(added(tmp_path, 3, **hosts)) == {"UCX_NET_DEVICES", "GLOO_SOCKET_IFNAME"}
 
 
 PROBE = """
@@ -235,10 +228,7 @@ def test_what_the_kernel_refuses_is_told() -> None:
     assert failure.startswith("memory policy bind 1000: ")
 
 
-def test_a_machine_or_launcher_that_tells_too_little_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "4"})
-    (line,) = bind_process(Namespace(bind="cpu", device="cpu"))
-    assert line.startswith("binding: nothing is bound: the launcher doesn't set LOCAL_WORLD_SIZE")
+def test_a_machine_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(binding, "read_machine", lambda: int("odd"))
     (line,) = bind_process(Namespace(bind="auto", device=None))

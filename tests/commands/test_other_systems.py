@@ -77,7 +77,7 @@ def test_an_accelerator_is_taken_where_torch_offers_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert choose_device("xpu", 0).type == "xpu"
-    with pytest.raises(UserError, match="this machine offers xpu"):
+    with pytest.raises(UserError, match="--device mps: of cpu, cuda"):
         choose_device("mps", 0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="several processes"):

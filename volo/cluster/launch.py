@@ -83,9 +83,11 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
 
 def _master(env: Mapping[str, str]) -> str:
     """Return the IP address that MASTER_ADDR stands for."""
-    name, remedy = env.get("MASTER_ADDR", ""), "give the IP address of node 0 that the other nodes reach it by"
+    name, remedy = env.get("MASTER_ADDR"), "give the IP address of node 0 that the other nodes reach it by"
+    if not name:
+        raise Mistake(f"NNODES={env['NNODES']} needs MASTER_ADDR: {remedy}")
     try:
-        address = str(socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM)[0][4][0])
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise Mistake(f"MASTER_ADDR={name}: {error.strerror}; {remedy}") from None
     if ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
@@ -93,8 +95,9 @@ def _master(env: Mapping[str, str]) -> str:
     return address
 
 
-def _number(env: Mapping[str, str], name: str, default: int, least: int = 0, most: float = float("inf")) -> int:
+def _number(env: Mapping[str, str], name: str, default: int, least: int = 0, most: int | None = None) -> int:
     text = env.get(name) or str(default)
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise Mistake(f"{name}={text}: a whole number from {least} to {most:g} is needed".replace(" to inf", " on"))
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        limits = "on" if most is None else f"to {most}"
+        raise Mistake(f"{name}={text}: a whole number from {least} {limits} is needed")
     return int(text)

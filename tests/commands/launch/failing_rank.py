@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ def _nan(batch: Batch) -> None:
     batch.images.fill_(float("nan"))
 
 
+def _hang(batch: Batch) -> None:
+    time.sleep(9999)
+
+
 def _signal(batch: Batch) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -32,6 +37,7 @@ def _signal(batch: Batch) -> None:
 FAULTS: dict[str, tuple[Callable[[Batch], None], int]] = {
     "exception": (_exception, 1),
     "nan": (_nan, 1),
+    "hang": (_hang, 1),
     "signal in the last update": (_signal, UPDATES - 1),
 }
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.commands.conftest import QUICK, ROOT, Ended, metrics
 from tests.conftest import LIMIT
 
-# Trains twice in one group, in a thread as Ray does, then fails: the group and the process are the caller's.
+# Trains in the group, in a thread as Ray does, then fails: the group and the process are the caller's.
 WORKER = """
 import sys, threading
 import torch.distributed as dist
@@ -24,9 +24,8 @@ dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, worl
 from volo import cli
 codes = []
 def work():
-    for name in ("one", "two"):
-        codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", name]))
-    codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", "two"]))
+    for _ in range(2):
+        codes.append(cli.run("train", [*flags.split(), "--output", output, "--experiment", "one"]))
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
@@ -50,10 +49,9 @@ def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Callable[..., 
         for rank in range(2)
     ]
     outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
-    assert all("codes [0, 0, 2]" in output for output in outputs), outputs
-    assert outputs[0].count("global batch 16 = 8 per device x 2 x 1") == 2
+    assert all("codes [0, 2]" in output for output in outputs), outputs
+    assert outputs[0].count("global batch 16 = 8 per device x 2 x 1") == 1
     assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images
-    assert [row["loss"] for row in metrics(tmp_path / "one")] == [row["loss"] for row in metrics(tmp_path / "two")]
 
 
 def test_a_group_for_gpus_alone_is_told(
