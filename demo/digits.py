@@ -3,8 +3,8 @@
 
 Writes scikit-learn's scans of handwritten digits (UCI, 1,797 images) as an image folder, trains a small ConvNet on
 them, lets it label every image place by place, trains VOLO-D0 with these token labels and MixToken on two processes
-(on one where there is one GPU), fine-tunes it at a higher resolution, and validates both. Every command is printed, so
-that it can be copied. What is done already is not repeated, what was interrupted goes on; `--fresh` starts again.
+(on one where there is one GPU), validates it, and lets it name ten held-out scans. Every command is printed, so that it
+can be copied. What is done already is not repeated, what was interrupted goes on; `--fresh` starts again.
 
 `--data-backend NAME` decodes with another backend. `--shards` packs images and label maps into tar shards once the
 maps are made, and trains VOLO-D0 from these alone. Both have their own output folders; `--shards` and `dali-cpu` end in
@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = "demo_output"
-SIZE, FINE_SIZE = 32, 48  # px
+SIZE = 32  # px
 GRID = SIZE // 8  # tokens of VOLO-D0 in a row
 HELD_OUT_EVERY = 5  # each fifth scan is held out
 BACKENDS = ("torchvision", "pil", "dali-cpu", "dali-gpu")
@@ -49,11 +49,6 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
         TWO_PROCESSES,
         f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05",
         24,
-    ),
-    "volo_d0_fine": (
-        TWO_PROCESSES,
-        f"--model volo_d0 --img-size {FINE_SIZE} -b 16 --lr 2e-4 --warmup-epochs 0 --drop-path 0.05",
-        6,
     ),
 }
 
@@ -79,9 +74,11 @@ def main() -> None:
     if demo.shards:
         demo.pack()
     demo.train("volo_d0")
-    demo.train("volo_d0_fine")
-    results = [demo.validate(name) for name in ("volo_d0", "volo_d0_fine")]
-    print_table(results)
+    result = demo.validate("volo_d0")
+    demo.predict("volo_d0")
+    print()
+    for name, value in result.items():
+        print(f"{name:<15}{value}")
     seconds = time.perf_counter() - began
     print(f"\n{seconds:.0f} s; images in {demo.digits}, a picture of the token labels in {demo.picture}")
 
@@ -129,8 +126,6 @@ class Demo:
         if name != "annotator":
             images, labels = (self.packed, self.packed) if self.shards else (self.digits, self.labels)
             flags += f" --token-label --token-label-data {labels}"
-        if name == "volo_d0_fine":
-            flags += f" --finetune {self.output}/volo_d0/model_best.pth.tar"
         flags += f" {COMMON} {self.decoding} --epochs {epochs}"
         command = f"{launcher} {images} --output {self.output} --experiment {name} {flags}"
         run(command, done=len(self.summary(name)) == epochs)
@@ -152,7 +147,7 @@ class Demo:
         run(f"python -m tlt pack-images {self.digits} {self.packed} --labels {self.labels}")
 
     def validate(self, name: str) -> dict[str, str]:
-        """Validate an experiment's best checkpoint; return its line of the table."""
+        """Validate an experiment's best checkpoint; return what came out, by name."""
         run_folder = f"{self.output}/{name}"
         file = f"{run_folder}/validation.json"
         images = self.packed if self.shards else self.digits
@@ -168,6 +163,14 @@ class Demo:
             "training": f"{speed:.0f} images/s",
             "curves": f"{run_folder}/curve.png",
         }
+
+    def predict(self, name: str) -> None:
+        """Name one held-out scan of each digit."""
+        folders = sorted((ROOT / self.digits / "validation").iterdir())
+        scans = " ".join(
+            f"{self.digits}/validation/{it.name}/{min(file.name for file in it.iterdir())}" for it in folders
+        )
+        run(f"python -m volo predict {scans} --checkpoint {self.output}/{name} {self.decoding}")
 
     def summary(self, name: str) -> list[dict[str, str]]:
         """The rows of an experiment's summary.csv."""
@@ -220,15 +223,6 @@ def run(command: str, done: bool = False) -> None:
     code = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}).returncode
     if code:
         sys.exit(f"the command above failed with exit code {code}")
-
-
-def print_table(rows: list[dict[str, str]]) -> None:
-    """Print the results."""
-    columns = list(rows[0])
-    widths = [max(len(column), *(len(row[column]) for row in rows)) for column in columns]
-    print()
-    for cells in (columns, *([row[column] for column in columns] for row in rows)):
-        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":
