@@ -48,7 +48,7 @@ TRAINING = {  # experiment: (launcher, flags, epochs)
     "volo_d0": (
         TWO_PROCESSES,
         f"--model volo_d0 --img-size {SIZE} -b 16 --lr 5e-4 --warmup-epochs 2 --drop-path 0.05",
-        24,
+        18,
     ),
 }
 
