@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.labels.packed import SHAPE, label_map, make_tree, write_images
+from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
 from tlt.labels.label_files import label_names
@@ -40,7 +40,7 @@ def test_images_without_label(data: Path, tmp_path: Path) -> None:
 
 
 BAD_LABELS: dict[str, tuple[dict[str, object], str]] = {
-    "classes": ({"num_classes": 4}, "has class ids up to 4, which are not in 0..3"),
+    "classes": ({"num_classes": 4}, "has labels of 5 classes, but the model has 4"),
     "tail": ({"label_tail": "exact"}, "has no log-sum-exp"),
     "other images": ({"names": ["z/z.jpg"]}, "labels are of another data set"),
 }
@@ -49,7 +49,8 @@ BAD_LABELS: dict[str, tuple[dict[str, object], str]] = {
 @pytest.mark.parametrize("case", BAD_LABELS)
 def test_labels_that_do_not_fit(data: Path, tmp_path: Path, case: str) -> None:
     folder = scan_folder(data / "train")
-    pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
+    make = make_archive if case == "classes" else make_tree
+    pack_images(str(data), str(tmp_path / "out"), labels=str(make(tmp_path / "labels", folder)))
     asked, message = BAD_LABELS[case]
     with pytest.raises(UserError, match=message):
         open_labels(tmp_path / "out", **{"names": folder.paths, **asked})  # type: ignore[arg-type]
@@ -68,7 +69,7 @@ def test_a_label_that_cannot_be_trained_on_stops_the_packing(data: Path, tmp_pat
     with pytest.raises(UserError, match="1.v2.pt"):
         pack_images(str(data), str(tmp_path / "out"), labels=str(root))
     torch.save(torch.zeros(2, 2, 5, 4).half(), path)
-    with pytest.raises(UserError, match="holds shards of other images or labels"):  # of the label as it was
+    with pytest.raises(UserError, match="was made with labels"):  # of the label as it was
         pack_images(str(data), str(tmp_path / "out"), labels=str(root))
     with pytest.raises(UserError, match="shape .k, h, w. = .2, 5, 4., but the others' is .2, 3, 4."):
         pack_images(str(data), str(tmp_path / "out"), labels=str(root), overwrite=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import gzip
 import hashlib
 import json
 import os
 import sys
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +13,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from PIL import Image
+from torchvision import datasets as torch_datasets
 
 from tests.commands.conftest import Running, children, ended, storage
 from tests.commands.conftest import nothing_left_running as nothing_left_running  # a fixture
 from tests.conftest import wait_until
+from tests.data.sources.test_dataset_kinds import cifar
 from tests.labels.packed import NAMES, make_archive, make_tree, save_image, write_images
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import BatchKey
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.sources.folder import ImageFolder, scan_folder
+from tlt.data.sources.image_file import read_size
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.records import RecordImages
-from tlt.data.sources.tar_shards import PARTIAL_NAME
+from tlt.data.sources.records import FileRecords, RecordImages
+from tlt.data.sources.tar_shards import PACKING
 from tlt.errors import UserError
+from tlt.io.output_folder import marker_crc
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
@@ -62,20 +64,20 @@ def test_shards_hold_what_folder_and_labels_hold(data: Path, tmp_path: Path, kin
     assert shards.classes.tolist() == folder.classes.tolist() and shards.class_names == folder.class_names
     assert set(shards.folder_names) == set(folder.folder_names) and "empty" in shards.folder_names
     assert [shards.read(i) for i in range(len(shards))] == [folder.read(i) for i in range(len(folder))]
-    assert [shards.size(i) for i in range(len(shards))] == [folder.size(i) for i in range(len(folder))]
+    sizes = [read_size(folder.read(i)) for i in range(len(folder))]
     theirs = open_labels(root, folder.paths, num_classes=5)
     for path in ("out", "out/train"):
         ours = open_labels(tmp_path / path, shards.paths, num_classes=5)
         assert isinstance(ours.reader, ShardReader) and fingerprint(shards, ours) == fingerprint(folder, theirs)
         for row in range(len(folder)):
-            one, other = (store.read(row, *folder.size(row)) for store in (ours, theirs))
+            one, other = (store.read(row, *sizes[row]) for store in (ours, theirs))
             np.testing.assert_array_equal(one.values, other.values)
             np.testing.assert_array_equal(one.ids, other.ids)
             np.testing.assert_allclose(one.area, other.area, atol=1e-7)
     if "archive" in kind:
         exact = [open_labels(path, folder.paths, None, 5, label_tail="exact") for path in (tmp_path / "out", root)]
         for row in range(len(folder)):
-            one, other = (store.read(row, *folder.size(row)).values for store in exact)
+            one, other = (store.read(row, *sizes[row]).values for store in exact)
             np.testing.assert_array_equal(one, other)
 
 
@@ -162,7 +164,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert len(workers) == 2
     wait_until(lambda: all(map(ended, workers)))
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
-    assert made and not (out / "shards.json").exists() and (out / PARTIAL_NAME).exists()
+    assert made and not (out / "shards.json").exists() and (out / PACKING).exists()
     with pytest.raises(UserError, match="not complete: run `tlt pack-images` again"):
         open_images(str(tmp_path / "out"), "train")
     (out / ".00003.tar.tmp").write_bytes(b"half")  # what a killed writer may leave
@@ -172,35 +174,27 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert made.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}.items()
 
 
-def test_what_reads_other_than_it_was_written_is_told(
+def test_what_reads_other_than_it_was_written_is_reported(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = packer._write
+    scan = packer.scan_packed
 
-    def damaging(packing: Packing, images: range, path: str) -> int:
-        crc32 = write(packing, images, path)
+    def damaging(path: str) -> tuple[FileRecords, FileRecords]:
         content = bytearray(Path(path).read_bytes())
         content[700] ^= 1  # in the first image
         Path(path).write_bytes(content)
-        return crc32
+        return scan(path)
 
-    monkeypatch.setattr(packer, "_write", damaging)
+    monkeypatch.setattr(packer, "scan_packed", damaging)
     with pytest.raises(UserError, match="00000.tar reads other than it was written"):
         pack_images(str(data), str(tmp_path / "out"))
-    assert [path.name for path in (tmp_path / "out" / "train").iterdir()] == [PARTIAL_NAME]
+    assert not [*(tmp_path / "out" / "train").glob("[!.]*.tar")]
 
 
-def foreign_tar(out: Path) -> None:
-    with tarfile.open(out / "00000.tar", "w") as tar:
-        info = tarfile.TarInfo("b/x.jpg")
-        tar.addfile(info)
-
-
-OTHERS: dict[str, Callable[[Path], object]] = {
-    "00000.tar": foreign_tar,
-    "shards.json": lambda out: (out / "shards.json").write_text('{"description": {"about": null}}'),
-    "packing.json": lambda out: (out / "packing.json").write_text('{"settings": "in the cellar"}'),
-    "notes.txt": lambda out: (out / "notes.txt").write_text("mine"),
+OTHERS: dict[str, tuple[str, str]] = {
+    "00000.tar": ("a tar", r"holds other things \(00000.tar\)"),
+    "notes.txt": ("mine", r"holds other things \(notes.txt\)"),
+    "packing.json": ('{"settings": "in the cellar"}', "packing.json does not describe a"),
 }
 
 
@@ -209,44 +203,41 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 def test_no_file_of_the_users_is_removed(data: Path, tmp_path: Path, name: str, overwrite: bool) -> None:
     out = tmp_path / "out" / "train"
     out.mkdir(parents=True)
-    if name == "notes.txt":
-        pack_images(str(data), str(tmp_path / "out"))
-    OTHERS[name](out)
-    before = digests(out)
-    with pytest.raises(UserError, match=rf"shards.json and what belongs|holds other things \({name}\)"):
-        pack_images(str(data), str(tmp_path / "out"), overwrite=overwrite or name == "notes.txt")
-    assert digests(out) == before
+    content, reason = OTHERS[name]
+    (out / name).write_text(content)
+    with pytest.raises(UserError, match=reason):
+        pack_images(str(data), str(tmp_path / "out"), overwrite=overwrite)
+    assert (out / name).read_text() == content
 
 
 def test_what_is_there_is_never_mixed_with_something_else(data: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     pack_images(str(data), out)
+    (tmp_path / "out" / "train" / "notes.txt").write_text("mine")
     assert "9 images are packed in" in "".join(pack_images(str(data), out))
-    with pytest.raises(UserError, match="or packed in another way"):
+    with pytest.raises(UserError, match="was made with --shard-size 512, this command says 1: choose another OUT, or"):
         pack_images(str(data), out, shard_mb=1)
     save_image(data / "train" / "b" / "new.png", 99)
-    with pytest.raises(UserError, match="holds shards of other images or labels"):
+    with pytest.raises(UserError, match="was made with images .*choose another OUT, or --overwrite"):
         pack_images(str(data), out)
     pack_images(str(data), out, overwrite=True)
     assert list(open_images(out, "train").paths) == list(scan_folder(data / "train").paths)
-    # A shard of other images under a plan of these.
-    train = tmp_path / "out" / "train"
-    settings = json.loads((train / "shards.json").read_text())["description"]["about"]["settings"]
-    (train / "shards.json").unlink()
-    (train / PARTIAL_NAME).write_text(json.dumps({"settings": settings, "per_shard": 1000}))
-    (train / "00000.tar").write_bytes((tmp_path / "out" / "validation" / "00000.tar").read_bytes())
+    assert (tmp_path / "out" / "train" / "notes.txt").read_text() == "mine"
+    # A shard of other images, as a killed command of these would have left it.
+    (tmp_path / "out" / "train" / "00000.tar").write_bytes((tmp_path / "out" / "validation" / "00000.tar").read_bytes())
+    marker = tmp_path / "out" / "train" / PACKING
+    content = json.loads(marker.read_text()) | {"complete": False}
+    del content["crc32"]
+    marker.write_text(json.dumps(content | {"crc32": marker_crc(content)}))
     with pytest.raises(UserError, match="00000.tar holds other images or labels: remove it"):
         pack_images(str(data), out)
 
 
-def test_a_second_command_waits_for_the_first(data: Path, tmp_path: Path) -> None:
+def test_a_second_command_is_refused_while_the_first_packs(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out" / "train"
     out.mkdir(parents=True)
-    descriptor = os.open(out, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another command is packing into it"):
+    with FileLock(out / ".lock"), pytest.raises(UserError, match="another command is writing into it"):
         pack_images(str(data), str(tmp_path / "out"))
-    os.close(descriptor)
     pack_images(str(data), str(tmp_path / "out"))
 
 
@@ -259,7 +250,7 @@ def test_large_images_are_made_smaller(data: Path, tmp_path: Path) -> None:
     assert main(arguments) == 0
     shards = open_images(str(tmp_path / "out"), "train")
     row = list(folder.paths).index("b/x.jpg")
-    assert shards.size(row) == (100, 53) and folder.size(row) == (300, 160)
+    assert read_size(shards.read(row)) == (100, 53) and read_size(folder.read(row)) == (300, 160)
     assert [i for i in range(len(folder)) if shards.read(i) != folder.read(i)] == [row]
     ours, theirs = open_labels(tmp_path / "out", shards.paths), open_labels(root, folder.paths)
     one, other = ours.read(row, 100, 53), theirs.read(row, 300, 160)
@@ -273,24 +264,16 @@ def test_names_that_lead_out_are_refused_before_anything_is_written(data: Path, 
     folder = scan_folder(data / "train")
     hostile = replace(folder, paths=[name, *folder.paths[1:]])
     with pytest.raises(UserError, match=f"{name}, an image of .*, is named outside of it: rename it"):
-        Packing(str(tmp_path / "out"), hostile, None, 512, None).run(1, False)
+        Packing(str(tmp_path / "out"), hostile, None, None)
     assert not (tmp_path / "out").exists()
 
 
-def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path) -> None:
-    raw = tmp_path / "FashionMNIST" / "raw"
-    raw.mkdir(parents=True)
-    pixels = np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
-    head = b"\x00\x00\x08\x03" + b"".join(side.to_bytes(4, "big") for side in pixels.shape)
-    for part in ("train", "t10k"):
-        files = {"images-idx3": head + pixels.tobytes(), "labels-idx1": b"\0\0\x08\1\0\0\0\5" + bytes([0, 9, 4, 4, 2])}
-        for name, content in files.items():
-            (raw / f"{part}-{name}-ubyte").write_bytes(content)
-            (raw / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
-    kind = ["--dataset", "torch/fashion_mnist", "--split", "train", "validation"]
+def test_other_kinds_of_data_set_are_packed_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cifar(tmp_path, monkeypatch, torch_datasets.CIFAR10)
+    kind = ["--dataset", "torch/cifar10", "--split", "train", "validation"]
     assert main(["pack-images", str(tmp_path), str(tmp_path / "out"), *kind]) == 0
     for split in ("train", "validation"):
         ours, theirs = open_images(str(tmp_path / "out"), split), open_images(str(tmp_path), split, kind[1])
-        assert list(ours.paths) == list(theirs.paths) and ours.classes.tolist() == [0, 9, 4, 4, 2]
+        assert list(ours.paths) == list(theirs.paths) and ours.classes.tolist() == theirs.classes.tolist()
         assert ours.class_names == theirs.class_names
-        assert [ours.read(i) for i in range(5)] == [theirs.read(i) for i in range(5)]
+        assert [ours.read(i) for i in range(6)] == [theirs.read(i) for i in range(6)]

@@ -76,6 +76,21 @@ def read_at(descriptor: int, length: int, offset: int) -> bytes:
         return os.read(descriptor, length)
 
 
+def read_into(data: bytearray, descriptor: int, offset: int) -> int:
+    """Fill `data` from byte `offset` of an open file; return how many bytes there were."""
+    view, done = memoryview(data), 0
+    while done < len(data):
+        if hasattr(os, "preadv"):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        else:
+            part = read_at(descriptor, len(data) - done, offset + done)
+            view[done : done + len(part)], count = part, len(part)
+        if not count:
+            break
+        done += count
+    return done
+
+
 def write_at(descriptor: int, data: bytes, offset: int) -> int:
     """Write `data` to byte `offset` of an open file, in one write; return how many bytes were written."""
     if hasattr(os, "pwrite"):

@@ -13,7 +13,7 @@ from sklearn.datasets import load_sample_image
 
 from tlt.data.backends import decode
 from tlt.data.backends.choice import create_backend
-from tlt.data.backends.decode import Crop, Encoded, PilBackend, Size, TorchvisionBackend, dct_divisor
+from tlt.data.backends.decode import Crop, Encoded, PilBackend, Request, Size, TorchvisionBackend
 from tlt.data.sources.image_file import BadImage
 from volo.cluster.distributed import World
 from volo.config.args import parse_train
@@ -53,7 +53,7 @@ def pixels(backend: PilBackend, path: str, crop: Crop | None, size: Size, interp
 def test_grey_levels_are_close_to_pillows(tmp_path: Path, mode: str, subsampling: int, interpolation: str) -> None:
     path = saved(photograph(mode), tmp_path / "x.jpg", subsampling)
     for crop, size, divisor in CROPS:
-        assert dct_divisor(SCALING.open(path), crop, size) == divisor
+        assert SCALING.divisor(Request(SCALING.open(path), crop, size, interpolation)) == divisor
         difference = abs(
             pixels(SCALING, path, crop, size, interpolation) - pixels(PilBackend(), path, crop, size, interpolation)
         )
@@ -76,12 +76,15 @@ def test_windows_are_exact_to_a_tenth_of_a_pixel(tmp_path: Path) -> None:
 
 
 def test_twice_the_output_is_left_and_small_images_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    huge = Encoded("x", bytearray(), 4000, 3000)
+    def divisor(size: Size, crop: Crop | None, side: int) -> int:
+        image = Encoded("x", bytearray(decode.JPEG_MAGIC), *size)
+        return SCALING.divisor(Request(image, crop, (side, side), "bilinear"))
+
     expected = {(None, 224): 4, (None, 187): 8, (None, 188): 4, ((0, 0, 4000, 895), 224): 1, ((9, 9, 896, 896), 224): 2}
-    assert {key: dct_divisor(huge, key[0], (key[1], key[1])) for key in expected} == expected
+    assert {key: divisor((4000, 3000), *key) for key in expected} == expected
     monkeypatch.undo()
     sizes = {(4000, 2000): 1, (4001, 2000): 4}
-    assert {size: dct_divisor(Encoded("x", bytearray(), *size), None, (224, 224)) for size in sizes} == sizes
+    assert {size: divisor(size, None, 224) for size in sizes} == sizes
 
 
 def test_other_formats_and_filters_are_decoded_whole(tmp_path: Path) -> None:
@@ -101,7 +104,8 @@ def test_dali_scales_as_torchvision_does(tmp_path: Path) -> None:
     for scaling in (True, False):
         backends = [create_backend(name, dct_scaling=scaling) for name in ("torchvision", "dali-cpu")]
         for crop, size, _ in CROPS:
-            one, other = (backend.decode(backend.open(path), crop, size, "bicubic") for backend in backends)
+            request = Request(SCALING.open(path), crop, size, "bicubic")
+            one, other = (backend.decode_batch([request], size).images for backend in backends)
             assert torch.equal(one, other)
 
 

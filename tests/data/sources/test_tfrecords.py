@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import pickle
 import shutil
 import subprocess
@@ -18,7 +16,6 @@ from PIL import Image
 
 from tlt.data.sources.image_file import BadImage
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.tfrecords import parse_example
 from tlt.errors import UserError
 
 google_crc32c = pytest.importorskip("google_crc32c")
@@ -147,7 +144,7 @@ def test_named_records_are_the_image_folder(data: Path, tmp_path: Path) -> None:
     assert list(ours.paths) == list(folder_images.paths) and ours.class_names == folder_images.class_names
     assert (ours.classes == folder_images.classes).all()
     for index in range(9):
-        assert ours.read(index) == folder_images.read(index) and ours.size(index) == folder_images.size(index)
+        assert ours.read(index) == folder_images.read(index)
     assert bytes(pickle.loads(pickle.dumps(ours)).read(3)) == bytes(ours.read(3))
 
 
@@ -222,39 +219,6 @@ def test_bad_file_is_one_line(case: str, data: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-BAD_TABLES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "more files": (lambda d: shutil.copy(second(d), d / "train" / "extra.tfrecord"), "is of 2 files, not of the 3"),
-    "file changed": (lambda d: write(second(d), [image_record(1)]), "train-00001-of-00002 has .* bytes instead of"),
-    "cut": (lambda d: os.truncate(d / "train" / "records.names", 5), "records.json and what belongs to it are damaged"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_TABLES)
-def test_bad_table_is_one_line(case: str, data: Path) -> None:
-    damage, text = BAD_TABLES[case]
-    open_images(str(data), "train", "tfrecord")
-    damage(data)
-    with pytest.raises(UserError, match=text) as raised:
-        open_images(str(data), "train", "tfrecord")
-    assert "\n" not in str(raised.value)
-
-
-def test_damaged_examples_raise_value_errors_only() -> None:
-    whole = example(image_record(0))
-    assert parse_example(whole)["image/class/label"] == [1]
-    assert parse_example(example({"a": -5, "b": [-1, 2**40]}))["b"] == [-1, 2**40]
-    generator = np.random.default_rng(0)
-    refused = 0
-    for _ in range(300):
-        damaged = bytearray(whole[:120])
-        damaged[generator.integers(len(damaged))] = generator.integers(256)
-        try:
-            parse_example(bytes(damaged))
-        except ValueError:
-            refused += 1
-    assert refused == 300  # every one of them is cut
-
-
 def test_missing_package_is_named_with_its_extra(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(UserError, match=r"pip install 'volo-tlt\[tfrecord\]'"):
@@ -276,9 +240,6 @@ def prepared(tmp_path: Path) -> Path:
             ]
             write(folder / f"flowers-train.tfrecord-{number:05d}-of-00002", records)
         (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
-        splits = [{"name": "train", "shardLengths": ["3", "2"]}, {"name": "test", "shardLengths": ["9"]}]
-        info = {"name": "flowers", "version": version, "fileFormat": "tfrecord", "splits": splits}
-        (folder / "dataset_info.json").write_text(json.dumps(info))
     return tmp_path
 
 
@@ -291,43 +252,20 @@ def test_prepared_data_set_has_its_own_class_list(prepared: Path) -> None:
     assert "1.9.0" in open_images(str(prepared), "train", "tfds/flowers:1.9.0").path(0)
 
 
-def edit(folder: Path, **changes: object) -> None:
-    path = folder / "flowers" / "1.10.0" / "dataset_info.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-BAD_PREPARED: dict[str, tuple[str, str, Callable[[Path], object], str]] = {
-    "name": ("tfds/roses", "train", lambda _: None, "there is no folder .*/roses; prepare it"),
-    "outside": ("tfds/../x", "train", lambda _: None, "there is no folder"),
-    "version": ("tfds/flowers:2.0.0", "train", lambda _: None, "no version 2.0.0 in .*which holds 1.9.0, 1.10.0"),
-    "split": ("tfds/flowers", "validation", lambda _: None, "no split validation .*which has train, test"),
-    "missing file": (
-        "tfds/flowers",
-        "test",
-        lambda _: None,
-        "1 of 1 files are missing, such as .*flowers-test.tfrecord",
-    ),
-    "format": ("tfds/flowers", "train", lambda d: edit(d, fileFormat="array_record"), "format array_record: prepare"),
-    "no splits": ("tfds/flowers", "train", lambda d: edit(d, splits=3), "is no description of a data set"),
-    "another place": ("tfds/flowers", "train", lambda d: edit(d, name="../x"), "names of files elsewhere"),
-    "count": (
-        "tfds/flowers",
-        "train",
-        lambda d: edit(d, splits=[{"name": "train", "shardLengths": ["3", "4"]}]),
-        "has 5 images, and the data set says 7",
-    ),
-    "class list": (
-        "tfds/flowers",
-        "train",
-        lambda d: (d / "flowers" / "1.10.0" / "label.labels.txt").write_text("rose\n"),
-        "an image is of class 1, but there are 1 classes",
-    ),
+BAD_PREPARED: dict[str, tuple[str, str, str]] = {
+    "name": ("tfds/roses", "train", "there is no folder .*/roses; prepare it"),
+    "outside": ("tfds/../x", "train", "there is no folder"),
+    "version": ("tfds/flowers:2.0.0", "train", "no version 2.0.0 in .*which holds 1.10.0, 1.9.0"),
+    "split": ("tfds/flowers", "validation", "no TFRecord files of the split validation"),
+    "missing file": ("tfds/flowers", "test", "1 of 2 files flowers-test.tfrecord-.* are missing"),
+    "class list": ("tfds/flowers:1.9.0", "train", "an image is of class 1, but there are 1 classes"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_PREPARED)
 def test_bad_prepared_data_set_is_one_line(case: str, prepared: Path) -> None:
-    dataset, split, damage, text = BAD_PREPARED[case]
-    damage(prepared)
+    dataset, split, text = BAD_PREPARED[case]
+    (prepared / "flowers" / "1.10.0" / "flowers-test.tfrecord-00000-of-00002").touch()
+    (prepared / "flowers" / "1.9.0" / "label.labels.txt").write_text("rose\n")
     with pytest.raises(UserError, match=text):
         open_images(str(prepared), split, dataset)

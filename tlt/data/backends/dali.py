@@ -12,6 +12,7 @@ does not decode exactly as Pillow does (other formats, CMYK, 12 bits, unsound ma
 from __future__ import annotations
 
 import functools
+import io
 import math
 import threading
 from collections.abc import Sequence
@@ -20,11 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tlt.data.backends.decode import (
+    JPEG_MAGIC,
     Backend,
-    Crop,
     Decoded,
     Encoded,
     Request,
@@ -33,11 +35,11 @@ from tlt.data.backends.decode import (
     cut,
     resized_crop,
 )
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, most_bytes
-from tlt.data.sources.jpeg import whole_frame
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, pillow_errors
 from tlt.errors import UserError, require
 
 _FILTERS = {"bilinear": "INTERP_LINEAR", "bicubic": "INTERP_CUBIC"}
+_JPEG_END = b"\xff\xd9"
 _FAILURES = (RuntimeError, ValueError)  # what a pipeline raises for an image that it can't decode
 
 
@@ -75,12 +77,6 @@ class DaliBackend(Backend):
         self._pool = ThreadPoolExecutor(self.threads)
         self._stream = None if device is None else torch.cuda.Stream(self.device)
 
-    def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
-        decoded = self.decode_batch([Request(encoded, crop, size, interpolation)], size)
-        for error in decoded.bad.values():
-            raise error
-        return decoded.images[0]
-
     def decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int] = (0, 0, 0)) -> Decoded:
         if self._stream is None:
             return self._decode_batch(requests, size, fill)
@@ -92,12 +88,12 @@ class DaliBackend(Backend):
     def _decode_batch(self, requests: Sequence[Request], size: Size, fill: Sequence[int]) -> Decoded:
         accelerated = [row for row, request in enumerate(requests) if self._accelerates(request)]
         images, failed = self._decode_accelerated([requests[row] for row in accelerated], size, fill)
-        rows = [row for place, row in enumerate(accelerated) if place not in failed]
+        rows = [row for position, row in enumerate(accelerated) if position not in failed]
         if len(rows) == len(requests):
             return Decoded(images, {})
         others = [row for row in range(len(requests)) if row not in set(rows)]
         host = self._host.decode_batch([requests[row] for row in others], size, fill)
-        bad = {others[place]: error for place, error in host.bad.items()}
+        bad = {others[position]: error for position, error in host.bad.items()}
         if 1 < len(accelerated) == len(failed) and not bad.keys() >= set(accelerated):
             raise UserError(f"--data-backend {self.name}: DALI fails at images that are fine: {_reason(failed[0])}")
         whole = torch.empty(len(requests), 3, *size, dtype=torch.uint8, device=self.device)
@@ -139,17 +135,19 @@ class DaliBackend(Backend):
         stated = request.encoded.width * request.encoded.height
         if self._host.divisor(request) > 1 or max(math.prod(request.size), stated) > self.max_pixels:
             return False  # the host decodes it scaled down, resizes the shown part alone, or refuses it
-        if len(request.encoded.data) > most_bytes(stated):  # to look through its markers may take 8 times as much
-            return False
         return is_sound(request.encoded) and (not self.resizes or request.interpolation in _FILTERS)
 
 
 def is_sound(encoded: Encoded) -> bool:
-    """Whether DALI decodes it as Pillow does: a sound 8-bit JPEG, gray or of three components, of its header's size."""
-    frame, size = whole_frame(encoded.data), (encoded.width, encoded.height)
-    if frame is None or (frame.width, frame.height) != size:
+    """Whether DALI decodes it as Pillow does: a whole JPEG, gray or of three components, of its header's size."""
+    if encoded.data[:3] != JPEG_MAGIC or encoded.data[-2:] != _JPEG_END:
         return False
-    return frame.precision == 8 and frame.components in (1, 3)
+    try:
+        size = encoded.width, encoded.height
+        with pillow_errors(math.prod(size)), Image.open(io.BytesIO(encoded.data), formats=("JPEG",)) as image:
+            return image.mode in ("L", "RGB") and image.size == size
+    except BadImage:
+        return False
 
 
 class _Pipeline:

@@ -101,20 +101,18 @@ class Backend:
     def __init__(self, max_pixels: int = DEFAULT_MAX_PIXELS) -> None:
         self.max_pixels = max_pixels
 
-    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
-        """An encoded image and its size.
+    def open(self, path: str, data: bytearray | None = None) -> Encoded:
+        """An encoded image and the size that its header states.
 
         Args:
             path: Its name for messages; where `data` is None, the file that is read.
             data: Its bytes.
-            size: (width, height), where that is known; None: the header is read. Decoding compares the two.
 
         Raises:
             BadImage: It can't be read, or is larger than `max_pixels`.
         """
         data = read_file(path, self.max_pixels) if data is None else data
-        width, height = read_size(data, self.max_pixels) if size is None else check_pixel_limit(*size, self.max_pixels)
-        return Encoded(path, data, width, height)
+        return Encoded(path, data, *read_size(data, self.max_pixels))
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         """Crop (None: the whole image) resized to `size`: uint8 (3, h, w). Raises BadImage."""
@@ -131,6 +129,7 @@ class Backend:
         return Decoded(images, bad)
 
     def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
+        check_pixel_limit(request.size[1], request.size[0], self.max_pixels)  # of 1 x 20000 pixels made 224 wide
         pixels = self.decode(request.encoded, request.crop, request.size, request.interpolation)
         return cut(pixels, request.top, request.left, size, fill)
 
@@ -142,21 +141,6 @@ class PilBackend(Backend):
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:
         return _to_tensor(_pil_resized_crop(self._rgb(encoded), crop, size, interpolation))
-
-    def _shown(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
-        if math.prod(request.size) > self.max_pixels:  # the whole of 1 x 20000 pixels would take gigabytes
-            return self._part(request, size, fill)
-        return super()._shown(request, size, fill)
-
-    def _part(self, request: Request, size: Size, fill: Sequence[int]) -> Tensor:
-        """What is shown of an image, without resizing the rest."""
-        image, (height, width) = _cropped(self._rgb(request.encoded), request.crop), request.size
-        top, left = max(request.top, 0), max(request.left, 0)
-        bottom, right = min(request.top + size[0], height), min(request.left + size[1], width)
-        across, down = image.width / width, image.height / height
-        box = (left * across, top * down, right * across, bottom * down)
-        part = image.resize((right - left, bottom - top), _PIL_FILTERS[request.interpolation], box)
-        return cut(_to_tensor(part), request.top - top, request.left - left, size, fill)
 
     def _rgb(self, encoded: Encoded) -> Image.Image:
         with pillow_errors(self.max_pixels), Image.open(io.BytesIO(encoded.data), formats=image_formats()) as image:
@@ -192,11 +176,13 @@ class TorchvisionBackend(PilBackend):
         return resized_crop(_to_tensor(image), None, size, interpolation)
 
     def divisor(self, request: Request) -> int:
-        """By what the sides of an image are divided in decoding; 1 for none."""
-        jpeg = request.encoded.data[:3] == JPEG_MAGIC
-        if not (jpeg and self.dct_scaling and request.interpolation in _TORCH_FILTERS):
+        """By what the sides of an image are divided in decoding: 8, 4, 2, or 1 for none."""
+        encoded, size = request.encoded, request.size
+        scales = self.dct_scaling and encoded.data[:3] == JPEG_MAGIC and request.interpolation in _TORCH_FILTERS
+        if not scales or encoded.width * encoded.height <= DCT_SCALING_PIXELS:
             return 1
-        return dct_divisor(request.encoded, request.crop, request.size)
+        width, height = (encoded.width, encoded.height) if request.crop is None else request.crop[2:]
+        return next((n for n in (8, 4, 2) if width >= 2 * n * size[1] and height >= 2 * n * size[0]), 1)
 
 
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (TorchvisionBackend, PilBackend)}
@@ -246,14 +232,6 @@ def _cropped(image: Image.Image, crop: Crop | None) -> Image.Image:
         return image
     x, y, width, height = crop
     return image.crop((x, y, x + width, y + height))
-
-
-def dct_divisor(encoded: Encoded, crop: Crop | None, size: Size) -> int:
-    """By what a JPEG's sides may be divided in decoding: 8, 4, 2, or 1 for none."""
-    if encoded.width * encoded.height <= DCT_SCALING_PIXELS:
-        return 1
-    width, height = (encoded.width, encoded.height) if crop is None else crop[2:]
-    return next((n for n in (8, 4, 2) if width >= 2 * n * size[1] and height >= 2 * n * size[0]), 1)
 
 
 def _scaled_jpeg(encoded: Encoded, divisor: int, crop: Crop | None, size: Size, interpolation: str) -> Image.Image:

@@ -45,7 +45,7 @@ class SyntheticBackend(Backend):
         super().__init__()
         self.height, self.width = size
 
-    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
+    def open(self, path: str, data: bytearray | None = None) -> Encoded:
         return Encoded(path, bytearray(), self.width, self.height)
 
     def decode(self, encoded: Encoded, crop: Crop | None, size: Size, interpolation: str) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from tlt.io.natural import natural_sorted
 from tlt.io.text import printable, some_names
 
 
-def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None = None) -> ImageFolder:
+def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None, _found: object) -> ImageFolder:
     """The images of a table, in its order.
 
     Args:
@@ -32,48 +31,44 @@ def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None
             not there, or one elsewhere.
         MissingSplit: No row is of the split, or the table doesn't tell the validation images from the others.
     """
-    file = os.path.join(data, name)
-    rows = _rows(file)
-    if "split" in rows[0]:
-        searched = split_names(split)
-        mine = [row for row in rows if row["split"] in searched]
-        if not mine:
-            there = sorted({row["split"] for row in rows})
-            raise MissingSplit(f"{printable(file)} has no row of the split {split!r}: it has {some_names(there)}")
-    elif "train" in split_names(split):
-        mine = rows
-    else:
-        raise MissingSplit(f"{printable(file)} has no column 'split' that tells {split} images from the others")
+    file, searched = os.path.join(data, name), split_names(split)
+    rows, shown = _rows(file), printable(file)
+    mine = [row for row in rows if row.get("split", "train") in searched]
+    if not mine:
+        there = some_names(sorted({row["split"] for row in rows if "split" in row}))
+        raise MissingSplit(f"{shown} has no row whose column 'split' says {split}: it has {there}")
     paths = [row["path"] for row in mine]
     gone = [path for path in paths if not os.path.isfile(os.path.join(data, path))]
     if gone or len(set(paths)) < len(paths):
         what = f"{len(gone)} images that are not there ({some_names(gone)})" if gone else "an image more than once"
-        raise UserError(f"{printable(file)} names {what}: paths count from {printable(data)}")
+        raise UserError(f"{shown} names {what}: paths count from {printable(data)}")
     own = natural_sorted({row["class"] for row in rows})
     number = {name: row for row, name in enumerate(own)}
-    classes, known = renumber(np.array([number[row["class"]] for row in mine]), own, class_names, printable(file))
+    classes, known = renumber(np.array([number[row["class"]] for row in mine]), own, class_names, shown)
     return ImageFolder(data, Names(paths), classes, known, own)
 
 
 def _rows(file: str) -> list[dict[str, str]]:
+    """The rows, with their paths in the usual form (`a.jpg` for `./a.jpg`)."""
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)
-            rows = [_checked(row, f"{printable(file)}, line {reader.line_num}") for row in reader]
+            rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"--dataset csv: {printable(file)} can't be read as a table: {error}") from error
-    if not rows or not {"path", "class"} <= rows[0].keys():
+    if not rows or not {"path", "class"} <= rows[0][1].keys():
         raise UserError(f"{printable(file)} is no table, with commas, of columns 'path' and 'class' in its first line")
-    return rows
-
-
-def _checked(row: dict[str, Any], where: str) -> dict[str, str]:
-    """A row with its path in the usual form (`a.jpg` for `./a.jpg`). Raises UserError."""
-    if "" in (row.get("path"), row.get("class")) or None in (row.get(each, "") for each in ("path", "class", "split")):
-        raise UserError(f"{where}: a row needs a path and a class, and a field for each column")
-    if any(row.get(None, ())):  # type: ignore[call-overload]
-        raise UserError(f'{where}: a row has more fields than there are columns; write "a, b" for a name with a comma')
-    path = os.path.normpath(row.get("path", ""))
-    if leads_out(path):
-        raise UserError(f"{where}: {printable(path)} is not below DATA: paths are relative, and count from there")
-    return row | {"path": path}
+    for line, row in rows:
+        where = f"{printable(file)}, line {line}"
+        if None in row.values() or "" in (row["path"], row["class"]):
+            raise UserError(f"{where}: a row needs a path and a class, and a field for each column")
+        if any(row.get(None, ())):
+            raise UserError(
+                f'{where}: a row has more fields than there are columns; write "a, b" for a name with a comma'
+            )
+        row["path"] = os.path.normpath(row["path"])
+        if leads_out(row["path"]):
+            raise UserError(
+                f"{where}: {printable(row['path'])} is not below DATA: paths are relative, and count from there"
+            )
+    return [row for _, row in rows]

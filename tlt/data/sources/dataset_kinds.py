@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tlt.errors import UserError
 
 FOLDERS = ("", "imagefolder", "image_folder", "folder")  # names of the kind that needs none
-TORCH_NAMES = ("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist")
-
-
-class Kind(NamedTuple):
-    """How a kind is opened.
-
-    Attributes:
-        module: Of `tlt.data.sources`; it is imported when a data set of the kind is opened.
-        function: Given name, data and split it returns `RecordFiles`; where `records` is false, with `class_names` too,
-            the images.
-        records: Whether images are records in large files (`tlt.data.sources.records`).
-        names: What may stand behind the slash: anything where there are none; no slash where it is None.
-        folder: Whether the data set is in a folder of the user's.
-    """
-
-    module: str
-    function: str
-    records: bool = True
-    names: tuple[str, ...] | None = ()
-    folder: bool = True
-
-
-TABLE = {
-    "tfrecord": Kind("tfrecords", "find_records", names=None),
-    "wds": Kind("webdatasets", "find_shards"),
-    "tfds": Kind("tfds", "find_tfds"),
-    # Hugging Face's data sets have a cache of their own.
-    "hfds": Kind("hub", "open_hub_dataset", records=False, folder=False),
-    "csv": Kind("csv_images", "open_csv", records=False),
-    "torch": Kind("torch_datasets", "open_torch_dataset", records=False, names=TORCH_NAMES),
+TORCH_NAMES = ("cifar10", "cifar100")
+# Kind -> function of `tlt.data.sources` that opens it, imported when it is needed. Given what stands behind the slash,
+# DATA, split, class list and a function for progress, it returns the images.
+OPENERS = {
+    "tfrecord": "tfrecords.open_tfrecords",
+    "wds": "webdatasets.open_webdataset",
+    "tfds": "tfrecords.open_tfds",
+    "hfds": "hub.open_hub_dataset",
+    "csv": "csv_images.open_csv",
+    "torch": "torch_datasets.open_torch_dataset",
 }
-KINDS = tuple(
-    shown
-    for kind, row in TABLE.items()
-    for shown in ([kind] if row.names is None else [f"{kind}/{name}" for name in row.names or ("NAME",)])
-)
+KINDS = ("tfrecord", "wds/NAME", "tfds/NAME", "hfds/NAME", "csv/NAME", *(f"torch/{name}" for name in TORCH_NAMES))
 
 
 def parse_kind(dataset: str) -> tuple[str, str]:
@@ -59,18 +35,18 @@ def parse_kind(dataset: str) -> tuple[str, str]:
     kind = kind.lower()
     if kind == "hfids":
         raise UserError(f"--dataset {dataset}: streams can't be read by index; hfds/{name} reads the same data set")
-    row = TABLE.get(kind)
-    if row is not None and row.names and name.lower() not in row.names:
-        _refuse(dataset, name.lower(), row.names, "a folder of class folders needs no --dataset")
-    if row is None or (not name and row.names is not None):
+    if kind == "torch" and name:
+        if name.lower() not in TORCH_NAMES:
+            _refuse(dataset, name.lower(), TORCH_NAMES, "a folder of class folders needs no --dataset")
+        return kind, name.lower()
+    if kind not in OPENERS or (not name and kind != "tfrecord"):
         _refuse(dataset, dataset, KINDS, "image folders and tar shards need none")
-    return kind, name.lower() if row.names else name
+    return kind, name
 
 
 def needs_folder(dataset: str) -> bool:
-    """Whether a kind is in a folder of the user's."""
-    kind, _ = parse_kind(dataset)
-    return not kind or TABLE[kind].folder
+    """Whether a kind is in a folder of the user's: Hugging Face's data sets have a cache of their own."""
+    return parse_kind(dataset)[0] != "hfds"
 
 
 def _refuse(dataset: str, asked: str, known: tuple[str, ...], hint: str) -> NoReturn:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tlt.data.sources.folder_listing import list_folder
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file, read_file_size
-from tlt.data.sources.source import ImageSource
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file
+from tlt.data.sources.source import Found, ImageSource
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import Names
 from tlt.io.natural import natural_sorted
@@ -31,9 +31,6 @@ class ImageFolder(ImageSource):
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return read_file(self.path(index), max_pixels)
-
-    def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-        return read_file_size(self.path(index), max_pixels)
 
     def packed(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The arrays, and what JSON can hold, of which `unpacked` makes an equal source."""
@@ -51,7 +48,7 @@ class ImageFolder(ImageSource):
 def scan_folder(
     root: str | os.PathLike[str],
     class_names: Sequence[str] | None = None,
-    found: Callable[[str, int], None] | None = None,
+    found: Found | None = None,
 ) -> ImageFolder:
     """Find all images under `root`.
 
@@ -59,7 +56,7 @@ def scan_folder(
         root: Folder of class folders, at any depth.
         class_names: Imposed class list (the training set's, or a class map's); None: the folders found, in natural
             order, those without images included.
-        found: See `tlt.data.sources.folder_listing.list_folder`.
+        found: See `list_folder`.
 
     Raises:
         UserError: Missing or unreadable folder, no images, two class folders of one name, a folder that is not in

@@ -35,7 +35,9 @@ class HubImages(ImageSource):
         return bytearray(data)
 
 
-def open_hub_dataset(name: str, data: str | None, split: str, class_names: Sequence[str] | None = None) -> HubImages:
+def open_hub_dataset(
+    name: str, data: str | None, split: str, class_names: Sequence[str] | None, _found: object
+) -> HubImages:
     """A data set with one column of images and one of classes.
 
     Args:

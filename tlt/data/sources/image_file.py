@@ -9,17 +9,17 @@ import functools
 import io
 import os
 import stat
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image
 
-from tlt.data.sources.jpeg import plain_size
-from tlt.io.files import READ_FLAGS, is_machine_fault, with_retries
+from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, with_retries
+
+# Pillow warns of odd metadata, which nothing here looks at, and of sizes that --max-pixels judges.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 DEFAULT_MAX_PIXELS = 50_000_000
 
@@ -30,8 +30,6 @@ _BYTES_BESIDE = 2**24  # colour profiles, previews and the like
 # Registered by Pillow, but stubs without a decoder, or run a program (EPS), or hold an image of another format, which
 # Pillow decodes whatever size their own header states.
 _NO_DECODER = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"} | {"BLP", "ICNS", "ICO", "IPTC"}
-
-Result = TypeVar("Result")
 
 
 class BadImage(Exception):
@@ -53,28 +51,6 @@ def image_extensions() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in formats)
 
 
-def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A regular file, opened for reading. Raises OSError; BadImage: the file is of another kind, such as a pipe, which
-    is not waited for."""
-    # O_NONBLOCK: opening a pipe without a writer would wait for ever.
-    descriptor = os.open(path, READ_FLAGS)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BadImage("not a regular file")
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def of_file(path: str | os.PathLike[str], read: Callable[[], Result]) -> Result:
-    """What `read` makes of an image's file. Raises MachineFault; BadImage: it is not there or not readable."""
-    try:
-        return with_retries(read, os.fspath(path))
-    except OSError as error:
-        raise BadImage(error.strerror or str(error)) from error
-
-
 def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     """All bytes of a regular file.
 
@@ -85,14 +61,22 @@ def read_file(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
     """
 
     def read() -> bytearray:
-        with open_regular(path) as file:
-            data = bytearray(check_length(os.fstat(file.fileno()).st_size, max_pixels))
-            done = file.readinto(data)
-        if done < len(data):
-            raise BadImage(f"file ends after {done} of {len(data)} bytes")
-        return data
+        descriptor = os.open(path, READ_FLAGS)
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise BadImage("not a regular file")
+            data = bytearray(check_length(info.st_size, max_pixels))
+            if (done := read_into(data, descriptor, 0)) < len(data):
+                raise BadImage(f"file ends after {done} of {len(data)} bytes")
+            return data
+        finally:
+            os.close(descriptor)
 
-    return of_file(path, read)
+    try:
+        return with_retries(read, path)
+    except OSError as error:
+        raise BadImage(error.strerror or str(error)) from error
 
 
 def most_bytes(max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
@@ -110,18 +94,6 @@ def check_length(length: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> int:
     return length
 
 
-def read_file_size(path: str, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-    """Width and height of the image in a file, of which no more is read than its header. Raises as `read_file` and
-    `read_size` do."""
-
-    def read() -> tuple[int, int]:
-        with open_regular(path) as file:
-            check_length(os.fstat(file.fileno()).st_size, max_pixels)
-            return _header_size(file, max_pixels)
-
-    return of_file(path, read)
-
-
 def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """Width and height from the header, without decoding.
 
@@ -129,8 +101,9 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
         BadImage: No known format, pixels without a range, or more than `max_pixels` of them (a small file can hold a
             huge image).
     """
-    plain = plain_size(data)
-    return _header_size(io.BytesIO(data), max_pixels) if plain is None else check_pixel_limit(*plain, max_pixels)
+    with pillow_errors(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
+        _check_range(image)
+        return check_pixel_limit(image.width, image.height, max_pixels)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -153,13 +126,6 @@ def _check_range(image: Image.Image) -> None:
         raise BadImage(f"its pixels are {kind}: nobody knows which of them is white; convert it to 8 or 16 bits")
 
 
-def _header_size(file: io.BufferedReader | io.BytesIO, max_pixels: int) -> tuple[int, int]:
-    with pillow_errors(max_pixels), Image.open(file, formats=image_formats()) as image:
-        _check_range(image)
-        width, height = image.size
-    return check_pixel_limit(width, height, max_pixels)
-
-
 def check_pixel_limit(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
     """The size itself. Raises BadImage: it is larger than `max_pixels`, or 0."""
     if width * height > max_pixels:
@@ -174,18 +140,19 @@ def check_pixel_limit(width: int, height: int, max_pixels: int = DEFAULT_MAX_PIX
 
 @contextmanager
 def pillow_errors(max_pixels: int) -> Iterator[None]:
-    """Run Pillow with room for our pixel limit and turn whatever a damaged file makes it raise into BadImage. What the
-    machine fails at (`is_machine_fault`) is raised as it is."""
+    """Turn whatever a damaged file makes Pillow raise into BadImage. What the machine fails at (`is_machine_fault`) is
+    raised as it is. Pillow's own limit of pixels is raised to `max_pixels` where it is lower, and stays so."""
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
     try:
-        with _PROCESS.settings(max_pixels):
-            yield
+        yield
     except (BadImage, MemoryError):
         raise
     except Image.UnidentifiedImageError as error:
         raise BadImage("no image format that Pillow can decode") from error
     except Image.DecompressionBombError as error:
         # Pillow speaks of twice the limit, from where on it refuses by itself.
-        size = first_line(error).partition(" exceeds ")[0]
+        size = _first_line(error).partition(" exceeds ")[0]
         raise BadImage(
             f"more than --max-pixels {max_pixels} pixels (make it smaller: tlt pack-images --max-side): {size}"
         ) from error
@@ -193,40 +160,8 @@ def pillow_errors(max_pixels: int) -> Iterator[None]:
         if isinstance(error, OSError) and is_machine_fault(error):
             raise
         # Pillow's decoders raise anything from OSError to struct.error, TypeError and zlib.error on damaged data.
-        raise BadImage(f"{first_line(error) or type(error).__name__}") from error
+        raise BadImage(f"{_first_line(error) or type(error).__name__}") from error
 
 
-class _Process:
-    """Pillow's pixel limit and the filters of warnings belong to the process: of all threads that decode, the first one
-    in changes them, and the last one out sets them back. Other code may run meanwhile."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = ExitStack()
-
-    @contextmanager
-    def settings(self, max_pixels: int | None) -> Iterator[None]:
-        """No warnings of Pillow, and room for `max_pixels` (None: no limit); `check_pixel_limit` applies lower ones."""
-        with self._lock:
-            if not self._inside:
-                self._before.enter_context(warnings.catch_warnings())
-                self._before.callback(setattr, Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-                warnings.filterwarnings("ignore", module=r"PIL\.")
-            self._inside += 1
-            limit = Image.MAX_IMAGE_PIXELS
-            Image.MAX_IMAGE_PIXELS = None if limit is None or max_pixels is None else max(limit, max_pixels)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    self._before.close()
-
-
-_PROCESS = _Process()
-
-
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
-from tlt.data.sources.dataset_kinds import TABLE, needs_folder, parse_kind
+from tlt.data.sources.dataset_kinds import OPENERS, needs_folder, parse_kind
 from tlt.data.sources.folder import find_split, scan_folder
-from tlt.data.sources.source import ImageSource
-from tlt.data.sources.tar_shards import PARTIAL_NAME, folder_shards
-from tlt.data.sources.tar_shards import TABLE as SHARDS
+from tlt.data.sources.source import Found, ImageSource
+from tlt.data.sources.tar_shards import PACKING, TABLE, open_shards
 from tlt.errors import MissingSplit, UserError
 from tlt.io.text import printable
 
@@ -21,7 +20,7 @@ def open_images(
     dataset: str = "",
     class_names: Sequence[str] | None = None,
     allow_root: bool = False,
-    found: Callable[[str, int], None] | None = None,
+    found: Found | None = None,
     split_flag: str = "--split",
 ) -> ImageSource:
     """Find the images of a split. Records in large files are read once, every byte of them, and their table is written
@@ -39,40 +38,22 @@ def open_images(
     Raises:
         UserError: No such data set, an unknown kind, or it can't be used as it is; names the flag or file.
     """
-    try:
-        return _open(data, split, dataset, class_names, allow_root, found)
-    except MissingSplit as error:
-        held_out = "; --val-fraction 0.1 makes a split" if split_flag in ("--train-split", "--val-split") else ""
-        raise UserError(f"{error} ({split_flag}){held_out}") from error
-
-
-def _open(
-    data: str | None,
-    split: str,
-    dataset: str,
-    class_names: Sequence[str] | None,
-    allow_root: bool,
-    found: Callable[[str, int], None] | None,
-) -> ImageSource:
     kind, name = parse_kind(dataset)
     if data is None and needs_folder(dataset):
         raise UserError("DATA is missing: the folder that holds the images")
-    if kind:
-        row = TABLE[kind]
-        function = getattr(import_module(f"tlt.data.sources.{row.module}"), row.function)
-        images: ImageSource
-        if row.records:
-            images = function(name, data, split).open(class_names, found)
-        else:
-            images = function(name, data, split, class_names)
-        return images
-    assert data is not None
-    folder = find_split(data, split, allow_root)
-    return (
-        folder_shards(folder).open(class_names, found)
-        if _is_sharded(folder)
-        else scan_folder(folder, class_names, found)
-    )
+    try:
+        if kind:
+            module, _, function = OPENERS[kind].partition(".")
+            opener = getattr(import_module(f"tlt.data.sources.{module}"), function)
+            images: ImageSource = opener(name, data, split, class_names, found)
+            return images
+        folder = find_split(data or "", split, allow_root)
+        if _is_sharded(folder):
+            return open_shards(folder, class_names, found)
+        return scan_folder(folder, class_names, found)
+    except MissingSplit as error:
+        held_out = "; --val-fraction 0.1 makes a split" if split_flag in ("--train-split", "--val-split") else ""
+        raise UserError(f"{error} ({split_flag}){held_out}") from error
 
 
 def _is_sharded(folder: str) -> bool:
@@ -82,8 +63,8 @@ def _is_sharded(folder: str) -> bool:
             folders = {entry.name: entry.is_dir() for entry in entries}
     except OSError:  # which scan_folder tells
         return False
-    if f"{SHARDS}.json" in folders:
+    if f"{TABLE}.json" in folders:
         return True
-    if PARTIAL_NAME in folders:
+    if PACKING in folders:
         raise UserError(f"shards in {printable(folder)} are not complete: run `tlt pack-images` again")
     return not any(folders.values()) and any(name.endswith(".tar") and name[0] != "." for name in folders)

@@ -1,14 +1,13 @@
 """Where encoded images come from: a list of images with classes, whose bytes are read in any order.
 
-Order, shards and workers are not a source's business: the index stream asks for image i, whatever holds it. Sources are
-image folders and tables (`folder.py`, `csv_images.py`), records in large files (`records.py`), and data sets of Hugging
-Face (`hub.py`) and of torchvision (`torch_datasets.py`).
+Sources are image folders and tables (`folder.py`, `csv_images.py`), records in large files (`records.py`), and data
+sets of Hugging Face (`hub.py`) and of torchvision (`torch_datasets.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +15,10 @@ import numpy as np
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_size
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.text import printable
+from tlt.io.text import printable, some_names
+
+# Called often, with what is done and how many images or files were found by then.
+Found = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,6 @@ class SelectedImages(ImageSource):
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return self.whole.read(int(self.rows[index]), max_pixels)
 
-    def size(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
-        return self.whole.size(int(self.rows[index]), max_pixels)
-
 
 def renumber(
     classes: np.ndarray, own: Sequence[str], imposed: Sequence[str] | None, where: str
@@ -128,6 +127,11 @@ def renumber(
             f"such as {printable(unknown[0])}"
         )
     return np.array([numbers.get(name, -1) for name in own], np.int64)[classes], list(imposed)
+
+
+def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each kind of what was found and is no image."""
+    return [f"left out {len(names)} {kind}: {some_names(names)}" for kind, names in left_out.items() if names]
 
 
 def class_folder(name: str) -> str:

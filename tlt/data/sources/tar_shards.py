@@ -11,21 +11,22 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from tlt.data.sources.image_file import image_extensions
-from tlt.data.sources.records import ROW, Contents, FileRecords, RecordFiles, checked_name
+from tlt.data.sources.records import ROW, Contents, FileRecords, RecordImages, checked_name, concatenated, open_records
+from tlt.data.sources.source import Found
 from tlt.errors import UserError
 from tlt.io.files import read_at
 from tlt.io.names import leads_out
-from tlt.io.natural import natural_key
 from tlt.io.text import printable
 
 TABLE = "shards"  # of the tar files of a folder
-PARTIAL_NAME = "packing.json"  # what `tlt pack-images` is packing, while it is
+PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came to its end
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
 LABELS = "labels"  # table of the label maps in the tar files of a folder
 LABEL_EXTENSION = "labels.safetensors"
@@ -44,15 +45,11 @@ class ByteRange(NamedTuple):
 Samples = dict[str, dict[str, ByteRange]]  # key -> extension -> where
 
 
-def tar_files(folder: str) -> list[str]:
-    """Paths of the tar files in a folder, in order, without the hidden ones that a killed writer left."""
+def open_shards(folder: str, class_names: Sequence[str] | None = None, found: Found | None = None) -> RecordImages:
+    """The images in the tar files of a folder, but the hidden ones that a killed writer left."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
-    return [os.path.join(folder, name) for name in names]
-
-
-def folder_shards(folder: str) -> RecordFiles:
-    """The tar files of a folder."""
-    return RecordFiles(tar_files(folder), os.path.join(folder, TABLE), scan_tar, tar_contents)
+    paths = [os.path.join(folder, name) for name in names]
+    return open_records(paths, os.path.join(folder, TABLE), scan_tar, tar_contents, class_names, found)
 
 
 def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
@@ -62,31 +59,30 @@ def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
     Raises:
         UserError: It is cut or damaged, or a sample has no class or several images.
     """
+    return scan_packed(path, label_key)[0]
+
+
+def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, FileRecords]:
+    """The images of a shard, as `scan_tar` reads them, and the label maps that `tlt pack-images` put beside them."""
     left_out: dict[str, list[str]] = {}
-    rows, names = [], []
+    images, maps = list[tuple[str, ByteRange, int]](), list[tuple[str, ByteRange, int]]()
     samples = list_members(path, left_out)
     with open(path, "rb") as file:
         for key, files in samples.items():
             if extension := _image_of(path, key, files):
-                shown, (offset, length) = f"tar {printable(path)}: sample {printable(key)}", files[extension]
-                label = _class_of(shown, extension, files, file.fileno(), label_key)
-                rows.append((0, offset, length, _crc32(file.fileno(), offset, length), label, 0))
-                names.append(checked_name(f"{key}.{extension}", path))
+                label = _class_of(f"tar {printable(path)}: sample {printable(key)}", files, file.fileno(), label_key)
+                images.append((checked_name(f"{key}.{extension}", path), files[extension], label))
             else:
                 left_out.setdefault("samples without an image", []).append(key)
-        return FileRecords(path, os.fstat(file.fileno()).st_size, np.array(rows, ROW), names, left_out=left_out)
-
-
-def scan_labels(path: str) -> FileRecords:
-    """The label maps in a shard that `tlt pack-images` made. Raises UserError: it is cut or damaged."""
-    rows, names = [], []
-    with open(path, "rb") as file:
-        for key, files in list_members(path, {}).items():
             if LABEL_EXTENSION in files:
-                offset, length = files[LABEL_EXTENSION]
-                rows.append((0, offset, length, _crc32(file.fileno(), offset, length), 0, 0))
-                names.append(f"{key}.{LABEL_EXTENSION}")
-        return FileRecords(path, os.fstat(file.fileno()).st_size, np.array(rows, ROW), names)
+                maps.append((f"{key}.{LABEL_EXTENSION}", files[LABEL_EXTENSION], 0))
+        found = [_file_records(path, file.fileno(), each) for each in (images, maps)]
+    return replace(found[0], left_out=left_out), found[1]
+
+
+def _file_records(path: str, descriptor: int, found: list[tuple[str, ByteRange, int]]) -> FileRecords:
+    rows = [(0, *where, _crc32(descriptor, *where), label, 0) for _, where, label in found]
+    return FileRecords(path, os.fstat(descriptor).st_size, np.array(rows, ROW), [name for name, *_ in found])
 
 
 def _crc32(descriptor: int, offset: int, length: int) -> int:
@@ -99,20 +95,16 @@ def _crc32(descriptor: int, offset: int, length: int) -> int:
 def tar_contents(shards: list[FileRecords]) -> Contents:
     """Names and classes of samples that others wrote, in natural order of the names. Classes are named after the keys'
     folders where each class has one of its own, else by their number."""
-    names = [name for shard in shards for name in shard.names]
-    classes = np.concatenate([shard.rows["class"] for shard in shards])
+    rows, names = concatenated(shards), [name for shard in shards for name in shard.names]
+    classes = rows["class"].tolist()
     folders = [os.path.basename(os.path.dirname(name)) for name in names]
-    pairs = set(zip(folders, classes.tolist(), strict=True))
-    named = all(folders) and len(pairs) == len(set(folders)) == len(np.unique(classes))
-    class_names = [str(number) for number in range(int(classes.max(initial=-1)) + 1)]
-    if named:
+    class_names = [str(number) for number in range(max(classes, default=-1) + 1)]
+    pairs = {*zip(folders, classes, strict=True)}
+    if all(folders) and len(pairs) == len({*folders}) == len({*classes}):
         for folder, number in pairs:
             class_names[number] = folder
-    names = [
-        name if folder else f"{number}/{name}" for name, folder, number in zip(names, folders, classes, strict=True)
-    ]
-    order = sorted(range(len(names)), key=lambda row: (natural_key(names[row]), names[row]))
-    return Contents(names, classes, class_names, named, np.array(order, np.int64))
+    named = [name if folder else f"{label}/{name}" for name, folder, label in zip(names, folders, classes, strict=True)]
+    return Contents(rows, named, class_names).in_natural_order()
 
 
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
@@ -124,17 +116,31 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
 
     Raises:
         UserError: Not readable, compressed, cut or damaged; a name that is absolute or leads out of the tar; two files
-            of one name.
+            of one name; a link.
     """
     shown, samples = f"tar {printable(path)}", Samples()
     try:
         for info in _infos(path):
             name = info.name.removeprefix("./")
+            folder, base = os.path.split(name)
+            stem, _, extension = base.partition(".")
             if leads_out(name):
                 raise UserError(
                     f"{shown} names {printable(info.name)}, which is absolute or leads out of it: do not use this file"
                 )
-            _add(samples, left_out, name, info, shown)
+            if info.issym() or info.islnk():
+                raise UserError(f"{shown} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
+            if info.isdir():
+                continue
+            if not info.isreg() or info.issparse():
+                left_out.setdefault("devices or sparse files", []).append(name)
+            elif not stem or not extension:
+                left_out.setdefault("hidden files or files without an extension", []).append(name)
+            else:
+                files = samples.setdefault(os.path.join(folder, stem), {})
+                if extension.lower() in files:
+                    raise UserError(f"{shown} holds two files named {printable(name)}: make it again")
+                files[extension.lower()] = ByteRange(info.offset_data, info.size)
     except UserError:
         raise
     except OSError as error:
@@ -142,24 +148,6 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
     except Exception as error:  # damaged headers make tarfile raise OverflowError, RecursionError and others, too
         raise UserError(f"{shown} is cut, damaged, or no uncompressed tar ({error}): copy it again") from error
     return samples
-
-
-def _add(samples: Samples, left_out: dict[str, list[str]], name: str, info: tarfile.TarInfo, shown: str) -> None:
-    folder, base = os.path.split(name)
-    stem, dot, extension = base.partition(".")
-    if info.isdir():
-        return
-    if info.issym() or info.islnk():
-        raise UserError(f"{shown} holds a link, {printable(info.name)}: make it of files (tar --dereference)")
-    if not info.isreg() or info.issparse():
-        left_out.setdefault("devices or sparse files", []).append(name)
-    elif not stem or not dot:
-        left_out.setdefault("hidden files or files without an extension", []).append(name)
-    else:
-        files = samples.setdefault(os.path.join(folder, stem), {})
-        if extension.lower() in files:
-            raise UserError(f"{shown} holds two files named {printable(name)}: make it again")
-        files[extension.lower()] = ByteRange(info.offset_data, info.size)
 
 
 class _Headers(io.FileIO):
@@ -204,26 +192,19 @@ def _image_of(path: str, key: str, files: dict[str, ByteRange]) -> str:
     return found[0] if found else ""
 
 
-def _class_of(shown: str, extension: str, files: dict[str, ByteRange], descriptor: int, label_key: str) -> int:
-    def text(name: str) -> bytes:
-        where = files[name]
-        if where.length > _LONGEST_TEXT:
-            raise UserError(f"{shown}: .{printable(name)} has {where.length} bytes, more than a class takes")
-        return read_at(descriptor, where.length, where.offset)
-
-    prefix = extension.rpartition(".")[0]
-    for name in [f"{prefix}.cls" if prefix else "cls", "cls"] if label_key == LABEL_KEY else []:
-        if name in files:
-            digits = text(name).strip()
-            if not digits.isdigit() or len(digits) > 7 or int(digits) > _MAX_CLASS:
-                raise UserError(f"{shown}: .{name} is not a class number (0 to {_MAX_CLASS})")
-            return int(digits)
-    if "json" not in files:
+def _class_of(shown: str, files: dict[str, ByteRange], descriptor: int, label_key: str) -> int:
+    extension = "cls" if label_key == LABEL_KEY and "cls" in files else "json"
+    if extension not in files:
         raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
+    offset, length = files[extension]
+    if length > _LONGEST_TEXT:
+        raise UserError(f"{shown}: .{extension} has {length} bytes, more than a class takes")
+    text = read_at(descriptor, length, offset)
     try:
-        number = json.loads(text("json"))[label_key]
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise UserError(f"{shown}: .json has no {label_key!r}") from error
+        number = int(text) if extension == "cls" else json.loads(text)[label_key]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        number = None
     if type(number) is not int or not 0 <= number <= _MAX_CLASS:
-        raise UserError(f"{shown}: {label_key!r} in .json is not a class number (0 to {_MAX_CLASS})")
+        where = f"{label_key!r} in .json" if extension == "json" else ".cls"
+        raise UserError(f"{shown}: {where} is not a class number (0 to {_MAX_CLASS})")
     return number

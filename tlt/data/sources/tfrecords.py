@@ -1,34 +1,33 @@
-"""Images in TFRecord files, read without TensorFlow (`--dataset tfrecord`).
+"""Images in TFRecord files, read without TensorFlow (`--dataset tfrecord`, and `tfds/NAME` for what tensorflow_datasets
+prepared). Nothing is downloaded.
 
     DATA/train/*.tfrecord*    DATA/train/*-00000-of-01024    DATA/train*.tfrecord*    DATA/train-00000-of-01024
+    DATA/NAME[/CONFIG]/VERSION/NAME-train.tfrecord-00000-of-01024
 
 A record is a length (8 bytes), its CRC-32C, the data, their CRC-32C; both checksums are verified here. The data are
-TensorFlow's Example messages:
-
-    Example {Features features = 1}      Features {map<string, Feature> feature = 1}
-    Feature {BytesList = 1 | FloatList = 2 | Int64List = 3}, each {repeated value = 1}; numbers may be packed
-
-They are read strictly: what is anything else raises ValueError, and nothing outside of a record's bounds is looked at.
+TensorFlow's Example messages, as `_PROTO` has them.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.image_file import most_bytes
-from tlt.data.sources.records import ROW, Contents, FileRecords, RecordFiles, checked_name
-from tlt.data.sources.source import class_folder, numbered_names, renumber
+from tlt.data.sources.records import ROW, Contents, FileRecords, RecordImages, checked_name, concatenated, open_records
+from tlt.data.sources.source import Found, class_folder, numbered_names, renumber
 from tlt.errors import MissingSplit, UserError, require
+from tlt.io.names import leads_out
 from tlt.io.natural import natural_key, natural_sorted
-from tlt.io.text import printable
+from tlt.io.text import printable, some_names
 
 # Names of the features: TensorFlow's image records, then tensorflow_datasets'.
 _IMAGE = ("image/encoded", "image")
@@ -36,33 +35,85 @@ _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
 _FILE_NAME = ("image/filename", "file_name")
 _GZIP = b"\x1f\x8b"
-_VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5  # wire types
-_VARINT_BITS = 70  # of at most ten bytes
 _MAX_CLASS = 999_999
-Values = list[tuple[int, int] | int]  # (start, stop) of byte strings in the record, or integers; floats are left out
-Features = dict[str, Values]
 _RECORDS = re.compile(r"(?!\.).*(\.tfrecords?(-\d+-of-\d+)?|-\d{5,}-of-\d{5,})")
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})")
 
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
 
-def find_records(_name: str, data: str, split: str) -> RecordFiles:
-    """The TFRecord files of a split: those in its folder, or those whose names begin with its name.
+# tensorflow/core/example/*.proto, but for floating-point numbers; a map is a list of such entries on the wire.
+_PROTO = """
+name: "tlt/example.proto" syntax: "proto3"
+message_type { name: "Texts" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Numbers" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature"
+  field { name: "texts" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".Texts" }
+  field { name: "numbers" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".Numbers" } }
+message_type { name: "Entry"
+  field { name: "name" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "feature" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".Feature" } }
+message_type { name: "Features"
+  field { name: "entries" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: ".Entry" } }
+message_type { name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".Features" } }
+"""
+Features = dict[str, list[bytes | int]]
+
+
+def open_tfrecords(
+    _name: str, data: str, split: str, class_names: Sequence[str] | None, found: Found | None
+) -> RecordImages:
+    """The images in the TFRecord files of a split: those in its folder, or those whose names hold its name. Classes are
+    named by `label.labels.txt` beside the files, where it is there.
 
     Raises:
         UserError: There are none, or some are missing by the numbers in their names.
     """
     for name in split_names(split):
-        folder = os.path.join(data, name)
-        if os.path.isdir(folder) and (found := _record_names(folder)):
-            return record_files(_whole(folder, found), os.path.join(folder, "records"))
-        found = [file for file in _record_names(data) if re.match(rf"{re.escape(name)}[-._]", file)]
-        if found:
-            return record_files(_whole(data, found), os.path.join(data, f"{name}.records"))
+        folder, table = os.path.join(data, name), "records"
+        files = _record_names(folder) if os.path.isdir(folder) else []
+        if not files:
+            folder, table = data, f"{name}.records"
+            files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
+        if files:
+            contents = partial(record_contents, class_names=_class_names(os.path.join(folder, "label.labels.txt")))
+            paths = _whole(folder, files)
+            return open_records(paths, os.path.join(folder, table), scan_records, contents, class_names, found)
     searched = ", ".join(map(printable, split_names(split)))
     raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
         f"named {searched}): name another split"
     )
+
+
+def open_tfds(name: str, data: str, split: str, class_names: Sequence[str] | None, found: Found | None) -> RecordImages:
+    """The images of a split that tensorflow_datasets prepared.
+
+    Args:
+        name: `NAME[/CONFIG][:VERSION]`; without a version the newest one.
+        data: tensorflow_datasets' `data_dir`.
+    """
+    builder, _, version = name.partition(":")
+    folder = os.path.join(data, builder)
+    if leads_out(builder) or not os.path.isdir(folder):
+        raise UserError(
+            f"--dataset tfds/{name}: there is no folder {printable(folder)}; prepare it with tensorflow_datasets, and "
+            "give its data_dir as DATA"
+        )
+    versions = [each for each in natural_sorted(os.listdir(folder)) if _VERSION.fullmatch(each)]
+    if not versions or version not in ("", *versions):
+        raise UserError(
+            f"--dataset tfds/{name}: no version {printable(version)} in {printable(folder)}, which holds "
+            f"{some_names(sorted(os.listdir(folder)))}: give NAME[/CONFIG][:VERSION]"
+        )
+    return open_tfrecords("", os.path.join(folder, version or versions[-1]), split, class_names, found)
+
+
+def _class_names(path: str) -> list[str] | None:
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.read().splitlines()
 
 
 def _record_names(folder: str) -> list[str]:
@@ -86,45 +137,30 @@ def _whole(folder: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def record_files(
-    paths: list[str], table: str, class_names: list[str] | None = None, count: int | None = None
-) -> RecordFiles:
-    """TFRecord files; `class_names` by number where the data set lists them, the others as of `RecordFiles`."""
-    return RecordFiles(paths, table, scan_records, partial(record_contents, class_names=class_names), count)
-
-
 def record_contents(found: list[FileRecords], class_names: list[str] | None = None) -> Contents:
     """What TFRecord files hold together.
 
     Where the records name their classes, these are numbered in natural order, as in a folder; else as in the records.
     Images with names of their own are in natural order, as in a folder; else they are numbered in the files' order.
     """
-    classes = np.concatenate([file.rows["class"] for file in found]).astype(np.int64)
-    texts = [text for file in found for text in file.class_texts]
-    files = [name for file in found for name in file.names]
-    one_to_one = len(set(zip(texts, classes.tolist(), strict=True))) == len(set(texts)) == len(np.unique(classes))
-    named = class_names is not None or (all(texts) and one_to_one)
+    rows = concatenated(found)
+    classes, texts = rows["class"].tolist(), [text for file in found for text in file.class_texts]
     if class_names is not None:
         own = class_names
-    elif named:
-        own = natural_sorted(set(texts))
+    elif all(texts) and len({*zip(texts, classes, strict=True)}) == len({*texts}) == len({*classes}):
+        own = natural_sorted({*texts})
         numbers = {text: number for number, text in enumerate(own)}
-        classes = np.array([numbers[text] for text in texts], np.int64)
+        rows["class"] = [numbers[text] for text in texts]
     else:
-        own = [str(number) for number in range(int(classes.max(initial=-1)) + 1)]
-    renumber(classes, own, None, printable(os.path.dirname(found[0].path)))
-    names = [f"{class_folder(own[number])}/{file}" for number, file in zip(classes, files, strict=True)]
-    if all(files) and len(set(names)) == len(names):
-        order = sorted(range(len(names)), key=lambda row: (natural_key(names[row]), names[row]))
-        return Contents(names, classes, own, named, np.array(order, np.int64), class_names)
-    return Contents(
-        numbered_names(own[number] for number in classes),
-        classes,
-        own,
-        named,
-        folder_names=class_names,
-        notes=["the records don't name their images, which are numbered: labels of another copy will not be found"],
-    )
+        own = [str(number) for number in range(max(classes, default=-1) + 1)]
+    renumber(rows["class"], own, None, printable(os.path.dirname(found[0].path)))
+    files = [name for file in found for name in file.names]
+    names = [f"{class_folder(own[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
+    if all(files) and len({*names}) == len(names):
+        return Contents(rows, names, own, class_names).in_natural_order()
+    numbered = numbered_names(own[number] for number in rows["class"])
+    note = "the records don't name their images, which are numbered: labels of another copy will not be found"
+    return Contents(rows, numbered, own, class_names, [note])
 
 
 def scan_records(path: str) -> FileRecords:
@@ -138,37 +174,51 @@ def scan_records(path: str) -> FileRecords:
         length = os.fstat(file.fileno()).st_size
         for number, (offset, record) in enumerate(_records(file, path, length)):
             shown = f"record {number} of {printable(path)}"
-            try:
-                features = parse_example(record)
-            except ValueError as error:
-                raise UserError(f"{shown} is no Example of TensorFlow ({error})") from error
-            start, stop = _single(features, _IMAGE, tuple, f"{shown} has no single image")
+            features = parse_example(record, shown)
+            image = _single(features, _IMAGE, bytes, f"{shown} has no single image")
             label = _single(features, _LABEL, int, f"{shown} has no single class number")
             if not 0 <= label <= _MAX_CLASS:
                 raise UserError(f"{shown}: {label} is no class number (0 to {_MAX_CLASS})")
-            rows.append((0, offset + start, stop - start, zlib.crc32(record[start:stop]), label, 0))
-            names.append(checked_name(os.path.basename(_text(record, features, _FILE_NAME)), path))
-            class_texts.append(checked_name(_text(record, features, _CLASS_NAME), path))
+            rows.append((0, offset + record.index(image), len(image), zlib.crc32(image), label, 0))
+            names.append(checked_name(os.path.basename(_text(features, _FILE_NAME)), path))
+            class_texts.append(checked_name(_text(features, _CLASS_NAME), path))
     return FileRecords(path, length, np.array(rows, ROW), names, class_texts)
+
+
+def parse_example(record: bytes, shown: str) -> Features:
+    """The features of an Example by name. Raises UserError: it is damaged or something else."""
+    try:
+        entries = _example().FromString(record).features.entries
+    except require("google.protobuf.message", "tfrecord").DecodeError as error:
+        raise UserError(f"{shown} is no Example of TensorFlow ({error})") from error
+    return {each.name: [*each.feature.texts.value, *each.feature.numbers.value] for each in entries}
+
+
+@functools.cache
+def _example() -> Any:
+    """The class of Example messages."""
+    protobuf = "google.protobuf"
+    file = require(f"{protobuf}.text_format", "tfrecord").Parse(
+        _PROTO, require(f"{protobuf}.descriptor_pb2", "tfrecord").FileDescriptorProto()
+    )
+    pool = require(f"{protobuf}.descriptor_pool", "tfrecord").DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return require(f"{protobuf}.message_factory", "tfrecord").GetMessageClass(pool.FindMessageTypeByName("Example"))
 
 
 def _single(features: Features, names: Sequence[str], kind: type, problem: str) -> Any:
     """The only value of the first of these features that is there. Raises UserError: there is no such thing."""
-    values = _values(features, names)
+    values = next((features[name] for name in names if name in features), [])
     if len(values) != 1 or not isinstance(values[0], kind):
         there = ", ".join(printable(name) for name in sorted(features)) or "nothing"
         raise UserError(f"{problem} named {' or '.join(names)}: it has {there}")
     return values[0]
 
 
-def _text(record: bytes, features: Features, names: Sequence[str]) -> str:
-    """A name, "" where there is none."""
-    ranges = [value for value in _values(features, names) if isinstance(value, tuple)]
-    return os.fsdecode(record[slice(*ranges[0])]) if len(ranges) == 1 else ""
-
-
-def _values(features: Features, names: Sequence[str]) -> Values:
-    return next((features[name] for name in names if name in features), [])
+def _text(features: Features, names: Sequence[str]) -> str:
+    """The only value of the first of these features that is there; "" where it is no text."""
+    values = next((features[name] for name in names if name in features), [])
+    return os.fsdecode(values[0]) if len(values) == 1 and isinstance(values[0], bytes) else ""
 
 
 def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]]:
@@ -199,93 +249,3 @@ def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]
 def _masked(crc: int) -> int:
     """As TFRecords store a crc32c: turned by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-class _Field(NamedTuple):
-    """A field of a message: the value of a varint, else where its bytes lie."""
-
-    number: int
-    wire_type: int
-    value: int
-    start: int
-    stop: int
-
-
-def parse_example(record: bytes) -> Features:
-    """The features of an Example by name. Raises ValueError: the record is damaged or something else."""
-    found: Features = {}
-    for features in _messages(record, 0, len(record), 1):
-        for entry in _messages(record, features.start, features.stop, 1):
-            name, values = "", Values()
-            for part in _fields(record, entry.start, entry.stop):
-                if part.number == 1 and part.wire_type == _BYTES:
-                    name = record[part.start : part.stop].decode()
-                elif part.number == 2 and part.wire_type == _BYTES:
-                    values = _feature(record, part)
-            found[name] = values
-    return found
-
-
-def _feature(record: bytes, message: _Field) -> Values:
-    values = Values()
-    for strings in _messages(record, message.start, message.stop, 1):
-        values += [(value.start, value.stop) for value in _messages(record, strings.start, strings.stop, 1)]
-    for integers in _messages(record, message.start, message.stop, 3):
-        for value in _fields(record, integers.start, integers.stop):
-            values += _integers(record, value) if value.number == 1 else []
-    return values
-
-
-def _integers(record: bytes, values: _Field) -> list[int]:
-    """One integer, or several packed ones; 64 bits with a sign."""
-    found, at = [values.value], values.stop
-    if values.wire_type == _BYTES:
-        found, at = [], values.start
-    elif values.wire_type != _VARINT:
-        raise ValueError("integers of another type")
-    while at < values.stop:
-        value, at = _varint(record, at, values.stop)
-        found.append(value)
-    return [value - 2**64 if value >= 2**63 else value for value in found]
-
-
-def _messages(record: bytes, start: int, stop: int, number: int) -> Iterator[_Field]:
-    """The fields of a number, which must be byte strings or messages."""
-    for each in _fields(record, start, stop):
-        if each.number == number:
-            if each.wire_type != _BYTES:
-                raise ValueError(f"field {number} is not of the type that it has in an Example")
-            yield each
-
-
-def _fields(record: bytes, start: int, stop: int) -> Iterator[_Field]:
-    at = start
-    while at < stop:
-        tag, at = _varint(record, at, stop)
-        number, wire_type, value, length = tag >> 3, tag & 7, 0, 0
-        begin = at
-        if wire_type == _VARINT:
-            value, at = _varint(record, at, stop)
-        elif wire_type == _BYTES:
-            length, begin = _varint(record, at, stop)
-            at = begin + length
-        elif wire_type in (_EIGHT_BYTES, _FOUR_BYTES):
-            at += 8 if wire_type == _EIGHT_BYTES else 4
-        else:
-            raise ValueError(f"wire type {wire_type}")
-        if number == 0 or at > stop:
-            raise ValueError("a field goes beyond its message")
-        yield _Field(number, wire_type, value, begin, at)
-
-
-def _varint(record: bytes, at: int, stop: int) -> tuple[int, int]:
-    """An unsigned number of seven bits a byte, and where it ends."""
-    value = 0
-    for shift in range(0, _VARINT_BITS, 7):
-        if at >= stop:
-            break
-        byte, at = record[at], at + 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value & (2**64 - 1), at
-    raise ValueError("a number without an end")

@@ -15,14 +15,14 @@ import os
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from tlt.data.sources.folder import split_names
-from tlt.data.sources.records import RecordFiles
+from tlt.data.sources.records import RecordImages, open_records
+from tlt.data.sources.source import Found
 from tlt.data.sources.tar_shards import LABEL_KEY, scan_tar, tar_contents
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import leads_out
-from tlt.io.text import printable
+from tlt.io.text import printable, some_names
 
 _INFO = ("_info.json", "info.json")
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -30,24 +30,31 @@ _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _MOST_SHARDS = 1_000_000
 
 
-def find_shards(_name: str, data: str, split: str) -> RecordFiles:
-    """The shards of a split.
+def open_webdataset(
+    _name: str, data: str, split: str, class_names: Sequence[str] | None, found: Found | None
+) -> RecordImages:
+    """The images in the shards of a split.
 
     Raises:
         UserError: No `_info.json`, no such split in it, or names of shards that are not in DATA.
     """
     if ".tar" in split or ".." in split:
-        pattern, _, count = split.partition("|")
-        if count and not count.isdigit():
-            raise UserError(f"split {printable(split)}: the number of images must follow the |")
-        name = re.sub(r"[^\w.,-]+", "_", pattern)
-        files = _shards(data, name, expand_braces(pattern), int(count) if count else None)
+        pattern = split.partition("|")[0]
+        name, files, label_key = re.sub(r"[^\w.,-]+", "_", pattern), expand_braces(pattern), LABEL_KEY
     else:
-        files = _listed(data, split)
-    missing = [path for path in files.paths if not os.path.isfile(path)]
-    if missing:
-        raise UserError(f"{len(missing)} of {len(files.paths)} shards are missing, such as {printable(missing[0])}")
-    return files
+        name, files, label_key = _listed(data, split)
+    for each in files:
+        if ":" in each or leads_out(each) or not each.endswith(".tar"):
+            raise UserError(
+                f"shard {printable(each)}: tar files below {printable(data)} alone are read, by relative names; copy "
+                "it there, uncompressed"
+            )
+    paths = [os.path.join(data, each) for each in files]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    if missing or not files:
+        raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
+    table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
+    return open_records(paths, table, scan, tar_contents, class_names, found)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -57,28 +64,26 @@ def expand_braces(pattern: str) -> list[str]:
         UserError: Braces of another kind, or more than a million names.
     """
     pieces = _BRACES.split(pattern)  # text, what is in braces, text, ...
-    choices = [_choices(piece, pattern) if number % 2 else [piece] for number, piece in enumerate(pieces)]
-    if math.prod(map(len, choices)) > _MOST_SHARDS or any("{" in text or "}" in text for text in pieces[::2]):
+    choices = [_choices(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
+    if any("{" in text or "}" in text for text in pieces[::2]) or not 0 < math.prod(map(len, choices)) <= _MOST_SHARDS:
         raise UserError(
-            f"split {printable(pattern)}: give patterns like train-{{0000..1023}}.tar, of a million at most"
+            f"split {printable(pattern)}: give patterns like train-{{0000..1023}}.tar or {{a,b}}.tar, of a million "
+            "names at most"
         )
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
-def _choices(inside: str, pattern: str) -> Sequence[str]:
+def _choices(inside: str) -> Sequence[str]:
+    """What braces stand for; nothing where that is unknown."""
     if match := _RANGE.fullmatch(inside):
-        first, last = match.groups()
-        if abs(int(last) - int(first)) >= _MOST_SHARDS or int(last) < int(first):
-            raise UserError(f"split {printable(pattern)}: {{{inside}}} must count up, to a million names at most")
-        width = len(first) if first.startswith("0") else 0
-        return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
-    if "," not in inside:
-        raise UserError(f"split {printable(pattern)}: {{{printable(inside)}}} is neither {{000..123}} nor {{a,b}}")
-    return inside.split(",")
+        width = len(match[1]) if match[1].startswith("0") else 0
+        numbers = range(int(match[1]), int(match[2]) + 1)[: _MOST_SHARDS + 1]
+        return [f"{number:0{width}d}" for number in numbers]
+    return inside.split(",") if "," in inside else []
 
 
-def _listed(data: str, split: str) -> RecordFiles:
-    """The shards that `_info.json` lists."""
+def _listed(data: str, split: str) -> tuple[str, list[str], str]:
+    """A split's name in `_info.json`, the shards that are listed there, and the key of their classes."""
     path = next((path for name in _INFO if os.path.isfile(path := os.path.join(data, name))), None)
     if path is None:
         raise MissingSplit(
@@ -87,34 +92,16 @@ def _listed(data: str, split: str) -> RecordFiles:
         )
     try:
         with open(path, encoding="utf-8") as file:
-            splits: dict[str, Any] = json.load(file)["splits"]
+            splits = json.load(file)["splits"]
         name = next((each for each in split_names(split) if each in splits), None)
-        known = ", ".join(map(printable, splits))
-        listed = splits[name] if name else {"filenames": []}
-        filenames, count = [*listed["filenames"]], listed.get("num_samples")
-        label_key = listed.get("alt_label") or LABEL_KEY
+        if name is None:
+            raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {some_names(list(splits))}")
+        files, label_key = [*splits[name]["filenames"]], splits[name].get("alt_label") or LABEL_KEY
+        if not all(isinstance(each, str) for each in [*files, label_key]):
+            raise TypeError("names that are none")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MissingSplit(
+        raise UserError(
             f"{printable(path)} can't be read or lists no shards as timm does ({type(error).__name__}: "
             f"{printable(str(error))}): mend it, or give a pattern as the split"
         ) from error
-    if name is None:
-        raise MissingSplit(f"{printable(path)} has no split {printable(split)}; it has {known}")
-    if not all(isinstance(each, str) for each in [*filenames, label_key]) or not isinstance(count, int | None):
-        raise UserError(f"{printable(path)}: split {printable(name)} does not name shards and count images: mend it")
-    return _shards(data, name, filenames, count, label_key)
-
-
-def _shards(data: str, name: str, filenames: list[str], count: int | None, label_key: str = LABEL_KEY) -> RecordFiles:
-    """The shards with these names; `label_key` as of `scan_tar`. Raises UserError: one is not below DATA, or no local
-    file."""
-    for each in filenames:
-        if ":" in each or leads_out(each) or not each.endswith(".tar"):
-            raise UserError(
-                f"shard {printable(each)}: tar files below {printable(data)} alone are read, by relative names; copy "
-                "it there, uncompressed"
-            )
-    if not filenames:
-        raise UserError(f"no shards of the split {printable(name)} in {printable(data)}")
-    paths, table = [os.path.join(data, each) for each in filenames], os.path.join(data, f"{name}.shards")
-    return RecordFiles(paths, table, partial(scan_tar, label_key=label_key), tar_contents, count)
+    return name, files, label_key
