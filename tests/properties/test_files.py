@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties.outcomes import result_or_refusal, spoilt
-from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of, verify_checkpoint
+from tlt.io.weights import check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.label_map import LabelMap
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
@@ -79,38 +79,20 @@ def _read_all(root: Path) -> list[LabelMap]:
 
 
 @given(data=st.data())
-def test_a_spoilt_archive_is_refused_or_reads_the_same(data: st.DataObject, archive: Path) -> None:
-    file = data.draw(st.sampled_from(sorted(archive.glob("[!.]*"))))
-    good = file.read_bytes()
-    try:
-        file.write_bytes(data.draw(spoilt(good)))
-        found = result_or_refusal(lambda: _read_all(archive))
-    finally:
-        file.write_bytes(good)
-    assert found is None or all(_same_label(map_, _label(mark)) for mark, map_ in enumerate(found))
-
-
-@given(data=st.data())
-def test_a_spoilt_archive_unpacks_to_the_same_files_or_not_at_all(
+def test_a_spoilt_archive_is_refused_or_reads_and_unpacks_the_same(
     data: st.DataObject, archive: Path, tree: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = data.draw(st.sampled_from(sorted(archive.glob("[!.]*"))))
-    good = file.read_bytes()
-    out = tmp_path_factory.mktemp("out") / "tree"
+    good, out = file.read_bytes(), tmp_path_factory.mktemp("out") / "tree"
     try:
         file.write_bytes(data.draw(spoilt(good)))
-        done = result_or_refusal(lambda: unpack(str(archive), str(out)))
+        found = result_or_refusal(lambda: _read_all(archive))
+        unpacked = result_or_refusal(lambda: unpack(str(archive), str(out)))
     finally:
         file.write_bytes(good)
-    for path in tree.rglob("*.pt") if done is not None else ():
+    assert found is None or all(_same_label(map_, _label(mark)) for mark, map_ in enumerate(found))
+    for path in tree.rglob("*.pt") if unpacked is not None else ():
         assert (out / path.relative_to(tree)).read_bytes() == path.read_bytes()
-
-
-@given(data=st.data())
-def test_spoilt_tree_metadata_is_refused_or_read(data: st.DataObject, tree: Path, tmp_path: Path) -> None:
-    file = tmp_path / "labels.json"
-    file.write_bytes(data.draw(spoilt((tree / "labels.json").read_bytes())))
-    result_or_refusal(lambda: LabelInfo.read(file))
 
 
 class _Tiny(torch.nn.Module):
@@ -168,15 +150,12 @@ def test_a_spoilt_checkpoint_is_refused_or_reads_the_same(content: bytes, tmp_pa
     file.write_bytes(content)
     found = result_or_refusal(lambda: read_checkpoint(file))
     assert found is None or _equal(found, PAYLOAD)
-    # What only looks, finds nothing else.
     result_or_refusal(lambda: peek_checkpoint(file))
-    verified = result_or_refusal(lambda: verify_checkpoint(file) or True)
-    assert verified or found is None
     assert find_resume("auto", tmp_path).checkpoint is not None or found is None
 
 
 @given(content=st.binary(max_size=200) | st.binary(max_size=200).map(lambda rest: b"PK\x03\x04" + rest))
-@pytest.mark.parametrize("read", [read_checkpoint, peek_checkpoint, verify_checkpoint, read_map, LabelInfo.read])
+@pytest.mark.parametrize("read", [read_checkpoint, peek_checkpoint, read_map, LabelInfo.read])
 def test_any_bytes_are_refused_or_read(read: Callable[[Path], Any], content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "last.pth.tar"
     file.write_bytes(content)
@@ -184,56 +163,42 @@ def test_any_bytes_are_refused_or_read(read: Callable[[Path], Any], content: byt
 
 
 @given(data=st.data())
-def test_spoilt_files_without_checksums_are_refused_or_read(data: st.DataObject, tmp_path: Path) -> None:
-    """A pickle of before torch 1.6, and safetensors: nothing tells that a number has changed."""
-    weights = PAYLOAD["state_dict"]
+def test_spoilt_files_without_checksums_are_refused_or_read(data: st.DataObject, tree: Path, tmp_path: Path) -> None:
+    """A pickle of before torch 1.6, safetensors, a tree's labels.json: nothing tells that a number has changed."""
+    weights, file = PAYLOAD["state_dict"], tmp_path / "file"
     old, new = _bytes(weights, _use_new_zipfile_serialization=False), safetensors.torch.save(weights)
-    file = tmp_path / "weights"
     file.write_bytes(data.draw(st.sampled_from((old, new)).flatmap(spoilt)))
     found = result_or_refusal(lambda: read_checkpoint(file))
     if found is not None:
         result_or_refusal(lambda: check_finite(state_dict_of(found, path=file), file))
+    file.write_bytes(data.draw(spoilt((tree / "labels.json").read_bytes())))
+    result_or_refusal(lambda: LabelInfo.read(file))
 
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-_PLAIN = st.recursive(
-    _SCALARS | st.just(torch.ones(2)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_SCALARS, inner, max_size=3),
-)
-
-
 _INF = float("inf")
 STRANGE: list[Any] = [
     _INF, -_INF, float("nan"), 10**400, -1, None, "x", [], {}, [1], [[1, 2, 3]], [[_INF, _INF, "checkpoint-1.pth.tar"]],
-    ["../x"], torch.ones(2), torch.ones(()), True, {"a": 1}, {"state": [], "param_groups": 3}, {"head.weight": 3},
-    {"state": {0: 3}, "param_groups": [{"params": [0, 1]}]}, {"skipped_steps": [1, 2]},
+    ["../x"], {1: torch.ones(2)}, torch.ones(2), torch.ones(()), True, {"a": 1}, {"state": [], "param_groups": 3},
+    {"head.weight": 3}, {"state": {0: 3}, "param_groups": [{"params": [0, 1]}]}, {"skipped_steps": [1, 2]},
 ]  # fmt: skip
-
-
-def _check_strange(content: dict[str, Any], directory: Path) -> None:
-    file = directory / "last.pth.tar"
-    torch.save(content, file)
-    state = _state()
-    with torch.no_grad():
-        state.model.head.weight += 1
-    before = {name: value.clone() for name, value in state.model.state_dict().items()}
-    checkpoint = result_or_refusal(lambda: find_resume(str(file), directory).checkpoint)
-    result_or_refusal(lambda: find_resume("auto", directory))
-    if checkpoint is not None and result_or_refusal(lambda: state.load(checkpoint, file)) is None:
-        assert _equal(dict(state.model.state_dict()), before)
 
 
 @pytest.mark.parametrize("key", sorted(PAYLOAD))
 def test_a_checkpoint_with_a_strange_entry_is_refused_and_changes_nothing_or_is_loaded(
     key: str, tmp_path: Path
 ) -> None:
+    file = tmp_path / "last.pth.tar"
     for value in STRANGE:
-        _check_strange({**PAYLOAD, key: value}, tmp_path)
-
-
-@given(changes=st.dictionaries(st.sampled_from(sorted(PAYLOAD)), _PLAIN, min_size=1, max_size=2), whole=st.booleans())
-def test_a_checkpoint_of_any_plain_data(changes: dict[str, Any], whole: bool, tmp_path: Path) -> None:
-    _check_strange({**PAYLOAD, **changes} if whole else changes, tmp_path)
+        torch.save({**PAYLOAD, key: value}, file)
+        state = _state()
+        with torch.no_grad():
+            state.model.head.weight += 1
+        before = {name: value.clone() for name, value in state.model.state_dict().items()}
+        checkpoint = result_or_refusal(lambda: find_resume(str(file), tmp_path).checkpoint)
+        result_or_refusal(lambda: find_resume("auto", tmp_path))
+        if checkpoint is not None and result_or_refusal(lambda c=checkpoint, s=state: s.load(c, file)) is None:
+            assert _equal(dict(state.model.state_dict()), before)
 
 
 _RECORDS = st.dictionaries(

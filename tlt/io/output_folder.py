@@ -45,18 +45,19 @@ class OutputFolder:
         self, root: str | Path, marker: str, settings: Mapping[str, Any], files: Iterable[str], overwrite: bool = False
     ) -> None:
         self.root, self.marker, self.settings = Path(root), Path(root) / marker, dict(settings)
+        self._shown = f"OUT {printable(str(root))}"
         if self.root.exists() and not self.root.is_dir():
-            raise UserError(f"OUT {printable(str(root))} is not a folder")
+            raise UserError(f"{self._shown} is not a folder")
         self.root.mkdir(parents=True, exist_ok=True)
-        self._refuse_other_things()
+        other = sorted(name for name in os.listdir(self.root) if not name.startswith("."))
+        if other and not self.marker.exists():
+            raise UserError(f"{self._shown} holds other things ({printable(other[0])}): choose another folder")
         self._lock = FileLock(self.root / ".lock")
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            raise UserError(
-                f"OUT {printable(str(root))}: another command is writing into it; wait until it ends"
-            ) from error
-        found = self._found()
+            raise UserError(f"{self._shown}: another command is writing into it; wait until it ends") from error
+        found = read_marker(self.marker, self.settings["format"]) if self.marker.exists() else None
         if found is not None and overwrite:
             self._write(found, complete=False)  # first: what is left when this is interrupted is known to be incomplete
             for name in files:
@@ -65,7 +66,7 @@ class OutputFolder:
         if found is None:
             self._write(self.settings, complete=False)
         else:
-            self._compare(found)
+            self._refuse_other_settings(found)
         self.begun, self.complete = found is not None, found is not None and found["complete"] is True
 
     def finish(self, more: Mapping[str, Any]) -> None:
@@ -83,24 +84,15 @@ class OutputFolder:
         write_whole(self.marker, (json.dumps({**content, "crc32": marker_crc(content)}, indent=1) + "\n").encode())
         sync_folder(self.root)
 
-    def _found(self) -> dict[str, Any] | None:
-        return read_marker(self.marker, self.settings["format"]) if self.marker.exists() else None
-
-    def _refuse_other_things(self) -> None:
-        """Refuse a folder that a command has not begun, if there is anything in it."""
-        shown = printable(str(self.root))
-        other = sorted(name for name in os.listdir(self.root) if not name.startswith("."))
-        if other and not self.marker.exists():
-            raise UserError(f"OUT {shown} holds other things ({printable(other[0])}): choose another folder")
-
-    def _compare(self, found: Mapping[str, Any]) -> None:
+    def _refuse_other_settings(self, found: Mapping[str, Any]) -> None:
         """Refuse to go on with what a command of other settings began."""
         old, new = _flat(found), _flat(json.loads(json.dumps(self.settings)))  # lists for tuples
         for key in sorted(new, key="area".__eq__):  # in order, but the area last: it follows from the others
             if old.get(key) != new[key]:
+                was, says = (printable(str(each))[:_SHOWN] for each in (old.get(key), new[key]))
                 raise UserError(
-                    f"OUT {printable(str(self.root))} was made with {key} {_shown(old.get(key))}, this command says "
-                    f"{_shown(new[key])}: choose another OUT, or --overwrite"
+                    f"{self._shown} was made with {key} {was}, this command says {says}: choose another OUT, or "
+                    "--overwrite"
                 )
 
 
@@ -127,8 +119,3 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, those in nested objects by their own names."""
     inner = {k: v for value in content.values() if isinstance(value, dict) for k, v in value.items()}
     return {k: v for k, v in content.items() if not isinstance(v, dict)} | inner
-
-
-def _shown(value: object) -> str:
-    text = printable(str(value))
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

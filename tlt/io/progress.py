@@ -9,8 +9,6 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 _REPORT_SECONDS = 10.0  # between lines where nobody watches a progress bar
-
-
 _FIRST_SECONDS = 3.0  # until the first line of a search, most of which take less
 
 
@@ -18,23 +16,23 @@ class SearchProgress:
     """Counts what a search finds where the total is unknown: a line after 3 s, then one every 10 s.
 
     Args:
-        tell: Prints a line; None: nothing is printed.
+        report: Prints a line; None: nothing is printed.
         alive: Called at each step.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = print, alive: Callable[[], None] | None = None) -> None:
-        self._tell, self._alive = tell, alive
+    def __init__(self, report: Callable[[str], None] | None = print, alive: Callable[[], None] | None = None) -> None:
+        self._report, self._alive = report, alive
         self._start = time.monotonic()
         self._due = self._start + _FIRST_SECONDS
 
     def __call__(self, what: str, count: int) -> None:
-        """So many were found by now; `what` is done to find them."""
+        """Count: `what` is done, and has found `count` by now."""
         if self._alive is not None:
             self._alive()
         now = time.monotonic()
-        if self._tell is not None and now >= self._due:
+        if self._report is not None and now >= self._due:
             self._due = now + _REPORT_SECONDS
-            self._tell(f"{what}: {count} found in {now - self._start:.0f} s")
+            self._report(f"{what}: {count} found in {now - self._start:.0f} s")
 
 
 class Progress:
@@ -49,10 +47,13 @@ class Progress:
     def step(self, count: int = 1) -> None:
         """Count items that are done."""
         self.done += count
+        now = time.monotonic()
         if self.bar is not None:
             self.bar.update(count)
-        elif time.monotonic() - self.reported >= _REPORT_SECONDS:
-            self._line()
+        elif now - self.reported >= _REPORT_SECONDS:
+            self.reported = now
+            left = (self.total - self.done) * (now - self.start) / self.done
+            print(f"{self._rate(now - self.start)}, ETA {tqdm.format_interval(left)}", flush=True)
 
     def close(self) -> None:
         """End the bar."""
@@ -61,12 +62,6 @@ class Progress:
         if self.total:
             seconds = time.monotonic() - self.start
             print(f"{self._rate(seconds)}, in {tqdm.format_interval(seconds)}", flush=True)
-
-    def _line(self) -> None:
-        self.reported = time.monotonic()
-        seconds = self.reported - self.start
-        left = (self.total - self.done) * seconds / max(self.done, 1)
-        print(f"{self._rate(seconds)}, ETA {tqdm.format_interval(left)}", flush=True)
 
     def _rate(self, seconds: float) -> str:
         return (

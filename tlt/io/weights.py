@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import stat
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -26,13 +23,6 @@ WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
 _FOLDER = 0x10  # among the attributes of a record
-_NOT_A_CHECKPOINT = (
-    (b"version https://git-lfs", "a git-lfs pointer, not the file itself: run `git lfs pull`"),
-    (b"<!doctype", "a web page, not a checkpoint: download the file again"),
-    (b"<html", "a web page, not a checkpoint: download the file again"),
-    (b"\x1f\x8b", "compressed with gzip: decompress it first"),
-)
-_UNPACKED = "an unpacked checkpoint: give the .pth.tar as it was downloaded, it is not an archive to unpack"
 _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
@@ -52,65 +42,47 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
             or holds more than tensors and plain data (naming the class; nothing of it is run).
     """
-    with _opened(Path(path)) as file, _one_line_errors(path):
-        kind = _kind(file, path)
-        if kind == "safetensors":
-            return dict(safetensors.torch.load_file(path))
-        if kind == "zip":
-            verify_zip(file, path)
-        return _load(file, path)
-
-
-def verify_checkpoint(path: str | Path) -> None:
-    """Read a checkpoint through and raise as `read_checkpoint` does, without its tensors in memory."""
-    with _opened(Path(path)) as file, _one_line_errors(path):
-        if _kind(file, path) == "zip":
-            verify_zip(file, path)
-    peek_checkpoint(path)
+    return _read(Path(path), verify=True)
 
 
 def peek_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Like `read_checkpoint`, for a look at the numbers: nothing is verified, tensors are mapped and not read."""
-    with _opened(Path(path)) as file, _one_line_errors(path):
-        if _kind(file, path) == "zip":
-            _archive(file, path)
-            return _load(path, path, mmap=True)
-    return read_checkpoint(path)
+    """Like `read_checkpoint`, for a look at the numbers: checksums are not compared, and tensors of a zip archive are
+    mapped and not read."""
+    return _read(Path(path), verify=False)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _read(path: Path, verify: bool) -> dict[str, Any]:
     try:
-        kind = path.stat().st_mode
-        if stat.S_ISDIR(kind):
-            unpacked = any(path.glob("data.pkl")) or any(path.glob("*/data.pkl"))
-            raise UserError(f"{path} is {_UNPACKED if unpacked else 'a directory: name a checkpoint file in it'}")
-        if not stat.S_ISREG(kind):
-            raise UserError(f"{path} is not a regular file")
-        file = path.open("rb")
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such checkpoint") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be opened: {error.strerror}") from error
-    with file:
-        yield file
-
-
-@contextmanager
-def _one_line_errors(path: str | Path) -> Iterator[None]:
-    """Turn whatever a parser raises on foreign bytes into a UserError of one line."""
-    try:
-        yield
+        if path.is_dir():
+            raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
+        if not path.is_file():  # a pipe would wait for its writer
+            raise UserError(f"{path}: no such checkpoint, or no regular file")
+        with path.open("rb") as file:
+            head = file.read(40)
+            file.seek(0)
+            if not head:
+                raise UserError(f"{path} is empty (zero bytes)")
+            if head.startswith(b"PK"):
+                verify_zip(file, path, checksums=verify)
+                return _plain(file if verify else path, path, mmap=not verify)
+            if head.startswith(b"\x80"):  # a pickle's protocol mark
+                return _plain(file, path)
+            if head[8:9] == b"{":  # after the 8-byte length of a JSON header
+                return dict(safetensors.torch.load_file(path))
+        raise UserError(
+            f"{path} is no checkpoint, it begins with {head!r}: download it again where that is a web page or git-lfs "
+            "pointer, unpack it where it is a tar or gzip file"
+        )
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a parser raises on foreign bytes
         if name := refused_name(error):
             raise UserError(
                 f"{path} is refused: it holds {name}, neither a tensor nor plain data (nothing of it was run); "
                 "save it with weights, numbers and text only"
             ) from error
         reason = short_reason(error)
-        raise UserError(f"{path} is damaged or not a checkpoint: {type(error).__name__}: {reason}") from error
+        raise UserError(f"{path} is truncated, damaged or no checkpoint: {type(error).__name__}: {reason}") from error
 
 
 def refused_name(error: Exception) -> str | None:
@@ -129,60 +101,29 @@ def short_reason(error: Exception) -> str:
     return " ".join(text.split())[:200] or "it ends too early"
 
 
-def _kind(file: BinaryIO, path: str | Path) -> str:
-    """Return "zip", "safetensors" or "pickle" from the first bytes."""
-    head = file.read(512)
-    file.seek(0)
-    if not head:
-        raise UserError(f"{path} is empty (zero bytes)")
-    for start, meaning in _NOT_A_CHECKPOINT:
-        if head.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(start):
-            raise UserError(f"{path} is {meaning}")
-    if head[257:262] == b"ustar":
-        raise UserError(f"{path} is a tar archive: unpack it and give the checkpoint inside")
-    if head.startswith(b"PK"):
-        return "zip"
-    if head[8:9] == b"{":  # after the 8-byte length of a JSON header
-        return "safetensors"
-    if head.startswith(b"\x80"):  # a pickle's protocol mark
-        return "pickle"
-    raise UserError(f"{path} is no checkpoint: neither safetensors nor written by torch.save")
-
-
-def verify_zip(file: BinaryIO, path: str | Path) -> None:
-    """Check that the records are as `torch.save` writes them, and the CRC-32 of each."""
-    if damaged := _archive(file, path).testzip():
-        raise UserError(f"{path} is damaged: record {damaged} does not match its checksum")
-    file.seek(0)
-
-
-def _archive(file: BinaryIO, path: str | Path) -> zipfile.ZipFile:
-    try:
-        archive = zipfile.ZipFile(file)
-    except zipfile.BadZipFile as error:
-        raise UserError(f"{path} is truncated: {error}") from error
-    names = [record.filename for record in archive.infolist()]
-    if any(name.endswith("constants.pkl") for name in names):
-        raise UserError(f"{path} is a TorchScript program, not weights")
-    if not any(name.endswith("data.pkl") for name in names):
-        raise UserError(f"{path} is a zip archive without a checkpoint in it (no data.pkl)")
+def verify_zip(file: BinaryIO, path: str | Path, checksums: bool = True) -> None:
+    """Check that the records are stored as `torch.save` stores them, and the CRC-32 of each."""
+    archive = zipfile.ZipFile(file)
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED:
             raise UserError(f"{path} is refused: record {record.filename} is compressed, which torch.save never does")
         if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
             raise UserError(f"{path} is damaged: record {record.filename} calls itself a folder")
-    return archive
+    if checksums and (damaged := archive.testzip()):
+        raise UserError(f"{path} is damaged: record {damaged} does not match its checksum")
+    file.seek(0)
 
 
-def _load(source: BinaryIO | str | Path, path: str | Path, mmap: bool | None = None) -> dict[str, Any]:
+def _plain(source: BinaryIO | Path, path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Unpickle tensors and plain data alone."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
-    if isinstance(parts := content.get("parts"), dict) and "folder" in parts:
+    if isinstance(parts := content.get("parts"), dict) and isinstance(folder := parts.get("folder"), str):
         raise InPartsError(
-            f"{path} is refused: its tensors lie beside it in {parts['folder']}, which this version does not read: "
-            f"make one file of both with the version that wrote it: volo export -o FILE.pth.tar --checkpoint {path}"
+            f"{path} is refused: its tensors lie beside it in {folder}, which this version does not read: make one "
+            f"file of both with the version that wrote it: volo export -o FILE.pth.tar --checkpoint {path}"
         )
     if isinstance(content.get("args"), argparse.Namespace):  # timm's
         content["args"] = vars(content["args"])
@@ -223,14 +164,9 @@ def state_dict_of(
     entry = weights_entry(checkpoint, use_ema, path)
     weights = checkpoint[entry] if entry else checkpoint
     for name, value in weights.items():
-        if not isinstance(value, Tensor):
-            raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor")
-    if not weights:
-        raise UserError(f"{path}: {entry} is empty")
-    names = clean_names(list(weights))
-    if len(set(names)) != len(names):
-        raise UserError(f"{path} holds the same weights twice, with and without a wrapper's prefix")
-    return dict(zip(names, weights.values(), strict=True))
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise UserError(f"{path}: {name} in {entry} is a {type(value).__name__}, not a tensor with a name")
+    return dict(zip(clean_names(list(weights)), weights.values(), strict=True))
 
 
 def count_weights(checkpoint: dict[str, Any]) -> int:
@@ -281,10 +217,7 @@ def check_finite(state: dict[str, Tensor], path: str | Path = "the checkpoint") 
 
 
 def first_non_finite(state: dict[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a NaN or infinite value. Synchronises once per device at most."""
-    floating = {k: v for k, v in state.items() if v.is_floating_point()}
+    """Return the name of the first tensor with a NaN or infinite value. Waits for the device."""
     # A sum is ten times as fast as isfinite(v).all(), and finite only if all values are; large ones may overflow it.
-    sums = [v.sum() for v in floating.values()]
-    if not sums or bool(torch.isfinite(torch.stack([s.to(sums[0].device, torch.float64) for s in sums])).all()):
-        return None
-    return next((k for k, v in floating.items() if not bool(torch.isfinite(v).all())), None)
+    suspects = (k for k, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v.sum())))
+    return next((k for k in suspects if not bool(torch.isfinite(state[k]).all())), None)

@@ -23,7 +23,7 @@ from typing import Any
 
 from tlt.errors import UserError
 from tlt.io.text import table
-from tlt.io.weights import peek_checkpoint, verify_checkpoint
+from tlt.io.weights import peek_checkpoint, read_checkpoint
 from volo.record.events import FILE as EVENTS
 from volo.record.events import duration
 from volo.record.json_lines import read_json_lines
@@ -231,7 +231,7 @@ def _checkpoints(folder: Path, verify: bool) -> list[str]:
             content = peek_checkpoint(path)
             epoch, update = (str(content.get(key, "")) for key in ("epoch", "update"))
             if verify:
-                verify_checkpoint(path)
+                read_checkpoint(path)
         except UserError as error:
             state = f"BAD: {str(error).removeprefix(f'{path} ')}"
         rows.append((path.name, epoch, update, f"{status.st_size / 2**20:.1f}", state))
