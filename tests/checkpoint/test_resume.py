@@ -102,14 +102,6 @@ def test_going_back_to_an_older_epoch(tmp_path: Path) -> None:
     assert find_resume("auto", tmp_path).path == tmp_path / "last.pth.tar"
 
 
-def test_kept_checkpoints_that_were_deleted(tmp_path: Path) -> None:
-    three_epochs(tmp_path)
-    (tmp_path / "checkpoint-1.pth.tar").unlink()
-    state, _, messages = resumed(tmp_path)
-    assert [b.epoch for b in state.best] == [2, 0]
-    assert messages == ["checkpoint-1.pth.tar, one of the kept checkpoints, is gone"]
-
-
 FOUND = [{"top1": 90.0, "loss": 0.2, "top1_ema": 10.0}, {"top1": 70.0, "loss": 0.1, "top1_ema": 30.0}]
 
 

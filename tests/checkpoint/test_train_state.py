@@ -11,12 +11,11 @@ import timm
 import torch
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver
-from torch import nn
 
 from tests.train.small_run import build, payload_of, resumed, same, save, tensors, train
 from tlt.errors import UserError
-from tlt.io.weights import read_checkpoint
-from volo.checkpoint.checkpoint import CheckpointDir, TrainState
+from volo.checkpoint.checkpoint import CheckpointDir
+from volo.checkpoint.state import TrainState
 from volo.record.run_directory import changed_settings
 
 
@@ -31,21 +30,6 @@ def test_fault_10_interrupted_run_equals_uninterrupted(tmp_path: Path) -> None:
     train(second, 1)
     second.best = []
     assert same(straight, second)
-
-
-def test_saved_under_wrappers_loaded_without_and_back(tmp_path: Path) -> None:
-    first = build()
-    train(first)
-    bare = build(seed=5)
-    wrapped = build(seed=6)
-    wrapped.model = nn.DataParallel(torch.compile(wrapped.model))  # type: ignore[arg-type]
-    first.model = torch.compile(first.model)  # type: ignore[assignment]
-    save(CheckpointDir(tmp_path), first)
-    path = tmp_path / "last.pth.tar"
-    assert all(not k.startswith(("module", "_orig_mod")) for k in read_checkpoint(path)["state_dict"])
-    for state in (bare, wrapped):
-        assert state.load(read_checkpoint(path), path) == []
-        assert same(first, state)
 
 
 def test_fault_61_payload_is_plain_data(tmp_path: Path) -> None:

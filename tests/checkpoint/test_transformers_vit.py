@@ -93,37 +93,6 @@ def test_a_folder_is_trained_and_validated(make_dataset: Callable[..., Path], tm
     assert cli.run("validate", [str(data), "--checkpoint", str(tmp_path / "run" / "last.pth.tar"), "-j", "0"]) == 0
 
 
-def test_the_head_of_two_layers_is_trained_and_dropped_by_fine_tuning(
-    make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    data, vit = make_dataset(), "img_size=32 patch_size=8 embed_dim=32 depth=2 num_heads=4"
-    flags = [str(data), *QUICK.replace("volo_test", "vit_transformers").split(), "--output", str(tmp_path)]
-    both = ["--model-kwargs", *vit.split()]
-    assert cli.run("train", [*flags, *both, "representation_size=24", "--epochs", "1", "--experiment", "two"]) == 0
-    path = tmp_path / "two" / "last.pth.tar"
-    weights = torch.load(path, weights_only=True)["state_dict"]
-    assert cli.run("validate", [str(data), "--checkpoint", str(path), "-j", "0"]) == 0  # it is built by what it records
-
-    kwargs = {key: int(value) for key, value in (each.split("=") for each in vit.split())}
-    model = timm.create_model("vit_transformers", num_classes=4, representation_size=24, **kwargs).eval()
-    model.load_state_dict(weights)
-    images = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        token = model.forward_features(images)[:, 0].double()
-        first, last = (
-            (weights[f"head.{n}.weight"].double(), weights[f"head.{n}.bias"]) for n in ("pre_logits", "logits")
-        )
-        expected = torch.tanh(token @ first[0].T + first[1]) @ last[0].T + last[1]
-        torch.testing.assert_close(model(images).double(), expected, rtol=1e-5, atol=1e-6)
-
-    tuned = timm.create_model("vit_transformers", num_classes=4, **kwargs)
-    report = load_finetune(tuned, path)
-    assert sorted(report.dropped) == [f"head.{n}.{p}" for n in ("logits", "pre_logits") for p in ("bias", "weight")]
-    assert report.missing == ["head.weight", "head.bias"] and report.share == 1
-    model.reset_classifier(5)
-    assert isinstance(model.head, torch.nn.Linear) and model(images).shape == (2, 5)
-
-
 def test_what_timm_lacks_is_told(tmp_path: Path) -> None:
     _saved("ViTForImageClassification", tmp_path, hidden_act="relu")
     with pytest.raises(UserError, match="hidden_act relu, this ViT has gelu"):

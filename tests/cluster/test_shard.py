@@ -19,7 +19,7 @@ import volo  # noqa: F401  (registers the models)
 from tests.cluster.test_ddp import join, start_ranks
 from tests.train.small_run import tensors
 from tlt.errors import UserError
-from volo.checkpoint.checkpoint import TrainState
+from volo.checkpoint.state import TrainState
 from volo.cluster.ddp import distribute
 from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, synchronised, units_of, whole_weights

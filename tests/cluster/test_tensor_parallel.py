@@ -16,7 +16,7 @@ import volo  # noqa: F401  (registers the models)
 from tests.cluster.test_ddp import join, start_ranks
 from tests.train.small_run import tensors
 from tlt.errors import UserError
-from volo.checkpoint.checkpoint import TrainState
+from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World
 from volo.cluster.shard import ShardedEma, shard, shard_meshes
 from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups

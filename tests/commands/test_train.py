@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import timm
@@ -19,9 +18,6 @@ import yaml
 
 from tests.commands.conftest import QUICK, ROOT, Ended, metrics
 from tests.conftest import LIMIT
-from tests.same_records import without_times
-from tlt.io.progress import SearchProgress
-from tlt.io.weights import read_checkpoint
 from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
@@ -62,66 +58,6 @@ def test_a_run_leaves_all_its_records(
     assert record["tflops_per_second"] == pytest.approx(record["images_per_second"] * work / 1e12, rel=0.1)
     assert "over 8 images" in ended.out and "class" in ended.out and "dense" in ended.out
     assert "learning rate 1.25e-05 = --lr-base 0.0016 x global batch 8 / 1024" in ended.out
-
-
-def test_fault_10_a_resumed_run_ends_in_the_same_bits(
-    call: Call, make_dataset: Callable[..., Path], make_labels: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = make_dataset(train=21)
-    flags = f"{data} {QUICK} --lr 1e-3 --drop-path 0.2 --token-label --model-ema --output {tmp_path} --token-label-data"
-    labels = make_labels(data)
-    assert call("train", flags, labels, "--epochs", "3", "--experiment", "whole").code == 0
-    # The schedule is a function of --epochs: the interrupted run is this one without what came after its first epoch.
-    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    (cut / "last.pth.tar").unlink()
-    resumed = call(
-        "train", flags, labels, "--epochs", "3", "--experiment", "cut", "--resume", cut / "checkpoint-0.pth.tar"
-    )
-    assert resumed.code == 0, resumed.err
-    assert "1 epochs, 3 updates done" in resumed.out
-    for key in ("state_dict", "state_dict_ema"):
-        whole, again = (_weights(tmp_path / name / "last.pth.tar", key) for name in ("whole", "cut"))
-        assert all(torch.equal(whole[name], again[name]) for name in whole)
-    one, two = (metrics(tmp_path / name)[-6:] for name in ("whole", "cut"))
-    assert [r["loss"] for r in one] == [r["loss"] for r in two]
-
-
-def test_fault_11_resume_within_an_epoch_and_an_interval_gives_the_same_records(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = make_dataset(train=63)  # 8 updates an epoch: reports after the third, the sixth and the last
-    empty = min(data.glob("train/*/*.jpg"))
-    empty.write_bytes(b"")  # counted in `unreadable_images`
-    flags = f"{data} {QUICK} --lr 1e-3 --epochs 2 --output {tmp_path} --log-interval 3 --workers 0"
-    assert call("train", flags, "--experiment", "whole").code == 0
-    from volo.checkpoint.saver import Saver
-
-    save = Saver.after_update
-
-    def save_and_stop(saver: Saver) -> None:
-        save(saver)
-        if saver.state.update == 14:  # two more than are saved: the report of update 14 is made twice
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Saver, "after_update", save_and_stop)
-    assert call("train", flags, "--experiment", "cut", "--recovery-interval", "12").code == 130
-    monkeypatch.undo()
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    assert [r["update"] for r in metrics(cut)] == [3, 6, 8, 11, 14]
-    resumed = call("train", flags, "--experiment", "cut", "--resume", "auto")
-    assert resumed.code == 0, resumed.err
-    assert "1 epochs, 12 updates done" in resumed.out
-    assert [r["update"] for r in metrics(cut)] == [3, 6, 8, 11, 14, 16]
-    assert without_times(cut / "metrics.jsonl") == without_times(whole / "metrics.jsonl")
-    assert without_times(cut / "summary.csv") == without_times(whole / "summary.csv")
-    one, two = (_weights(run / "last.pth.tar") for run in (whole, cut))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    events = read_json_lines(cut / "events.jsonl")[0]
-    assert {e["path"] for e in events if e["kind"] == "skipped-image"} == {str(empty)}
-    assert [(e["kind"], e.get("update")) for e in events if e["kind"] not in ("skipped-image", "data-wait")] == [
-        ("start", None), ("checkpoint", 8), ("checkpoint", 12), ("end", 14),
-        ("start", None), ("resume", 12), ("checkpoint", 16), ("end", 16),
-    ]  # fmt: skip
 
 
 def test_accumulation_equals_one_large_batch_with_a_ragged_tail(
@@ -181,23 +117,6 @@ def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Callable[..., 
     assert len(read_summary(tmp_path / "run" / "summary.csv")) == 2
 
 
-def test_each_folder_that_is_listed_at_the_start_is_progress(
-    call: Call,
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    data = make_dataset(train=8)
-    flags = f"{data} {QUICK} --token-label --token-label-data {make_labels(data)} --output {tmp_path} --dry-run"
-    monkeypatch.setattr(SearchProgress, "__call__", told := MagicMock())
-    assert call("train", flags).code == 0
-    seen = [call.args[0] for call in told.call_args_list]
-    folders = len(list(data.rglob("train/*"))) + 1
-    assert seen.count(f"listing {data}/train") == folders
-    assert sum("looking for labels" in what for what in seen) >= folders - 1
-
-
 @pytest.mark.parametrize(("flags", "code"), [("--token-label --token-label-data nowhere", 2), ("--dry-run", 0)])
 def test_a_run_that_never_begins_leaves_no_directory(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, flags: str, code: int
@@ -230,25 +149,6 @@ def test_fault_62_a_run_whose_directory_is_removed_ends_with_a_checkpoint(
     assert again.code == 0 and "last.pth.tar: 3 epochs" in again.out, again.out
 
 
-def test_a_run_that_is_ranked_by_something_else_keeps_its_best(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    flags = f"{make_dataset(train=8)} {QUICK} --output {tmp_path} --experiment run --lr 1e-2"
-    assert call("train", f"{flags} --epochs 3 --eval-metric loss --model-ema").code == 0
-    losses = [float(row["eval_loss_ema"]) for row in read_summary(tmp_path / "run" / "summary.csv")]
-    lowest = losses.index(min(losses))
-    assert lowest > 0 or losses[0] < losses[-1]  # the worst would be another one
-    assert read_checkpoint(tmp_path / "run" / "model_best.pth.tar")["epoch"] == lowest
-    ended = call("train", f"{flags} --epochs 4 --resume auto")
-    assert ended.code == 0 and "are now ranked by top1" in ended.out, ended.out
-    rows = read_summary(tmp_path / "run" / "summary.csv")
-    accuracies = [float(row["eval_top1"]) for row in rows]
-    best = accuracies.index(max(accuracies))
-    assert f"best top1 {max(accuracies):.4f} (epoch {best + 1}, checkpoint-{best}.pth.tar)" in ended.out
-    assert read_checkpoint(tmp_path / "run" / "model_best.pth.tar")["epoch"] == best
-    assert float(rows[-1]["best"]) == max(accuracies)
-
-
 def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -269,25 +169,21 @@ def test_fault_53_divergence_stops_and_keeps_the_last_good_checkpoint(
     assert all(torch.isfinite(value).all() for value in best.values())
 
 
-@pytest.mark.parametrize(
-    ("more", "same", "rounding"),
-    [("", "", 1e-5), ("--model-dtype bfloat16", "--amp --amp-dtype bfloat16", 5e-3)],  # BatchNorm is folded in bfloat16
-)
 def test_fault_60_validate_gives_the_number_that_training_printed(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, more: str, same: str, rounding: float
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
     data = make_dataset(validation=9, size=(70, 40))
-    flags = f"{data} {QUICK} {more} --epochs 1 --lr 1e-3"
+    flags = f"{data} {QUICK} --epochs 1 --lr 1e-3"
     flags += " --crop-pct 0.8 --interpolation bilinear --mean 0.4 0.4 0.4 --output"
     assert call("train", flags, tmp_path, "--experiment", "run").code == 0
     trained = metrics(tmp_path / "run", "epoch")[-1]
     results = tmp_path / "results.json"
-    ended = call("validate", f"{data} {same} -b 4 -j 0 --results-format json --results-file", results, "--checkpoint",
+    ended = call("validate", f"{data} -b 4 -j 0 --results-format json --results-file", results, "--checkpoint",
                  tmp_path / "run" / "last.pth.tar")  # fmt: skip
     assert ended.code == 0, ended.err
     row = json.loads(results.read_text())[0]
     assert (row["top1"], row["images"]) == (round(trained["eval_top1"], 4), trained["eval_images"])
-    assert row["loss"] == pytest.approx(trained["eval_loss"], rel=rounding)
+    assert row["loss"] == pytest.approx(trained["eval_loss"], rel=1e-5)
     assert row["crop_pct"] == 0.8 and row["interpolation"] == "bilinear"
 
 
@@ -317,16 +213,6 @@ def test_finetune_validates_first_and_reports_what_it_resized(
     assert ended.code == 0, ended.err
     assert "pos_embed" in ended.out
     assert ended.out.index("before fine-tuning: top-1") < ended.out.index("epoch 1 [")
-
-
-def test_another_timm_model_trains_without_token_labels(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = make_dataset(train=15)
-    flags = f"{data} {QUICK} --model test_resnet --epochs 1 --mixup 0.2 --cutmix 1.0 --amp --opt sgd --clip-grad 1"
-    ended = call("train", flags, "--output", tmp_path)
-    assert ended.code == 0, ended.err
-    assert "bfloat16 autocast" in ended.out
 
 
 def test_fault_24_broken_images_are_named_counted_and_limited(
@@ -370,46 +256,30 @@ BAD = [
     ("--model volo_d9", "volo_d"),
     ("--token-label --token-label-size 14", "--token-label-size 14"),
     ("--token-label --model levit_128s --img-size 224", "dense head"),
-    ("--token-label --mixup 0.8", None),
     ("--num-classes 3", "4 class folders"),
     ("-b 64", "64"),
-    ("--sync-bn", None),  # alone, nothing to synchronise: honoured
     ("--amp --amp-dtype float16", "bfloat16"),
     ("--device cuda:99", "--device"),
     ("--resume nowhere.pth", "nowhere.pth"),
     ("--finetune nowhere.pth", "nowhere.pth"),
-    ("--initial-checkpoint nowhere.pth", "nowhere.pth"),
     ("--token-label --token-label-data nowhere", "nowhere"),
     ("--val-split nowhere", "nowhere"),
-    ("--bn-momentum 0.2 --model lvvit_test", None),
-    ("--torchscript", "--torchcompile"),
-    ("--torchcompile bogus", "--torchcompile bogus"),
     ("--start-epoch 9", "--start-epoch 9"),
     ("--model cs3darknet_s --pretrained", "published weights can't be fetched"),  # there are none
     ("--opt fusedlamb", "apex"),
-    ("--opt adamww", "adamw"),
-    ("--experimemt x", "--experiment"),
     ("--model-kwargs bogus=1", "bogus"),
-    ("--model-kwargs num_heads=7", "num_heads"),
     ("--model-kwargs num_heads=(3,4,4,4)", "32 channels can't be divided among 3 heads"),
-    ("--num-classes 4 --model-kwargs num_classes=7", "--model-kwargs num_classes=7"),
     ("--num-classes 100000000000", "--num-classes"),
-    ("--clip-grad 0", "--clip-grad"),
     ("--local-rank 3", "--local-rank 3"),
     ("--output /dev/null/run", "--output /dev/null/run"),
-    ("--train-split nowhere", "(--train-split)"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "named"), BAD, ids=[flags for flags, _ in BAD])
 def test_bad_input_is_one_line_with_exit_code_2(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, flags: str, named: str | None
+    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, flags: str, named: str
 ) -> None:
     ended = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --dry-run {flags}")
-    if named is None:
-        assert ended.code == 0, ended.err
-        assert ("--sync-bn changes nothing" in ended.out) == (flags == "--sync-bn")
-        return
     assert ended.code == 2, ended.out
     assert named in ended.err
     assert len(ended.err.strip().splitlines()) == 1 and "Traceback" not in ended.err

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
 from tlt.io.weights import read_checkpoint
-from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, TrainState, best_of
+from volo.checkpoint.checkpoint import CheckpointDir, best_of
 from volo.checkpoint.resume import find_resume
+from volo.checkpoint.state import RankedCheckpoint, TrainState
 
 METADATA = {
     "arch": "tiny",

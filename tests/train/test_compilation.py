@@ -26,7 +26,6 @@ from tlt.models.layers import ResidualBlock
 from volo.cluster.ddp import distribute
 from volo.cluster.distributed import World
 from volo.config.args import parse_train
-from volo.train import compilation
 from volo.train.compilation import compile_errors_told, compile_model, feature_compiler
 from volo.train.model import wrap_model
 
@@ -100,15 +99,6 @@ def test_a_kind_of_block_is_one_graph_and_computes_what_eager_mode_does(
             torch.testing.assert_close(model(x), eager(x))
     gradients(model.train(), 8, 0)
     assert graphs() == training + evaluation
-
-
-def test_autocast_has_graphs_of_its_own_and_agrees() -> None:
-    eager, model = small("lvvit_test"), small("lvvit_test")
-    compile_model(model, flags())
-    for autocast in (torch.autocast("cpu", torch.bfloat16), nullcontext(), torch.autocast("cpu", torch.bfloat16)):
-        with autocast:
-            torch.testing.assert_close(outputs(model, 4, 1), outputs(eager, 4, 1))
-    assert graphs() == 2 * KINDS["lvvit_test"][0]
 
 
 def test_a_copy_is_not_compiled_and_shares_the_graphs_once_it_is() -> None:
@@ -193,7 +183,7 @@ def test_errors_of_the_compiler_are_one_line() -> None:
     from torch._inductor import config
 
     missing = config.patch({"cpp.cxx": (None, "/nonexistent"), "force_disable_caches": True})
-    told = pytest.raises(UserError, match="No working C.. compiler.*: install a C.. compiler")
+    told = pytest.raises(UserError, match="No working C.. compiler")
     with told, missing, compile_errors_told(args):
         torch.compile(nn.Softplus())(torch.ones(2))
     from torch._inductor.runtime.triton_heuristics import NoTritonConfigsError
@@ -229,20 +219,6 @@ def test_compiled_draws_are_a_function_of_the_seed() -> None:
     first, other = drawn(1), drawn(2)
     assert torch.equal(drawn(1), first) and not torch.equal(first, other)
     assert len(first.unique()) > 2 and len({tuple(row.tolist()) for row in first}) > 8  # dropout's, not only a sample's
-
-
-def test_steps_are_marked_for_cuda_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    marked: list[int] = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(1))
-    # Modules of another process, say: loading torch's a second time in this one breaks it (2.11).
-    modules: dict[str, object] = {}
-    monkeypatch.setattr(compilation, "sys", Namespace(modules=modules))
-    monkeypatch.setattr(compilation, "importlib", Namespace(import_module=lambda name: modules.update({name: None})))
-    compilation.begin_step()
-    assert not marked
-    compile_model(small("volo_test"), flags(backend="inductor", torchcompile_mode="reduce-overhead"))
-    compilation.begin_step()
-    assert len(marked) == 1
 
 
 @imagined_gpu

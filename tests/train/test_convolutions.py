@@ -62,13 +62,6 @@ def test_equal_convolutions_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(seen) == 4 and len(set(seen)) == 2  # each in both types
 
 
-@pytest.mark.parametrize(("dtype", "device"), [(None, "cpu"), (torch.float16, "cpu"), (torch.bfloat16, "cuda")])
-def test_other_runs_try_nothing(dtype: torch.dtype | None, device: str) -> None:
-    with Wrong(window=7):
-        model = timm.create_model("volo_test", num_classes=5, img_size=64)
-        assert check_convolutions(model, SIZE, dtype, torch.device(device)) == []
-
-
 def test_model_and_random_numbers_stay_as_they_are() -> None:
     model = timm.create_model("volo_test", num_classes=5, img_size=64).train()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from volo.train.convolutions import check_convolutions
-from volo.train.loop import set_train_mode
 from volo.train.precision import Precision, WorkingCopy
 
 CPU = torch.device("cpu")
@@ -100,24 +98,6 @@ def test_sixteen_micro_batches_add_up_in_float32() -> None:
     assert (found - exact).norm() < 1e-6 * exact.norm()  # added in bfloat16: 4e-3
 
 
-def test_micro_batches_add_up_and_an_average_follows_the_master() -> None:
-    master, whole = volo_model(), volo_model()
-    for model, parts in ((master, 2), (whole, 1)):
-        copy = WorkingCopy(model)
-        set_train_mode(copy.module, freeze_bn=True)
-        precision = Precision(CPU, torch.bfloat16, working_copy=copy)
-        average = ModelEmaV3(model, decay=0.0)
-        for part in images(1).chunk(parts):
-            backward(precision, copy.module, part, 1 / parts)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        precision.step(optimizer, list(model.parameters()))
-        average.update(model)
-        assert all(torch.equal(a, b) for a, b in zip(average.module.parameters(), model.parameters(), strict=True))
-    start = nn.utils.parameters_to_vector(volo_model().parameters())
-    moves = [nn.utils.parameters_to_vector(m.parameters()) - start for m in (master, whole)]
-    assert (moves[0] - moves[1]).norm() < 0.02 * moves[1].norm()
-
-
 def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> None:
     master = volo_model()
     copy = WorkingCopy(master)
@@ -129,24 +109,6 @@ def test_steps_that_are_not_finite_change_nothing_and_leave_no_gradient() -> Non
     after = [*master.parameters(), *copy.module.parameters()]
     assert precision.counts() == [1, 1]
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
-
-
-def test_frozen_statistics_and_a_dense_head_that_is_off() -> None:
-    master = volo_model()
-    master.set_dense_head(False)
-    copy = WorkingCopy(master)
-    precision = Precision(CPU, torch.bfloat16, working_copy=copy)
-    set_train_mode(copy.module, freeze_bn=True)
-    statistics = [b.clone() for b in master.buffers()]
-    backward(precision, copy.module, images(0))
-    optimizer = torch.optim.SGD([p for p in master.parameters() if p.requires_grad], lr=0.1)
-    head = master.aux_head.weight.clone()
-    precision.step(optimizer, list(master.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(statistics, master.buffers(), strict=True))
-    assert torch.equal(head, master.aux_head.weight)
-    set_train_mode(copy.module, freeze_bn=False)
-    backward(precision, copy.module, images(0))
-    assert not any(torch.equal(a, b) for a, b in zip(statistics, master.buffers(), strict=True))
 
 
 def test_what_was_loaded_computes_after_begin() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 from argparse import Namespace
-from collections.abc import Iterator
 
 import pytest
 import timm
 import torch
-from timm.optim import list_optimizers, param_groups_layer_decay
+from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from tlt.errors import UserError
@@ -56,24 +55,6 @@ def test_weight_decay_spares_vectors_and_what_the_model_names() -> None:
     }
 
 
-def test_a_step_is_adamw_worked_out_by_hand() -> None:
-    model = Small().double()
-    x = torch.randn(4, 2, 3, dtype=torch.float64)
-    optimizer = create_optimizer(arguments("--opt-eps 1e-6 --opt-betas 0.8 0.9"), model)
-    set_lr(optimizer, 0.01)
-    model(x).square().sum().backward()
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    optimizer.step()
-    for name, p in model.named_parameters():
-        if name not in grads:
-            continue
-        # First step: both moments, corrected for their start, are the gradient and its square.
-        decayed = before[name] * (1 - 0.01 * (0.05 if name == "body.weight" else 0.0))
-        expected = decayed - 0.01 * grads[name] / (grads[name].abs() + 1e-6)
-        torch.testing.assert_close(p.detach(), expected, rtol=1e-10, atol=1e-12)
-
-
 def test_layer_decay_is_timms_and_survives_set_lr() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, num_classes=2)
     optimizer = create_optimizer(arguments("--layer-decay 0.5"), model)
@@ -87,49 +68,12 @@ def test_layer_decay_is_timms_and_survives_set_lr() -> None:
     assert max(group["lr"] for group in optimizer.param_groups) == pytest.approx(0.04)
 
 
-def test_set_lr_without_layer_decay() -> None:
-    optimizer = create_optimizer(arguments("--lr 0.3"), Small())
-    assert {group["lr"] for group in optimizer.param_groups} == {0.3}
-    set_lr(optimizer, 0.125)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
-
-
-@pytest.mark.parametrize(
-    ("line", "kind", "option", "value"),
-    [
-        ("--opt sgd --momentum 0.5", "SGD", "momentum", 0.5),
-        ("--opt lamb", "Lamb", "eps", 1e-6),
-        ("--opt lookahead_adamw", "Lookahead", "eps", 1e-8),
-        ("--opt adam --opt-betas 0.7 0.8", "Adam", "betas", (0.7, 0.8)),
-    ],
-)
-def test_other_optimizers(line: str, kind: str, option: str, value: object) -> None:
-    optimizer = create_optimizer(arguments(line), Small())
-    assert type(optimizer).__name__ == kind and optimizer.param_groups[0][option] == value
-
-
 def test_fused_where_torch_has_it() -> None:
     for device in ("cuda", "cpu"):
         assert create_optimizer(arguments(), Small(), torch.device(device)).defaults["fused"] is True
     assert not create_optimizer(arguments(), Small(), torch.device("mps")).defaults["fused"]
     assert "fused" not in create_optimizer(arguments("--opt lamb"), Small()).defaults
     assert not create_optimizer(arguments("--opt sgd"), Small()).defaults["fused"]  # its skipped first step does harm
-
-
-@pytest.mark.parametrize("name", ["adamw", "adam"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_fused_steps_equal_plain_ones(name: str, device: str) -> None:
-    models = Small().to(device), Small().to(device)
-    for model, kind in zip(models, ("mps", device), strict=True):  # torch has no fused kernels for the first
-        optimizer = create_optimizer(arguments(f"--opt {name} --weight-decay 0.2"), model, torch.device(kind))
-        set_lr(optimizer, 0.01)
-        for seed in range(3):
-            x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(seed)).to(device)
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    for plain, fused in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(plain, fused, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -183,22 +127,8 @@ def test_moments_of_another_memory_format(opt: str) -> None:
     torch.testing.assert_close(ends[2], ends[0])
 
 
-def _optimizers() -> list[str]:
-    """All that timm has and can build here."""
-    return [name for name in list_optimizers(exclude_filters=["fused*", "bnb*", "adahessian"])]
-
-
-@pytest.fixture
-def eager() -> Iterator[None]:
-    """timm compiles a step of kron, for a minute."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
-@pytest.mark.parametrize("opt", [name for each in _optimizers() for name in (each, f"lookahead_{each}")])
-def test_every_optimizer_goes_on_where_it_was(opt: str) -> None:
+@pytest.mark.parametrize("opt", ["adamw", "sgd", "lookahead_lamb", "novograd", "adopt", "lookahead_radam"])
+def test_an_optimizer_goes_on_where_it_was(opt: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import timm
@@ -103,47 +104,21 @@ def test_a_skipped_first_step_leaves_nothing_behind(
     assert precision.scaler is None or precision.scaler.get_scale() == 2.0
 
 
-def test_gives_up_after_too_many_skipped_steps_in_a_row() -> None:
-    model, optimizer = _linear()
-    precision = Precision(CPU, max_nonfinite=2)
-    for step, scale in enumerate([float("nan"), 1.0, float("nan"), float("nan"), float("nan")]):
-        precision.backward(model(torch.ones(1, 3)).sum() * scale)
-        precision.step(optimizer, list(model.parameters()))
-        if step < 4:
-            precision.check()
-    with pytest.raises(NonFiniteError, match="3 steps in a row") as caught:
-        precision.check()
-    assert caught.value.exit_code == 3
-
-
-def test_clip_by_norm_equals_torch() -> None:
-    model, optimizer = _linear()
-    reference, _ = _linear()
-    (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
-    expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+@pytest.mark.parametrize(
+    ("mode", "clip"),
+    [("norm", nn.utils.clip_grad_norm_), ("value", nn.utils.clip_grad_value_), ("agc", adaptive_clip_grad)],
+)
+def test_clipping_is_torchs_and_timms(mode: str, clip: Callable[..., Any]) -> None:
+    (model, optimizer), (reference, _) = _linear(), _linear()
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model.parameters()))
-    precision = Precision(CPU, clip=Clipping(0.5))
+    precision = Precision(CPU, clip=Clipping(0.01, mode))
     precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
     norm = precision.step(optimizer, list(model.parameters()))
-    torch.testing.assert_close(norm, expected_norm)
-    for mine, theirs in zip(seen, reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.grad)
-
-
-def test_other_clip_modes_equal_torchs_and_timms() -> None:
-    for mode, clip in (("value", nn.utils.clip_grad_value_), ("agc", adaptive_clip_grad)):
-        model, optimizer = _linear()
-        reference, _ = _linear()
-        seen: list[torch.Tensor] = []
-        optimizer.register_step_pre_hook(lambda *_, p=model, s=seen: s.extend(q.grad.clone() for q in p.parameters()))
-        precision = Precision(CPU, clip=Clipping(0.01, mode))
-        precision.backward((model(torch.full((4, 3), 5.0)) ** 2).sum())
-        precision.step(optimizer, list(model.parameters()))
-        (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
-        clip(reference.parameters(), 0.01)
-        for mine, theirs in zip(seen, reference.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.grad)
+    (reference(torch.full((4, 3), 5.0)) ** 2).sum().backward()
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in reference.parameters()]))
+    clip(reference.parameters(), 0.01)
+    torch.testing.assert_close(seen, [p.grad for p in reference.parameters()])
 
 
 def test_adaptive_clipping_leaves_the_heads_alone() -> None:
@@ -174,15 +149,16 @@ def test_fault_59_amp_on_a_cpu_is_bfloat16() -> None:
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
 
 
-def test_skipped_steps_are_counted_on_from_before_a_resume() -> None:
-    precision = Precision(torch.device("cpu"), max_nonfinite=2)
+def test_gives_up_after_too_many_skipped_steps_in_a_row_also_of_before_a_resume() -> None:
+    model, optimizer = _linear()
+    precision = Precision(CPU, max_nonfinite=2)
     precision.restore_counts(1, 5)
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    parameter.grad = torch.tensor([1.0, float("nan")])
-    precision.step(optimizer, [parameter])
-    assert precision.counts() == [2, 6] and precision.check() == 6
-    parameter.grad = torch.tensor([1.0, float("nan")])
-    precision.step(optimizer, [parameter])
-    with pytest.raises(NonFiniteError, match="3 steps in a row"):
+    for scale, counts in ((float("nan"), [2, 6]), (1.0, [0, 6]), (float("nan"), [1, 7]), (float("nan"), [2, 8])):
+        precision.backward(model(torch.ones(1, 3)).sum() * scale)
+        precision.step(optimizer, list(model.parameters()))
+        assert precision.counts() == counts and precision.check() == counts[1]
+    precision.backward(model(torch.ones(1, 3)).sum() * float("inf"))
+    precision.step(optimizer, list(model.parameters()))
+    with pytest.raises(NonFiniteError, match="3 steps in a row") as caught:
         precision.check()
+    assert caught.value.exit_code == 3

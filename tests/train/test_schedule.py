@@ -39,13 +39,6 @@ def test_published_310_epochs() -> None:
     assert schedule(309 * 7) == 1e-5
 
 
-def test_published_fine_tuning() -> None:
-    line = "--lr 8e-6 --min-lr 4e-6 --epochs 30 --warmup-epochs 5"
-    schedule = LrSchedule(arguments(line), 8e-6, updates_per_epoch=1)
-    assert schedule.total_epochs == 40
-    assert [schedule(t) for t in (0, 4, 15, 30, 39)] == pytest.approx([1e-6, 6.6e-6, 6e-6, 4e-6, 4e-6])
-
-
 def timm_rates(line: str, peak: float, steps: int) -> list[float]:
     """The same flags through timm's classes, stepped one after the other as timm's own loop does."""
     args = arguments(line)
@@ -95,13 +88,6 @@ def test_step_by_update() -> None:
     assert rates[70] == pytest.approx(8.005e-4) and rates[71] > rates[70]
     assert rates[1050] == pytest.approx(8.05e-4) and rates[1051] < rates[1050]
     assert set(rates[2100:]) == {1e-5}
-
-
-def test_pure_whatever_was_asked_before() -> None:
-    schedule = LrSchedule(arguments("--lr-noise 0.2 0.9"), 1.6e-3, updates_per_epoch=3)
-    forwards = [schedule(update) for update in range(schedule.total_updates)]
-    backwards = [schedule(update) for update in reversed(range(schedule.total_updates))]
-    assert forwards == backwards[::-1]
 
 
 def test_noise_is_bounded_seeded_and_inside_its_range() -> None:

@@ -23,18 +23,7 @@ from torch import Tensor
 from tlt.errors import NonFiniteError, UserError
 from tlt.io.weights import first_non_finite
 from volo.checkpoint.checkpoint_file import STAGED, duplicate, explained, save_checkpoint, tensor_bytes
-from volo.checkpoint.finetune import FinetuneReport, load_finetune, load_weights
 from volo.checkpoint.state import RankedCheckpoint, TrainState
-
-__all__ = [
-    "CheckpointDir",
-    "FinetuneReport",
-    "RankedCheckpoint",
-    "Save",
-    "TrainState",
-    "load_finetune",
-    "load_weights",
-]
 
 LAST = "last.pth.tar"
 BEST = "model_best.pth.tar"

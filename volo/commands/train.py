@@ -19,8 +19,9 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from tlt.data.sources.folder import check_num_classes
-from volo.checkpoint.checkpoint import LAST, load_finetune, load_weights
+from volo.checkpoint.checkpoint import LAST
 from volo.checkpoint.checkpoint_file import the_checkpoint
+from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World, init_world, lost_rank_explained, max_over_ranks, primary_first

@@ -1,3 +1,3 @@
 """The name under which others load weights for fine-tuning."""
 
-from volo.checkpoint.checkpoint import load_finetune as load_finetune
+from volo.checkpoint.finetune import load_finetune as load_finetune

@@ -25,13 +25,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _CUDA_GRAPHS = "torch._inductor.cudagraph_trees"
 _LONGEST = 300  # characters of torch's message in ours
-_NEEDS_COMPILER = "install a C++ compiler (apt-get install g++) or name yours in CXX"
-# By name of torch's exception
-_REMEDIES = {
-    "InvalidCxxCompiler": _NEEDS_COMPILER,
-    "CppCompileError": _NEEDS_COMPILER,
-    "TritonMissing": "install triton (pip install triton)",
-}
 
 
 def compile_model(model: Any, args: Namespace) -> Any:
@@ -113,8 +106,8 @@ def compile_errors_told(args: Namespace) -> Iterator[None]:
         if not args.torchcompile or not _is_compile_error(error):
             raise
         raise UserError(
-            f"--torchcompile {args.torchcompile}: torch can't compile this ({_summary(error)}): {_remedy(error)}, or "
-            "leave --torchcompile out; --debug shows all"
+            f"--torchcompile {args.torchcompile}: torch can't compile this ({_summary(error)}): try another "
+            "--torchcompile-scope, or leave --torchcompile out; --debug shows all"
         ) from error
 
 
@@ -145,8 +138,3 @@ def _summary(error: Exception) -> str:
     inner = getattr(error, "inner_exception", None) or error
     text = " ".join(f"{type(inner).__name__}: {inner}".split())
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
-
-
-def _remedy(error: Exception) -> str:
-    kind = type(getattr(error, "inner_exception", None) or error).__name__
-    return _REMEDIES.get(kind, "try another --torchcompile-scope")

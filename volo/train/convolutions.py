@@ -30,37 +30,31 @@ def check_convolutions(
         input_size: (channels, H, W) of the images.
         dtype: The type that the model is to compute in; only bfloat16 on a CPU is tried.
     """
-    if dtype is not torch.bfloat16 or device.type != "cpu":
-        return []
-    wrong = [name for name, layer, given in _distinct(model, input_size) if not _error(layer, given) <= _TOLERANCE]
-    if not (found := sorted({name for names in from_all(wrong) for name in names})):
-        return []
-    return [
-        f"warning: torch {torch.__version__} computes {', '.join(found)} and convolutions like it wrong in bfloat16 on "
-        "this processor: use float32 (without --amp and --model-dtype), or another version of torch"
-    ]
-
-
-def _distinct(model: nn.Module, input_size: tuple[int, int, int]) -> list[tuple[str, nn.Module, torch.Tensor]]:
-    """Return one of each group of equal convolutions: its name, itself, and its input without contents."""
-    found: dict[object, tuple[str, nn.Module, torch.Tensor]] = {}
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _ConvNd)]
+    if dtype is not torch.bfloat16 or device.type != "cpu" or not layers:
+        return []
+    distinct: dict[object, tuple[str, nn.Module, torch.Tensor]] = {}  # name, layer, input without contents
 
     def note(name: str, layer: nn.Module, x: torch.Tensor) -> None:
         # extra_repr has channels, window, stride, padding, dilation and groups
-        found.setdefault((layer.extra_repr(), x.shape, x.stride()), (name, layer, x))
+        distinct.setdefault((layer.extra_repr(), x.shape, x.stride()), (name, layer, x))
 
     hooks = [
         layer.register_forward_pre_hook(lambda layer, given, name=name: note(name, layer, given[0]))
         for name, layer in layers
     ]
     try:
-        if layers:
-            run_on_meta(model, input_size)
+        run_on_meta(model, input_size)
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found.values())
+    wrong = [name for name, layer, given in distinct.values() if not _error(layer, given) <= _TOLERANCE]
+    if not (found := sorted({name for names in from_all(wrong) for name in names})):
+        return []
+    return [
+        f"warning: torch {torch.__version__} computes {', '.join(found)} and convolutions like it wrong in bfloat16 on "
+        "this processor: use float32 (without --amp and --model-dtype), or another version of torch"
+    ]
 
 
 @torch.no_grad()

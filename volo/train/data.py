@@ -28,7 +28,6 @@ from tlt.labels.label_files import LabelMatches
 from tlt.labels.store import LabelStore
 from tlt.labels.store import open_labels as open_label_store
 from tlt.labels.tree import TreeReader
-from tlt.upstream.behaviour import label_view
 from volo.checkpoint.resume import Fingerprint, fingerprint
 from volo.cluster.distributed import World
 from volo.cluster.per_host import OncePerHost, Packed
@@ -210,6 +209,11 @@ def train_loader(
     args: Namespace, folder: ImageSource, labels: LabelReader | None, settings: Mapping[str, Any], world: World
 ) -> TrainLoader:
     """The training batches of this rank. Raises UserError: Fewer images than one global batch."""
+    view = None
+    if args.compat:
+        from tlt.upstream.behaviour import label_view
+
+        view = label_view(args.compat)
     return Loader(
         folder,
         labels,
@@ -229,7 +233,7 @@ def train_loader(
         drop_last=args.drop_last,
         micro_batches=args.grad_accum_steps,
         repeats=args.aug_repeats or 1,
-        label_view=label_view(args.compat or ()),
+        label_view=view,
         **_loading(args, world),
     )
 

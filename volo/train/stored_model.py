@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,30 +12,6 @@ from timm.models._hub import download_from_hf, load_cfg_from_json, load_model_co
 
 from tlt.errors import UserError
 from tlt.models import transformers_vit
-
-
-class _Place(NamedTuple):
-    """Where models are described.
-
-    Attributes:
-        load: timm's function for its own descriptions.
-        file_of: Returns the path of one file; OSError where it is missing.
-        source: The part of `pretrained_cfg` by which timm finds the weights.
-    """
-
-    load: Callable[[str], tuple[dict[str, Any], str, dict[str, Any]]]
-    file_of: Callable[[str, str], str]
-    source: Callable[[str], dict[str, str]]
-
-
-_PLACES = {
-    "local-dir": _Place(
-        load_model_config_from_path,
-        lambda folder, name: str(Path(folder, name)),
-        lambda folder: {"file": folder, "source": "local-dir"},
-    ),
-    "hf-hub": _Place(load_model_config_from_hf, download_from_hf, lambda name: {"hf_hub_id": name, "source": "hf-hub"}),
-}
 
 
 class Architecture(NamedTuple):
@@ -55,14 +30,14 @@ def architecture_of(model: str) -> Architecture:
         UserError: The folder or the repository can't be read, or describes no model that timm knows here.
     """
     prefix, colon, name = model.partition(":")
-    if not colon or prefix not in _PLACES:
+    if not colon or prefix not in ("local-dir", "hf-hub"):
         return Architecture(model, {}, None)
-    place = _PLACES[prefix]
     try:
-        described = load_cfg_from_json(place.file_of(name, "config.json"))
+        described = load_cfg_from_json(_file(prefix, name, "config.json"))
         if transformers_vit.describes_vit(described):
-            return _transformers_vit(described, name, place)
-        config, name, kwargs = place.load(name)
+            return _transformers_vit(described, prefix, name)
+        load = load_model_config_from_path if prefix == "local-dir" else load_model_config_from_hf
+        config, name, kwargs = load(name)
     except UserError as error:
         raise UserError(f"--model {model}: {error}") from error
     except KeyError as error:
@@ -75,10 +50,16 @@ def architecture_of(model: str) -> Architecture:
     return Architecture(name, kwargs or {}, config)
 
 
-def _transformers_vit(described: dict[str, Any], name: str, place: _Place) -> Architecture:
+def _file(prefix: str, name: str, file: str) -> str:
+    """Return the path of one file of a description. Raises OSError where it is missing."""
+    return str(Path(name, file)) if prefix == "local-dir" else download_from_hf(name, file)
+
+
+def _transformers_vit(described: dict[str, Any], prefix: str, name: str) -> Architecture:
     try:
-        processor = load_cfg_from_json(place.file_of(name, "preprocessor_config.json"))
+        processor = load_cfg_from_json(_file(prefix, name, "preprocessor_config.json"))
     except OSError:  # it has none; huggingface_hub's errors derive from it
         processor = {}
     kwargs, config = transformers_vit.timm_config(described, processor)
-    return Architecture(transformers_vit.NAME, kwargs, config | place.source(name))
+    where = {"file": name} if prefix == "local-dir" else {"hf_hub_id": name}  # by which timm finds the weights
+    return Architecture(transformers_vit.NAME, kwargs, config | {"source": prefix} | where)
