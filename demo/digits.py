@@ -135,7 +135,7 @@ class Demo:
         weights = f"{self.output}/annotator/model_best.pth.tar"
         meta = ROOT / self.labels / "meta.json"
         done = meta.is_file() and json.loads(meta.read_text())["complete"]
-        flags = f"--checkpoint {weights} --format archive {self.decoding}"
+        flags = f"--checkpoint {weights} {self.decoding}"
         run(f"python generate_label.py {self.digits} {self.labels} {flags}", done)
         run(f"python -m tlt check {self.digits} {self.labels}")
         sizes = f"--size {SIZE} {SIZE} --grid {GRID} {GRID}"

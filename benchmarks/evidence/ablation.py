@@ -108,8 +108,7 @@ def prepare(data: Path, images: int, annotate: bool) -> None:
         short = f"--experiment annotator --output {data} --epochs 12 --warmup-epochs 1 --cooldown-epochs 0"
         for line in (
             f"train {data} --model test_resnet --img-size {SHORT} --resume auto {model} {plain} {short}",
-            f"label {data} {data}/train-annotator --checkpoint {network} --img-size {8 * MAP} --top-k {TOP_K} {model} "
-            "--format archive",
+            f"label {data} {data}/train-annotator --checkpoint {network} --img-size {8 * MAP} --top-k {TOP_K} {model}",
         ):
             subprocess.run([sys.executable, "-m", "volo", *line.split()], check=True)
         (data / "annotated").touch()

@@ -22,6 +22,7 @@ from tlt.label_map import FULL_AREA
 from tlt.labels.annotate import Annotation, Annotator
 from tlt.mix import Mixup
 from tlt.models.flops import flops_per_image
+from tlt.tools.pack import unpack
 from volo.train.criterion import TokenLabelCriterion
 from volo.train.teacher import Teacher
 
@@ -32,9 +33,8 @@ def test_the_exact_tail_is_trained_on_and_recorded(
     data = make_dataset()
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
     flags = "--model resnet10t --num-classes 4 --img-size 64 -j 0 --device cpu --top-k 2"
-    for form in ("archive", "tree"):
-        made = call("label", f"{data} {tmp_path / form} --checkpoint {tmp_path / 'w.pth'} --format {form} {flags}")
-        assert made.code == 0, made.err
+    made = call("label", f"{data} {tmp_path / 'archive'} --checkpoint {tmp_path / 'w.pth'} {flags}")
+    assert made.code == 0 and unpack(str(tmp_path / "archive"), str(tmp_path / "tree")), made.err
     train = f"{data} {QUICK} --epochs 1 --token-label --output {tmp_path} --token-label-data"
     losses = []
     for name in ("zero", "exact"):
@@ -76,7 +76,7 @@ def losses(run: Path) -> list[float]:
 def test_on_whole_images_a_teacher_says_what_its_label_files_say(
     call: Callable[..., Ended], train: Callable[..., Ended], weights: Path, tmp_path: Path, tail: str
 ) -> None:
-    flags = "--model resnet10t --num-classes 4 --img-size 32 -j 0 --device cpu --top-k 2 --format archive -b 8"
+    flags = "--model resnet10t --num-classes 4 --img-size 32 -j 0 --device cpu --top-k 2 -b 8"
     made = call("label", f"{tmp_path / 'data'} {tmp_path / 'labels'} --checkpoint {weights} {flags}")
     assert made.code == 0, made.err
     # The student's pixels are normalised in another way than the teacher's.

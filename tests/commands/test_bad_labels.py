@@ -70,7 +70,7 @@ def change(label: Path, place: tuple[int, ...], value: float) -> None:
 
 def test_truncated_archive(train: Train, data: Path, archive: Path, tmp_path: Path) -> None:
     os.truncate(archive / VALUES, 2000)
-    refused(train(data, archive), f"{VALUES} has been cut")
+    refused(train(data, archive), f"{VALUES} is missing, cut or damaged")
     assert not (tmp_path / "run").exists()
 
 
@@ -85,7 +85,7 @@ def test_archive_of_another_data_set(train: Train, data: Path, archive: Path) ->
 
 def test_archive_of_other_class_folders(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
     annotator = _annotator(tmp_path)
-    assert call("label", f"{annotator} --format archive", data, tmp_path / "made").code == 0
+    assert call("label", annotator, data, tmp_path / "made").code == 0
     (data / "train" / "blue").rename(data / "train" / "azure")
     (data / "validation" / "blue").rename(data / "validation" / "azure")
     refused(train(data, tmp_path / "made"), "class 0 is blue there, azure here")
@@ -185,17 +185,29 @@ def test_label_archive_truncated_in_mid_run(
 
 
 def test_four_classes_with_five_asked_for(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
-    made, packed = tmp_path / "made", tmp_path / "made.tlt"
+    made, tree = tmp_path / "made", tmp_path / "tree"
     ended = call("label", f"{_annotator(tmp_path)} --top-k 5", data, made)
     assert ended.code == 0, ended.err
     names = scan_folder(str(data / "train")).paths
     assert open_labels(made, names, num_classes=4).shape[0] == 4
-    assert tlt_command(["pack", str(made), str(packed)]) == 0
+    assert tlt_command(["unpack", str(made), str(tree)]) == 0
     losses = []
-    for labels in (made, packed):
+    for labels in (made, tree):
         assert train(data, labels, run=f"run-{labels.name}").code == 0
         losses.append([record["loss"] for record in metrics(tmp_path / f"run-{labels.name}")])
     assert losses[0] == losses[1]
+
+
+def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path, tree: Path) -> None:
+    said = "the token labels name the class of {} % of 16 sampled images"
+    assert (
+        said.format("100.0") in (ended := train(data, tree, "--dry-run")).out and "warning: the token" not in ended.out
+    )
+    for label in tree.glob("*/*.pt"):
+        entry = torch.load(label, weights_only=True)
+        entry[1] = (entry[1] + 1) % 4
+        torch.save(entry, label)
+    assert f"warning: {said.format('0.0')}" in train(data, tree, "--dry-run").out
 
 
 def test_labels_of_five_entries_for_four_classes(train: Train, data: Path, tree: Path) -> None:
@@ -211,7 +223,7 @@ ODD_NAMES = ("img.v1.001.jpg", "img.v1.002.jpg", "img.jpg", "two words.jpg", "ñ
 
 
 def test_dotted_nested_and_non_ascii_names(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
-    odd, made, packed = tmp_path / "odd", tmp_path / "made", tmp_path / "made.tlt"
+    odd, made, unpacked = tmp_path / "odd", tmp_path / "made", tmp_path / "tree"
     images = sorted(data.glob("train/*/*.jpg"))
     for number, folder in enumerate(ODD_FOLDERS):
         for place, name in enumerate(ODD_NAMES):
@@ -220,14 +232,14 @@ def test_dotted_nested_and_non_ascii_names(train: Train, call: Call, data: Path,
         (odd / "validation" / folder).mkdir(parents=True)
         shutil.copy(images[number], odd / "validation" / folder / "v.1.jpg")
     assert call("label", _annotator(tmp_path), odd, made).code == 0
-    assert tlt_command(["pack", str(made), str(packed), "--images", str(odd)]) == 0
-    assert tlt_command(["check", str(odd), str(packed)]) == 0
+    assert tlt_command(["unpack", str(made), str(unpacked)]) == 0
+    assert tlt_command(["check", str(odd), str(made)]) == 0
     names = scan_folder(str(odd / "train")).paths
-    tree, archive = open_labels(made, names), open_labels(packed, names)
-    assert len({tree.reader.label(index) for index in range(24)}) == 24
+    tree, archive = open_labels(unpacked, names), open_labels(made, names)
+    assert len({tree.reader.source(index) for index in range(24)}) == 24
     assert all((tree.read(index).values == archive.read(index, 40, 36).values).all() for index in range(24))
     losses = []
-    for labels in (made, packed):
+    for labels in (made, unpacked):
         assert train(odd, labels, "-j 2", run=f"run-{labels.name}").code == 0
         losses.append([record["loss"] for record in metrics(tmp_path / f"run-{labels.name}")])
     assert losses[0] == losses[1]
@@ -240,6 +252,10 @@ def test_images_without_labels(train: Train, data: Path, archive: Path, tmp_path
     assert "red/new.jpg" in ended.err and "--bad-label skip" in ended.err
     for policy in ("skip", "uniform"):
         ended = train(data, archive, f"--bad-label {policy}", run=policy)
-        assert ended.code == 0 and f"red/new.jpg (looked for red/new.pt); --bad-label {policy}" in ended.out
+        assert (
+            ended.code == 0
+            and f"first is red/new.jpg (looked for label of red/new.jpg in {archive}); --bad-label {policy}"
+            in ended.out
+        )
     (tmp_path / "empty").mkdir()
     refused(train(data, tmp_path / "empty", "--bad-label skip"), "17 of 17 images have no label in")

@@ -77,7 +77,7 @@ def test_a_data_set_of_the_hub_is_labelled_and_trained(
     torch.save(timm.create_model("resnet10t", num_classes=4).state_dict(), tmp_path / "w.pth")
     data, labels = f"{tmp_path / 'cache'} --dataset hfds/{parquet}", tmp_path / "labels"
     model = f"--model resnet10t --num-classes 4 --img-size 64 -j 1 --checkpoint {tmp_path / 'w.pth'} --device cpu"
-    ended = call("label", f"{tmp_path / 'cache'} {labels} --dataset hfds/{parquet} --format archive {model}")
+    ended = call("label", f"{tmp_path / 'cache'} {labels} --dataset hfds/{parquet} {model}")
     assert ended.code == 0, ended.err
     train = f"{data} {QUICK} -j 2 --epochs 1 --token-label --token-label-data {labels} --output {tmp_path}"
     ended = call("train", f"{train} --experiment run")

@@ -1,4 +1,4 @@
-"""generate_label.py as its users call it: archives and trees, by one process or several, killed at any time."""
+"""generate_label.py as its users call it: by one process or several, killed at any time."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ from tlt.labels.annotate import Annotator
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import open_labels
-from tlt.labels.tree import read_map
 from tlt.tools.cli import main as tlt
 from volo import cli
 
 SIZE = 64
-ARCHIVE = ["--format", "archive"]
 
 
 @pytest.fixture
@@ -156,16 +154,20 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
         assert (np.diff(label_map.values.astype(np.float32), axis=0) <= 0).all()
 
 
-def test_the_tree_says_what_it_is(command: list[str]) -> None:
+def test_the_archive_says_what_it_is_and_becomes_a_published_tree(command: list[str], tmp_path: Path) -> None:
     assert cli.run("label", [*command, "--top-k", "3"]) == 0
-    info = LabelInfo.read(out_of(command) / "labels.json")
-    assert info is not None and (info.k, info.grid, info.num_classes) == (3, (2, 2), 4)
+    folder = scan_folder(Path(command[0]) / "train")
+    info = open_labels(out_of(command), folder.paths).info
+    assert (info.k, info.grid, info.num_classes) == (3, (2, 2), 4)
     # resnet10t: the first token's centre is at 14.5 pixels of 64, where that of the image's upper half is at 16.
     assert info.area == (-1.5 / 64, -1.5 / 64, 62.5 / 64, 62.5 / 64)
     assert info.class_names == ["blue", "green", "grey", "red"]
     assert info.annotator["model"] == "resnet10t" and info.annotator["input_size"] == [3, SIZE, SIZE]
-    assert not (out_of(command) / ".archive").exists()
-    assert torch.load(out_of(command) / "blue" / "blue0.pt").shape == (2, 3, 2, 2)
+    assert tlt(["unpack", command[1], str(tmp_path / "tree")]) == 0
+    assert torch.load(tmp_path / "tree" / "blue" / "blue0.pt").shape == (2, 3, 2, 2)
+    archive, tree = (open_labels(root, folder.paths) for root in (out_of(command), tmp_path / "tree"))
+    maps = [[store.read(index) for store in (archive, tree)] for index in range(16)]
+    assert all((one.values == two.values).all() and (one.ids == two.ids).all() for one, two in maps)
 
 
 def test_the_average_labels_where_training_selected_by_it(
@@ -175,28 +177,23 @@ def test_the_average_labels_where_training_selected_by_it(
     average = {name: value + 0.1 if name == "fc.bias" else value for name, value in plain.items()}
     torch.save({"state_dict": plain, "state_dict_ema": average, "args": {"model_ema": True}}, command[5])
     top = {}
-    for flag, said in (("--no-use-ema", ""), ("--use-ema", ""), (None, "weights: EMA (training selected by it)")):
+    for flag, reported in (("--no-use-ema", ""), ("--use-ema", ""), (None, "weights: EMA (training selected by it)")):
         assert cli.run("label", [*command, "--overwrite", *([flag] if flag else [])]) == 0
-        assert said in capsys.readouterr().out
-        info = LabelInfo.read(out_of(command) / "labels.json")
-        assert info is not None and info.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
-        top[flag] = read_map(out_of(command) / "red" / "red3.pt").values.astype(np.float32)
+        assert reported in capsys.readouterr().out
+        store = open_labels(out_of(command), ["red/red3.jpg"])
+        assert store.info.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
+        top[flag] = store.read(0).values.astype(np.float32)
     np.testing.assert_allclose(top["--use-ema"], top["--no-use-ema"] + 0.1, atol=2e-3)
     assert (top[None] == top["--use-ema"]).all()
 
 
-def test_an_archive_has_the_maps_of_the_tree_and_log_sum_exp_of_all_logits(command: list[str], tmp_path: Path) -> None:
+def test_log_sum_exp_is_of_all_logits(command: list[str], tmp_path: Path) -> None:
     assert cli.run("label", command) == 0
-    assert cli.run("label", into(command, "whole", *ARCHIVE)) == 0
-    assert cli.run("label", into(command, "without", *ARCHIVE, "--no-log-sum-exp")) == 0
+    assert cli.run("label", into(command, "without", "--no-log-sum-exp")) == 0
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval().double()
     transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
     folder = scan_folder(Path(command[0]) / "train")
-    tree, whole, without = (open_labels(tmp_path / name, folder.paths) for name in ("out", "whole", "without"))
-    for index in range(16):
-        maps = [store.read(index) for store in (tree, whole, without)]
-        assert all((each.values == maps[0].values).all() and (each.ids == maps[0].ids).all() for each in maps)
-        assert maps[0].area == maps[1].area == maps[2].area
+    whole, without = (open_labels(tmp_path / name, folder.paths) for name in ("out", "without"))
     for index in (0, 9):
         with torch.no_grad():
             features = model.forward_features(transform(Image.open(folder.path(index)))[None].double())[0]
@@ -207,20 +204,20 @@ def test_an_archive_has_the_maps_of_the_tree_and_log_sum_exp_of_all_logits(comma
         assert np.abs(found - dense.logsumexp(0).numpy()).max() < 0.02 * float(dense.std())
 
 
-@pytest.mark.parametrize("ranks,form", [(1, "archive"), (2, "archive"), (2, "tree")])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, form: str
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     label = Annotator.__call__
 
-    def telling(self: Annotator, images: Tensor) -> annotate.Annotation:
+    def shifted(self: Annotator, images: Tensor) -> annotate.Annotation:
         """As the last bits of many networks do, the values depend on the whole batch; but visibly so."""
         found = label(self, images)
         return found._replace(values=found.values + images.mean().half())
 
-    monkeypatch.setattr(Annotator, "__call__", telling)
-    arguments = into(command, "killed", "--format", form)
-    assert end(start(into(command, "whole", "--format", form))) == [0]
+    monkeypatch.setattr(Annotator, "__call__", shifted)
+    arguments = into(command, "killed")
+    assert end(start(into(command, "whole"))) == [0]
     draw = random.Random(ranks)
     for _ in range(3):
         processes = start(arguments, ranks, draw.randrange(20))
@@ -230,9 +227,8 @@ def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("form", ["tree", "archive"])
 def test_what_is_in_out_decides(
-    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str], form: str
+    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(code: int, *arguments: str) -> str:
         assert cli.run("label", list(arguments)) == code
@@ -243,7 +239,6 @@ def test_what_is_in_out_decides(
     def top() -> np.ndarray:
         return open_labels(out_of(command), ["red/red3.jpg"]).read(0).values
 
-    command += ["--format", form]
     refused = into(command, "out")
     refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
     assert "error: --model mobilenetv3_small_050 can't annotate" in said(2, *refused)
@@ -256,50 +251,29 @@ def test_what_is_in_out_decides(
     assert "16 label maps" in said(0, *other, "--overwrite") and (top() != before).any()
     mine = into(command, "mine")
     (Path(mine[1]) / "red").mkdir(parents=True)
-    torch.save(torch.ones(2, 5, 18, 18).half(), Path(mine[1]) / "red" / "red3.pt")  # of unknown origin
     for flags in ([], ["--overwrite"]):
         assert "holds other things" in said(2, *mine, *flags)
-    assert torch.load(Path(mine[1]) / "red" / "red3.pt").shape == (2, 5, 18, 18)
 
 
-@pytest.mark.parametrize("name,flags", [("volo_test", []), ("lvvit_test", ["--amp"]), ("resnet10t", ["--amp"])])
+@pytest.mark.parametrize("name,flags", [("volo_test", []), ("lvvit_test", ["--amp"])])
 def test_our_models_and_mixed_precision(
     make_dataset: Callable[..., Path], annotator: Callable[..., str], tmp_path: Path, name: str, flags: list[str]
 ) -> None:
-    weights = annotator(name, **({} if name == "resnet10t" else {"img_size": 32}))
-    common = [
-        "--model",
-        name,
-        "--checkpoint",
-        weights,
-        *["--num-classes", "4", "--img-size", "64", "-j", "0", "--device", "cpu"],
-    ]
+    common = ["--model", name, "--checkpoint", annotator(name, img_size=32)]
+    common += ["--num-classes", "4", "--img-size", "64", "-j", "0", "--device", "cpu"]
     data = make_dataset(train=4)
     assert cli.run("label", [str(data), str(tmp_path / "exact"), *common]) == 0
     assert cli.run("label", [str(data), str(tmp_path / "out"), *common, *flags]) == 0
-    exact, found = (read_map(tmp_path / tree / "grey" / "grey2.pt") for tree in ("exact", "out"))
+    exact, found = (open_labels(tmp_path / out, ["grey/grey2.jpg"]).read(0) for out in ("exact", "out"))
     assert exact.shape[0] == 4 and exact.shape == found.shape
     difference = np.abs(np.sort(exact.values, axis=0).astype(np.float32) - np.sort(found.values, axis=0)).max()
     assert (difference > 0) == bool(flags)  # bfloat16 is really used
     assert difference < 0.05
 
 
-def test_a_folder_without_splits_and_images_of_one_stem(command: list[str], tmp_path: Path) -> None:
-    data = Path(command[0]) / "train"
-    Image.open(data / "red" / "red3.jpg").transpose(Image.Transpose.ROTATE_90).save(data / "red" / "red3.png")
-    (data / "red" / "red3.jpg").rename(data / "red" / "red.v1.jpg")
-    Image.open(data / "red" / "red.v1.jpg").save(data / "red" / "red.v1.png")
-    assert cli.run("label", [str(data), *command[1:]]) == 0
-    names = sorted(path.name for path in (out_of(command) / "red").iterdir())
-    assert names == ["red.v1.jpg.pt", "red.v1.png.pt", "red11.pt", "red15.pt", "red3.pt", "red7.pt"]
-    assert open_labels(out_of(command), scan_folder(data).paths).warnings == []
-
-
-@pytest.mark.parametrize("form", ["tree", "archive"])
 def test_broken_images_are_counted_and_the_labels_can_still_be_used(
-    command: list[str], capsys: pytest.CaptureFixture[str], form: str
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command += ["--format", form]
     broken = Path(command[0]) / "train" / "red" / "red3.jpg"
     broken.write_bytes(broken.read_bytes()[:100])
     assert cli.run("label", [*command, "--max-bad-images", "0"]) == 2
@@ -326,7 +300,7 @@ def test_transfer_labels_another_data_set_and_names_the_classes(
     folder = scan_folder(Path(command[0]) / "train")
     store = open_labels(out_of(command), folder.paths, class_names=folder.class_names)
     assert store.info.transfer and store.info.class_names is None  # four classes, whose names nobody has said
-    imagenet = into(command, "imagenet", "--transfer", *ARCHIVE)
+    imagenet = into(command, "imagenet", "--transfer")
     torch.manual_seed(0)
     torch.save(timm.create_model("resnet10t", num_classes=1000).state_dict(), command[5])
     imagenet[imagenet.index("--num-classes") + 1] = "1000"
@@ -346,7 +320,7 @@ def test_a_checkpoint_of_a_run_says_all_that_is_needed(make_dataset: Callable[..
     torch.save({"state_dict": model.state_dict(), "model_config": config}, checkpoint)
     arguments = ["--checkpoint", str(checkpoint), "-j", "0", "--device", "cpu"]
     assert cli.run("label", [data, str(tmp_path / "out"), *arguments]) == 0
-    assert read_map(tmp_path / "out" / "red" / "red3.pt").shape == (4, *model.token_grid((48, 48)))
+    assert open_labels(tmp_path / "out", ["red/red3.jpg"]).shape == (4, *model.token_grid((48, 48)))
     torch.save({"state_dict": model.state_dict(), "model_config": config | {"class_names": names[::-1]}}, checkpoint)
     assert cli.run("label", [data, str(tmp_path / "other"), *arguments]) == 2
 
@@ -369,7 +343,7 @@ def test_mistakes_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_weights_with_nan_logits_are_told(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_with_nan_logits_are_reported(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     state = torch.load(command[5])
     state["fc.bias"] += 1e6  # finite, but beyond half precision
     torch.save(state, command[5])
@@ -385,7 +359,7 @@ def launched(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_error_on_one_rank_ends_all_and_is_told_once(command: list[str], tmp_path: Path) -> None:
     (Path(command[0]) / "train" / "blue" / "blue12.jpg").write_bytes(b"nothing")  # in rank 1's first batch of 3
-    assert end(start(into(command, "out", *ARCHIVE, "-b", "3", "--max-bad-images", "0"), 2)) == [5, 2]
+    assert end(start(into(command, "out", "-b", "3", "--max-bad-images", "0"), 2)) == [5, 2]
     said = (tmp_path / "out.log").read_text()
     assert said.count("1 of 16 images") == said.count("[rank 1] error: 1 of 16 images") == 1
     assert said.count("error:") == 2 and "[rank 0] error: another rank has ended" in said and "Traceback" not in said
@@ -395,8 +369,8 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(command: list[str], tmp_
 
 
 def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: Path) -> None:
-    assert cli.run("label", into(command, "one", *ARCHIVE)) == 0
-    said = launched(*into(command, "two", *ARCHIVE))
+    assert cli.run("label", into(command, "one")) == 0
+    said = launched(*into(command, "two"))
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("labelling: 16/16 images") == said.stdout.count("16 label maps") == 1
     assert "cells" in said.stdout.splitlines()[-1]

@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_a_label_is_noticed(data: Path, tmp_path: Path, capsys:
     folder = scan_folder(data / "train")
     pack_images(str(data), str(tmp_path / "out"), labels=str(make_tree(tmp_path / "labels", folder)))
     store = open_labels(tmp_path / "out", folder.paths)
-    assert isinstance(store.reader, ShardReader) and check(str(tmp_path / "out"), str(tmp_path / "out")).usable
+    assert isinstance(store.reader, ShardReader) and check(str(tmp_path / "out"), str(tmp_path / "out"))[0]
     path = tmp_path / "out" / "train" / "00000.tar"
     content = bytearray(path.read_bytes())
     content[int(store.reader.table.rows["offset"][4]) + 200] ^= 1

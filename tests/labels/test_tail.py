@@ -99,9 +99,7 @@ def test_pooled_labels_are_those_of_the_mean_of_the_shifted_logits(tmp_path: Pat
 def test_stores_without_log_sum_exp_are_refused(tmp_path: Path) -> None:
     dense = annotator_says(6, 1.0)
     names = archive_of(tmp_path / "without", dense, 2, log_sum_exp=False)
-    with pytest.raises(
-        UserError, match="without has no log-sum-exp: make labels with `generate_label.py --format archive"
-    ):
+    with pytest.raises(UserError, match="without has no log-sum-exp: make an archive with `volo label`"):
         open_labels(tmp_path / "without", names, num_classes=6, label_tail="exact")
     archive_of(tmp_path / "with", dense, 2)
     with pytest.raises(UserError, match="does not say how many classes"):

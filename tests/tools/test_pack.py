@@ -154,18 +154,6 @@ def test_transposed_trees_are_turned(tree: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(store.read(0).values, entry(0)[0].numpy().transpose(0, 2, 1))
 
 
-def test_what_labels_json_says_travels(tree: Path, tmp_path: Path) -> None:
-    info = LabelInfo(K, (H, W), 5, (0.0, 0.1, 1.0, 0.9), {"model": "r"}, ["a", "deep", "c"])
-    info.write(tree / "labels.json")
-    pack(str(tree), str(tmp_path / "out.tlt"))
-    store = open_labels(tmp_path / "out.tlt", NAMES, num_classes=5)
-    assert store.info.annotator == {"model": "r"} and store.read(0).area == (0.0, 0.1, 1.0, 0.9)
-    with pytest.raises(UserError, match="labels of 5 classes, but the model has 6"):
-        open_labels(tmp_path / "out.tlt", NAMES, num_classes=6)
-    with pytest.raises(UserError, match="class 0 is a there, b here"):
-        open_labels(tmp_path / "out.tlt", NAMES, class_names=["b", "a", "c"])
-
-
 def test_labels_that_cannot_be_trained_on_are_not_packed_and_packing_goes_on(tree: Path, tmp_path: Path) -> None:
     bad, out = entry(3), str(tmp_path / "out.tlt")
     bad[0, 1, 2, 3] = float("inf")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -23,10 +22,9 @@ from tlt.errors import UserError
 from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.cli import main, parser
-from tlt.tools.drawing import PALETTE, Cells, class_colours, draw_cells, drawable, new_figure
+from tlt.tools.drawing import Cells, class_colours, draw_cells, drawable, new_figure
 from tlt.tools.label_page import Example, draw_page, read_examples
 from tlt.tools.show import find_images, load_batch, spread
-from tlt.upstream.behaviour import label_view
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
 GRID = (4, 6)
@@ -51,7 +49,7 @@ def data(tmp_path: Path) -> tuple[Path, Path]:
 def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor]:
     folder = scan_folder(data[0])
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
-    batch, _ = load_batch(dataset, [0, 1, 2], epoch=2)
+    batch = load_batch(dataset, [0, 1, 2], epoch=2)
     targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
     assert targets.tokens is not None
     return read_examples(dataset, batch, targets, CONFIG.mean, (0.229, 0.224, 0.225)), targets.tokens.dense(3)
@@ -80,7 +78,7 @@ def test_the_augmented_image_is_the_batchs(data: tuple[Path, Path]) -> None:
     examples, _ = _examples(data)
     folder = scan_folder(data[0])
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
-    images = load_batch(dataset, [0, 1, 2], epoch=2)[0].images
+    images = load_batch(dataset, [0, 1, 2], epoch=2).images
     std = np.array([0.229, 0.224, 0.225])
     for axes, image in zip(_drawn(draw_page(examples, NAMES, ""), "augmented"), images, strict=True):
         drawn = np.asarray(axes.get_images()[0].get_array())
@@ -90,7 +88,8 @@ def test_the_augmented_image_is_the_batchs(data: tuple[Path, Path]) -> None:
 def test_tokens_have_the_colour_of_their_targets_first_class_and_its_probability(data: tuple[Path, Path]) -> None:
     examples, tokens = _examples(data)
     figure = draw_page(examples, NAMES, "")
-    colours = {class_id: to_rgb(colour) for class_id, colour in class_colours(range(3)).items()}
+    legend = zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)
+    shown = {text.get_text(): patch.get_facecolor()[:3] for text, patch in legend}
     blank = 0
     for axes, target, example in zip(_drawn(figure, "tokens"), tokens, examples, strict=True):
         assert example.tokens is not None
@@ -99,7 +98,7 @@ def test_tokens_have_the_colour_of_their_targets_first_class_and_its_probability
         rgba = drawn.get_array().reshape(-1, 4)
         weight = example.tokens.weight.ravel()
         for colour, row, share in zip(rgba, target, weight, strict=True):
-            assert tuple(colour[:3]) == pytest.approx(colours[int(row.argmax())])
+            assert tuple(colour[:3]) == pytest.approx(shown[NAMES[int(row.argmax())]])
             assert colour[3] == pytest.approx(0.6 * float(row.max()) * share, abs=1e-6)
         hatched = [c for c in axes.collections if c.get_label() == "blank"]
         blank += sum(len(c.get_paths()) for c in hatched)
@@ -119,9 +118,7 @@ def test_the_label_map_lies_on_its_area_with_the_softmax_over_all_classes(data: 
     )
 
 
-def test_colours_are_stable_and_differ_as_long_as_there_are_any() -> None:
-    assert class_colours([3, 17, 1000]) == {3: PALETTE[3], 17: PALETTE[17], 1000: PALETTE[0]}
-    assert class_colours([20, 0]) == {20: PALETTE[0], 0: PALETTE[1]}
+def test_colours_differ_as_long_as_there_are_any() -> None:
     assert len(set(class_colours(range(0, 400, 20)).values())) == 20
     assert len(class_colours(range(1000))) == 1000
 
@@ -138,29 +135,30 @@ def test_images_are_spread_and_found_by_any_unambiguous_name(data: tuple[Path, P
     folder = scan_folder(data[0])
     assert spread(folder, 3, 1) == [0, 1, 2]
     assert find_images(folder, ["bäume $x$/b.v1.png"]) == [0]
-    assert find_images(folder, ["d.v1", "c.v1.png"]) == [2, 1]
-    twice = ImageFolder("r", ["a/x.png", "b/x.jpg"], np.array([0, 1]), ["a", "b"])
+    assert find_images(folder, ["d.v1.png", "c/c.v1.png"]) == [2, 1]
+    twice = ImageFolder("r", ["a/x.png", "b/x.png"], np.array([0, 1]), ["a", "b"])
     with pytest.raises(UserError, match="names 2 images"):
-        find_images(twice, ["x"])
+        find_images(twice, ["x.png"])
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("-n 4", "--n 4: there are 3 images"),
-        ("--images nothing", "--images nothing: no such image"),
+        ("--images nothing", "--images nothing names 0 images"),
+        ("--hflip nan", "--hflip nan: a probability lies in [0, 1]"),
         ("-o page.doc", "end the name in .png"),
         ("-o nowhere/page.png", "can't be written: No such file"),
     ],
 )
 def test_mistakes_are_one_line(
-    data: tuple[Path, Path], flags: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: tuple[Path, Path], flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = ["-o", str(tmp_path / "p.png")] if "-o" not in flags else []
     flags = flags.replace("nowhere", str(tmp_path / "nowhere"))
     assert main(["show", *map(str, data), *output, "--size", "32", "32", *flags.split()]) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
     assert not (tmp_path / "p.png").exists()
 
 
@@ -210,26 +208,7 @@ def test_flags_mean_what_train_py_means() -> None:
     assert shown.uncovered == train["uncovered"]
 
 
-def test_the_window_is_the_images_also_where_the_labels_have_another(data: tuple[Path, Path]) -> None:
-    folder = scan_folder(data[0])
-    store = open_labels(data[1], folder.paths)
-    usual, _ = load_batch(TrainDataset(folder, CONFIG, 1, store), [0, 1, 2], epoch=2)
-    labels, shown = load_batch(
-        TrainDataset(folder, CONFIG, 1, store, label_view=label_view(["label-crop"])), [0, 1, 2], epoch=2
-    )
-    assert torch.equal(shown.affine, usual.affine) and torch.equal(shown.visible, usual.visible)
-    assert not torch.allclose(labels.affine, usual.affine, atol=0.01)
-
-
 def test_labels_of_other_classes_are_numbers(data: tuple[Path, Path], make_labels: Callable[..., Path]) -> None:
     examples, _ = _examples(data)
     legend = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
     assert legend == {"class 0", "class 1", "class 2"}
-
-
-@pytest.mark.parametrize("number", ["nan", "inf", "-1", "x"])
-@pytest.mark.parametrize("flags", ["show D L -o f --hflip", "show D L -o f --scale 1"])
-def test_an_amount_that_is_none_is_one_line(flags: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([*flags.split(), number])
-    assert capsys.readouterr().err.splitlines()[-1].endswith(f"{number} is no number of 0 or more")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class LabelInfo:
         k, grid: Every map is k x grid[0] x grid[1].
         num_classes: Class ids are below it; None: not known.
         area: `"full"`, `"center"` (the centred square of each image) or `(x0, y0, x1, y1)` shares of the image
-            (a network with padding at its edges labels places that reach outside of it).
+            (a network with padding at its edges labels positions that reach outside of it).
         annotator: What made the labels.
         class_names: Name of every class id: the class folders, or the annotator's own classes; None: not known.
         transfer: The ids are the annotator's own classes, which are not those of the class folders.
@@ -50,30 +50,20 @@ class LabelInfo:
         """(k, h, w) of every map."""
         return (self.k, *self.grid)
 
-    def text(self) -> str:
-        """The text of `labels.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
-
     def write(self, path: str | Path) -> None:
         """Write `labels.json`, replacing `path` in one step."""
-        write_whole(path, self.text().encode())
+        write_whole(path, (json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, path: str | Path) -> LabelInfo | None:
         """Read the file that `write` made; None if there is no such file. Raises UserError if it is something else."""
         try:
-            text = Path(path).read_text()
+            content = json.loads(Path(path).read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
-        return cls.parse(text, path)
-
-    @classmethod
-    def parse(cls, text: str, path: str | Path) -> LabelInfo:
-        """The description in the text of a file `path`. Raises UserError if the text is something else."""
-        content = read_json(text, path)
-        if content.pop("format", None) != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise UserError(f"{printable(str(path))} does not describe a label tree ({FORMAT})")
         return cls.from_json(content, path)
 
@@ -83,20 +73,15 @@ class LabelInfo:
         try:
             info = cls(**{each.name: content[each.name] for each in fields(cls) if each.name in content})
             rows, cols = info.grid
-            return cls(**{**vars(info), "grid": (int(rows), int(cols)), "area": _checked_area(info.area)})
+            info = replace(info, grid=(rows, cols), area=_checked_area(info.area), annotator=dict(info.annotator))
+            counts = [*info.shape, *(each for each in (info.num_classes, info.max_id) if each is not None)]
+            if not all(isinstance(each, int) and 0 <= each < 2**31 for each in counts) or 0 in info.shape:
+                raise ValueError(f"its counts {counts} can't be those of label maps")
+            if not all(isinstance(each, str) for each in [*(info.class_names or ()), *info.skipped]):
+                raise ValueError("a name is no text")
+            return info
         except (TypeError, ValueError) as error:
             raise UserError(f"{printable(str(path))}: {error}") from error
-
-
-def read_json(text: str | bytes, path: str | Path) -> dict[str, Any]:
-    """The JSON object in the text of a file `path`. Raises UserError."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{printable(str(path))} is no JSON object")
-    return content
 
 
 def _checked_area(area: Any) -> str | Area:

@@ -26,16 +26,14 @@ from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
-from tlt.labels.label_files import usual_label_name
+from tlt.labels.label_files import rows_of
 from tlt.labels.label_info import LabelInfo
 
 
 def shard_folder(path: str | Path) -> str | None:
     """The folder of the shards that hold labels: `path` itself or the training split in it; None: it has neither."""
-    for folder in [os.fspath(path), *(os.path.join(path, split) for split in TRAIN_SPLITS)]:
-        if os.path.isfile(os.path.join(folder, f"{TABLE}.json")):
-            return folder
-    return None
+    folders = [os.fspath(path), *(os.path.join(path, split) for split in TRAIN_SPLITS)]
+    return next((folder for folder in folders if os.path.isfile(os.path.join(folder, f"{TABLE}.json"))), None)
 
 
 def label_bytes(label_map: LabelMap) -> bytes:
@@ -76,7 +74,8 @@ class ShardReader:
             raise UserError(f"--token-label-data {printable(root)}: labels of an earlier version; pack the shards anew")
         self._identity = str(about["identity"])
         self.info = LabelInfo.from_json(about["info"], os.path.join(root, f"{LABELS}.json"))
-        self._row_of = self._match(names)  # (images,) int64 row of the table, -1: none; None: row i is image i
+        self._row_of = rows_of(names, self.table.names)
+        self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
     def identity(self) -> bytes:
         return self._identity.encode(errors="surrogateescape")
@@ -84,27 +83,15 @@ class ShardReader:
     def source(self, index: int) -> str:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"
 
-    def usual_label(self, name: str) -> str:
-        return usual_label_name(name)
-
     def read(self, index: int) -> LabelMap:
-        row, source = index if self._row_of is None else int(self._row_of[index]), self.source(index)
+        source = self.source(index)
         try:
-            tensors = load(bytes(self.table.read(row)))
+            tensors = load(bytes(self.table.read(int(self._row_of[index]))))
             values, ids = tensors["values"], tensors["ids"].astype(np.int32)
         except (BadImage, SafetensorError, KeyError) as error:
             raise UserError(f"{source}: {error}") from error
         return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
 
     def extra(self) -> list[str]:
-        used = np.arange(len(self._names)) if self._row_of is None else self._row_of
-        return [self.table.names[row] for row in np.setdiff1d(np.arange(len(self.table.names)), used).tolist()]
-
-    def _match(self, names: Names) -> np.ndarray | None:
-        self.missing: set[int] = set()
-        if names == self.table.names:
-            return None
-        row_of = {name: row for row, name in enumerate(self.table.names)}
-        rows = np.array([row_of.get(name, -1) for name in names], np.int64)
-        self.missing = set(np.flatnonzero(rows < 0).tolist())
-        return rows
+        stored = self.table.names
+        return [stored[row] for row in np.setdiff1d(np.arange(len(stored)), self._row_of).tolist()]

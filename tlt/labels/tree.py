@@ -11,26 +11,21 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tlt.errors import MachineFault, UserError
 from tlt.io.files import with_retries
 from tlt.io.names import Names
-from tlt.io.natural import natural_key
+from tlt.io.progress import SearchProgress
 from tlt.io.text import printable
 from tlt.io.weights import refused_name, short_reason, verify_zip
 from tlt.label_map import LabelMap
-from tlt.labels.label_files import (
-    LabelMatches,
-    find_labels,
-    label_files_below,
-    tree_listing,
-    usual_label_name,
-)
+from tlt.labels.label_files import find_labels, label_files_below, usual_label_name
 from tlt.labels.label_info import INFO_NAME, LabelInfo
 
 # Largest class id up to which every id is a number of its own.
@@ -120,16 +115,16 @@ _SAMPLED = 1024  # files of a tree that `identity` reads: if 100 of 10,000 chang
 
 
 class TreeReader:
-    """The label files of a list of images, found when constructed. A `tlt.labels.store.Reader`.
-
-    The label of `class/name.jpg` is `class/name.jpg.pt`, else `class/name.pt`, else what the published reader would
-    take (the last two parts of the path up to the first dot) where no other image has a claim to that file.
+    """The label files of a list of images. A `tlt.labels.store.Reader`.
 
     Args:
         names: Image paths relative to the image folder.
         num_classes: Class ids must be below it.
         found: As in `tlt.data.sources.folder_listing.list_folder`.
-        matches: Which file belongs to which image, if that is known already; nothing is listed then.
+        files: What `find_labels` returned, if that is known already; nothing is listed then.
+
+    Attributes:
+        files: The label file of every image, relative to the tree, "" where there is none.
 
     Raises:
         UserError: No such folder, or two images with one label file.
@@ -141,28 +136,21 @@ class TreeReader:
         names: Names,
         num_classes: int | None = None,
         found: Callable[[str, int], None] | None = None,
-        matches: LabelMatches | None = None,
+        files: Names | None = None,
     ) -> None:
         self.root, self.num_classes, self._names = root, num_classes, names
         if not os.path.isdir(root):
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
-        self.matches = matches or find_labels(tree_listing(root, found), root, names)
-        self.missing = self.matches.missing
+        self.files = find_labels(names, tree_listing(root, found), root) if files is None else files
+        self.missing = set(np.flatnonzero(np.diff(self.files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:
-        """Label file of image `index`."""
-        return os.path.join(self.root, self.label(index))
-
-    def label(self, index: int) -> str:
-        """Label file of image `index`, relative to the tree."""
-        return self.matches.label(index, self._names[index])
+        """Label file of image `index`; where there is none, the file that was looked for."""
+        return os.path.join(self.root, self._label(index))
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"
-
-    def usual_label(self, name: str) -> str:
-        return usual_label_name(name)
 
     def read(self, index: int) -> LabelMap:
         return read_map(self.path(index), self.num_classes)
@@ -173,13 +161,38 @@ class TreeReader:
         count = min(len(self._names), _SAMPLED)
         for number in range(count):
             index = number * len(self._names) // count
-            digest.update(os.fsencode(self.label(index)))
+            digest.update(os.fsencode(self._label(index)))
             path = self.path(index)
             with suppress(OSError):  # one that is missing
                 digest.update(with_retries(Path(path).read_bytes, path))
         return (file.read_bytes() if file.is_file() else b"") + digest.digest()
 
     def extra(self) -> list[str]:
-        used = {self.label(index) for index in range(len(self._names)) if index not in self.missing}
-        labels, _ = label_files_below(self.root)
-        return sorted(set(labels) - used, key=natural_key)
+        used = set(self.files)
+        return [label for label in label_files_below(self.root)[0] if label not in used]
+
+    def _label(self, index: int) -> str:
+        return self.files[index] or usual_label_name(self._names[index])
+
+
+def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> Callable[[str], Set[str]]:
+    """A function that lists the label files in a folder of a tree, and reports to `found` how many there are so far."""
+    report, count = found or SearchProgress(), 0
+
+    def files_in(folder: str) -> frozenset[str]:
+        nonlocal count
+        path = os.path.join(root, folder)
+        try:
+            with os.scandir(path) as entries:
+                names = frozenset(each.name for each in entries if each.name.endswith(".pt") and each.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+        except OSError as error:
+            raise UserError(
+                f"label folder {printable(path)} can't be read ({error.strerror}): mend its permissions"
+            ) from error
+        count += len(names)
+        report(f"looking for labels in {printable(root)}", count)
+        return names
+
+    return files_in

@@ -12,7 +12,6 @@ Exit codes: 0 done; 2 bad input, or `check` found labels that can't be used (one
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -99,24 +98,13 @@ def _show(command: ArgumentParser) -> None:
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
     command.add_argument("--grid", type=_positive, nargs=2, metavar="N", help="rows, columns of tokens (size / 16)")
     command.add_argument("--aa", default="rand-m9-mstd0.5-inc1", metavar="POLICY", help="as train.py's; none: none")
-    command.add_argument("--scale", type=_amount, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
-    command.add_argument("--hflip", type=_amount, default=0.5, metavar="P", help="as train.py's (0.5)")
-    command.add_argument("--reprob", type=_amount, default=0.25, metavar="P", help="as train.py's (0.25)")
+    command.add_argument("--scale", type=float, nargs=2, default=(0.08, 1.0), metavar="R", help="as train.py's")
+    command.add_argument("--hflip", type=float, default=0.5, metavar="P", help="as train.py's (0.5)")
+    command.add_argument("--reprob", type=float, default=0.25, metavar="P", help="as train.py's (0.25)")
     command.add_argument("--uncovered", choices=("ignore", "uniform"), default="ignore", help="as train.py's (ignore)")
     command.add_argument("--compat", nargs="+", choices=WINDOW_ROWS, default=(), help="as train.py's, for these labels")
     command.add_argument("--seed", type=int, default=0, help="of the choice of images and of the augmentation (0)")
     command.add_argument("--epoch", type=int, default=0, help="the augmentation of this epoch (0)")
-
-
-def _amount(text: str) -> float:
-    """A finite number of 0 or more, from the command line."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"{text} is no number of 0 or more")
-    return value
 
 
 def _positive(text: str) -> int:
@@ -167,9 +155,9 @@ def run(args: Namespace) -> int:
     elif args.command == "check":
         from tlt.tools.check import check
 
-        report = check(args.data, args.labels, args.split, args.num_classes)
-        print("\n".join(report.lines()), flush=True)
-        return 0 if report.usable else UserError.exit_code
+        usable, lines = check(args.data, args.labels, args.split, args.num_classes)
+        print("\n".join(lines), flush=True)
+        return 0 if usable else UserError.exit_code
     else:
         from tlt.tools.show import show
 

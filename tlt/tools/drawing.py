@@ -1,13 +1,12 @@
 """Parts of pictures with token labels: class colours, label cells over an image, text, files.
 
-matplotlib is needed to draw, not to import this module; nothing of its global state is changed. All sizes on a page are
-in inches from its upper left corner.
+matplotlib is needed to draw, not to import this module; nothing of its global state is changed.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tlt.errors import UserError, require
+from tlt.io.files import write_whole
 from tlt.io.text import printable
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Pixels: TypeAlias = npt.NDArray[np.uint8]  # (h, w, 3)
 Colours: TypeAlias = dict[int, str]  # of class ids
 
-DPI = 120
 INK, FAINT = "#202020", "#707070"
 # Chosen one after the other, each as far as possible (in OKLab) from those before it; no dark, pale or grey ones.
 PALETTE = (
@@ -49,43 +48,27 @@ class Cells:
     probability: npt.NDArray[np.float64]
     weight: npt.NDArray[np.float64]
 
-    @property
-    def opacity(self) -> npt.NDArray[np.float64]:
-        """(r, c) what a cell counts for: probability x weight."""
-        return self.probability * self.weight
-
 
 def class_colours(ids: Iterable[int]) -> Colours:
-    """A colour for each class: the one of its id, or the next one that none of those before it has.
-
-    Colours repeat where there are more classes than colours.
-    """
-    taken: Colours = {}
-    for class_id in dict.fromkeys(ids):
-        free = [PALETTE[(class_id + step) % len(PALETTE)] for step in range(len(PALETTE))]
-        taken[class_id] = next((colour for colour in free if colour not in taken.values()), free[0])
-    return taken
+    """A colour for each class; colours repeat where there are more classes than colours."""
+    return {class_id: PALETTE[number % len(PALETTE)] for number, class_id in enumerate(dict.fromkeys(ids))}
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty page of width x height inches.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+def new_figure(width: float, height: float, **options: Any) -> Figure:
+    """An empty page of width x height inches. Raises UserError: matplotlib is not installed."""
     require("matplotlib", extra="plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    figure = Figure(figsize=(width, height), dpi=120, facecolor="white", **options)
     FigureCanvasAgg(figure)
     return figure
 
 
 def write(figure: Figure, left: float, top: float, text: str, size: float = 8, **style: Any) -> None:
-    """Text at a place of the page, its upper left corner unless `style` says otherwise."""
+    """Text whose upper left corner is so many inches from that of the page."""
     width, height = figure.get_size_inches()
-    style = {"va": "top", "ha": "left", "color": INK, **style}
+    style = {"va": "top", "color": INK, **style}
     figure.text(left / width, 1 - top / height, drawable(text), fontsize=size, parse_math=False, **style)
 
 
@@ -111,15 +94,11 @@ def show_image(axes: Axes, image: Pixels, size: tuple[float, float] | None = Non
     Args:
         muted: Greyed and paler, so that colours drawn over it can be told apart.
     """
-    from matplotlib.patches import Rectangle
-
     width, height = size or (image.shape[1], image.shape[0])
     if muted:
         grey = image @ np.array([0.299, 0.587, 0.114])
         image = (64 + 0.75 * (0.6 * grey[..., None] + 0.4 * image)).clip(0, 255).astype(np.uint8)
     axes.imshow(image, extent=(0, width, height, 0), interpolation="bilinear")
-    frame: dict[str, Any] = {"fill": False, "edgecolor": "#b0b0b0", "linewidth": 0.6, "clip_on": False}
-    axes.add_patch(Rectangle((0, 0), width, height, **frame))
     axes.set(xlim=(0, width), ylim=(height, 0))
 
 
@@ -132,14 +111,13 @@ def draw_cells(axes: Axes, cells: Cells, box: tuple[float, float, float, float],
     x0, y0, x1, y1 = box
     # A cell that counts for nothing shows no colour, and its class may have none.
     known = np.vectorize(lambda class_id: to_rgb(colours.get(class_id, INK)), otypes=[float] * 3)
-    rgba = np.stack([*known(cells.ids), _OPACITY * cells.opacity], axis=-1)  # (r, c, 4)
+    rgba = np.stack([*known(cells.ids), _OPACITY * cells.probability * cells.weight], axis=-1)  # (r, c, 4)
     axes.imshow(rgba, extent=(x0, x1, y1, y0), interpolation="nearest", zorder=2, label="cells")
     rows, cols = cells.ids.shape
     width, height = (x1 - x0) / cols, (y1 - y0) / rows
     blank = [Rectangle((x0 + c * width, y0 + r * height), width, height) for r, c in np.argwhere(cells.weight == 0)]
-    if blank:
-        style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808090", "linewidth": 0.3}
-        axes.add_collection(PatchCollection(blank, hatch="//////", zorder=3, label="blank", **style))
+    style: dict[str, Any] = {"facecolor": "none", "edgecolor": "#80808080", "linewidth": 0.3, "hatch": "//////"}
+    axes.add_collection(PatchCollection(blank, zorder=3, label="blank", **style))
 
 
 def name_regions(
@@ -154,11 +132,10 @@ def name_regions(
     for class_id in found[np.argsort(-counts, kind="stable")][:most]:
         own = np.argwhere((cells.ids == class_id) & (cells.weight > 0)) + 0.5
         row, col = own[((own - own.mean(axis=0)) ** 2).sum(axis=1).argmin()]
-        x, y = x0 + col / cols * (x1 - x0), y0 + row / rows * (y1 - y0)
-        effect = [withStroke(linewidth=2, foreground="#ffffffd0")]
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": INK, "parse_math": False}
+        style["path_effects"] = [withStroke(linewidth=2, foreground="#ffffffd0")]
         text = drawable(shorten(names[int(class_id)], 14))
-        style: dict[str, Any] = {"ha": "center", "va": "center", "path_effects": effect, "parse_math": False}
-        axes.text(x, y, text, fontsize=7, color=INK, zorder=8, clip_on=True, **style)
+        axes.text(x0 + col / cols * (x1 - x0), y0 + row / rows * (y1 - y0), text, zorder=8, clip_on=True, **style)
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
@@ -167,23 +144,17 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     Raises:
         UserError: The file can't be written, or matplotlib knows no such format.
     """
-    from matplotlib import rc_context
-
-    path = Path(path)
     check_format(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    content = io.BytesIO()
+    figure.savefig(content, format=Path(path).suffix[1:].lower())
     try:
-        with rc_context({"hatch.linewidth": 0.5, "savefig.bbox": None, "savefig.facecolor": "auto"}):
-            figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=DPI)
-        os.replace(temporary, path)
+        write_whole(path, content.getvalue())
     except OSError as error:
         raise UserError(f"{printable(str(path))} can't be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_format(path: str | Path) -> None:
     """Raise UserError if a page can't be written under this name."""
-    formats: Sequence[str] = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
+    formats = sorted(new_figure(1, 1).canvas.get_supported_filetypes())
     if Path(path).suffix[1:].lower() not in formats:
         raise UserError(f"-o {printable(str(path))}: end the name in .png, or another of {', '.join(formats)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,29 +12,17 @@ import torch
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import Names, leads_out
-from tlt.io.natural import natural_key
+from tlt.io.names import leads_out
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import agreement_text
 from tlt.labels.archive import ArchiveReader, is_old_archive, read_meta, read_names
 from tlt.labels.archive_writer import ArchiveWriter
-from tlt.labels.label_files import find_labels, label_files_below, label_names, tree_listing
+from tlt.labels.label_files import find_labels, label_files_below, label_names
 from tlt.labels.label_info import INFO_NAME, LabelInfo
-from tlt.labels.tree import read_map, read_tensor, write_map
+from tlt.labels.tree import read_map, read_tensor, tree_listing, write_map
 from tlt.tools.old_archive import convert_old_archive
-
-
-@dataclass(frozen=True)
-class TreeRows:
-    """The contents of a tree, row by row: label file, image (or label file, where the image is not known), and class
-    (-1 where not known)."""
-
-    labels: list[str]
-    names: list[str]
-    classes: np.ndarray
-    notes: list[str]
 
 
 def pack(
@@ -61,33 +49,44 @@ def pack(
         return convert_old_archive(tree, out, overwrite)
     if not os.path.isdir(tree):
         raise UserError(f"TREE {printable(tree)} does not exist or is not a folder")
-    said = LabelInfo.read(os.path.join(tree, INFO_NAME))
+    recorded = LabelInfo.read(os.path.join(tree, INFO_NAME))
     folder = open_images(images, split, allow_root=True) if images else None
-    rows = find_rows(tree, folder)
-    k, h, w = _read(tree, rows.labels[0], said, transposed).shape
-    info = replace(said or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
+    labels, names, classes, notes = find_rows(tree, folder)
+    num_classes = recorded.num_classes if recorded else None
+
+    def read(row: int) -> LabelMap:
+        found = read_map(os.path.join(tree, labels[row]), num_classes)
+        if not transposed:
+            return found
+        return replace(found, values=found.values.swapaxes(1, 2), ids=found.ids.swapaxes(1, 2))
+
+    k, h, w = read(0).shape
+    info = replace(recorded or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
     info = replace(info, area=area or info.area)
-    writer = ArchiveWriter(out, info, rows.names, overwrite, large_ids=_large_ids(tree, rows.labels[0], said))
+    large_ids = num_classes > 2**16 if num_classes else _may_have_large_ids(os.path.join(tree, labels[0]))
+    writer = ArchiveWriter(out, info, names, overwrite, large_ids=large_ids)
     if writer.complete:
         raise UserError(f"OUT {printable(out)} is a complete label archive: choose another folder, or --overwrite")
     pending = writer.pending()
     progress = Progress("packing", len(pending), "label")
     for row in pending:
-        writer.write(row, _read(tree, rows.labels[row], said, transposed))
+        writer.write(row, read(row))
         progress.step()
     progress.close()
-    compared = folder is not None and (said is None or said.class_names == folder.class_names)
-    agreement = writer.agreement(rows.classes) if compared else {}
-    writer.finish(said.skipped if said else (), agreement)
-    done = f"{len(rows.names)} labels packed in {printable(out)}"
-    return [*rows.notes, done, *([agreement_text(agreement)] if agreement else [])]
+    compared = folder is not None and (recorded is None or recorded.class_names == folder.class_names)
+    agreement = writer.finish(recorded.skipped if recorded else (), classes if compared else None)
+    done = f"{len(names)} labels packed in {printable(out)}"
+    return [*notes, done, *([agreement_text(agreement)] if compared else [])]
 
 
-def find_rows(tree: str, folder: ImageSource | None) -> TreeRows:
-    """The label files of a tree: those of the images in their order, then all others.
+def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[str], np.ndarray, list[str]]:
+    """The label files of a tree, those of the images in their order before all others.
+
+    Returns:
+        Label files; image names, or the label file where the image is not known; classes, -1 where not known; notes.
 
     Raises:
-        UserError: None at all, or one of them fits two images.
+        UserError: No labels at all, or one of them fits two images.
     """
     files, other = label_files_below(tree)
     other = [name for name in other if name != INFO_NAME]
@@ -95,36 +94,26 @@ def find_rows(tree: str, folder: ImageSource | None) -> TreeRows:
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     if folder is None:
-        return TreeRows(files, files, np.full(len(files), -1), notes)
-    found = find_labels(tree_listing(tree), tree, folder.paths)
-    images = [row for row in range(len(folder)) if row not in found.missing]
-    labels = [found.label(row, folder.paths[row]) for row in images]
-    extra = sorted(set(files).difference(labels), key=lambda name: (natural_key(name), name))
+        return files, files, np.full(len(files), -1), notes
+    found = list(find_labels(folder.paths, tree_listing(tree), tree))
+    images = [row for row, label in enumerate(found) if label]
     if not images:
         raise UserError(
             f"no image in {printable(folder.root)} has a label in {printable(tree)}: is it another data set?"
         )
-    if found.missing:
-        first = printable(folder.paths[min(found.missing)])
-        notes.append(f"warning: {len(found.missing)} of {len(folder)} images have no label, such as {first}")
+    used = set(found)
+    extra = [label for label in files if label not in used]
+    if len(images) < len(found):
+        first = printable(folder.paths[found.index("")])
+        notes.append(f"warning: {len(found) - len(images)} of {len(found)} images have no label, such as {first}")
     if extra:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
-    names, classes = [folder.paths[row] for row in images], folder.classes[images]
-    return TreeRows(labels + extra, names + extra, np.append(classes, [-1] * len(extra)), notes)
+    labels, names = [found[row] for row in images], [folder.paths[row] for row in images]
+    return labels + extra, names + extra, np.append(folder.classes[images], [-1] * len(extra)), notes
 
 
-def _read(tree: str, label: str, said: LabelInfo | None, transposed: bool) -> LabelMap:
-    found = read_map(os.path.join(tree, label), said.num_classes if said else None)
-    if not transposed:
-        return found
-    return replace(found, values=found.values.swapaxes(1, 2), ids=found.ids.swapaxes(1, 2))
-
-
-def _large_ids(tree: str, label: str, said: LabelInfo | None) -> bool:
-    """Whether class ids may be above 65,535: the tree says so, or is in a number format that can hold them."""
-    if said is not None and said.num_classes:
-        return said.num_classes > 2**16
-    path = os.path.join(tree, label)
+def _may_have_large_ids(path: str) -> bool:
+    """Whether the number format of a label file can hold class ids above 65,535."""
     return read_tensor(path, f"label {printable(path)}").dtype in (torch.float32, torch.float64)
 
 
@@ -140,7 +129,8 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     meta, root = read_meta(archive), Path(out)
     names = read_names(archive, meta)
     reader = ArchiveReader(archive, names)
-    labels = tree_names(names)
+    # The label file of the image, or the one that the row is called after.
+    labels = [name if name.endswith(".pt") else own for name, own in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
         raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")
     try:
@@ -173,9 +163,3 @@ def _write_files(reader: ArchiveReader, labels: list[str], root: Path) -> None:
             write_map(root / label, label_map, num_classes)
         progress.step()
     progress.close()
-
-
-def tree_names(names: Names) -> list[str]:
-    """The label file of each row of an archive, in a tree: of its image, or the one that the row is called after."""
-    made = label_names(names)
-    return [name if name.endswith(".pt") else label for name, label in zip(names, made, strict=True)]

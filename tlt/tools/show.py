@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
+import os
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import PurePath
 
 import numpy as np
 import torch
@@ -42,16 +41,15 @@ def show(args: Namespace) -> list[str]:
     folder = open_images(args.data, args.split, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
     rows = find_images(folder, args.images) if args.images else spread(folder, args.n, args.seed)
+    auto_augment = None if args.aa in ("", "none") else args.aa
     config = AugmentConfig(
-        size=tuple(args.size),
-        scale=tuple(args.scale),
-        hflip=args.hflip,
-        auto_augment=None if args.aa in ("", "none") else args.aa,
-        reprob=args.reprob,
+        tuple(args.size), tuple(args.scale), hflip=args.hflip, auto_augment=auto_augment, reprob=args.reprob
     )
     dataset = TrainDataset(folder, config, args.seed, store, label_view=label_view(args.compat))
-    batch, shown = load_batch(dataset, rows, args.epoch)
-    assert batch.labels is not None
+    batch = load_batch(dataset, rows, args.epoch)
+    assert batch.labels is not None and batch.plan is not None
+    # The window of the images, which is another one than that of the labels with rows of `--compat`.
+    shown = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))
     num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # Without smoothing, so that opacity 1 means certain.
@@ -75,49 +73,37 @@ def spread(folder: ImageSource, count: int | None, seed: int) -> list[int]:
         UserError: There are fewer images, or more than fit on a page are asked for.
     """
     count = count or min(_IMAGES, len(folder))
-    if count > len(folder):
-        raise UserError(f"--n {count}: there are {len(folder)} images in {printable(folder.root)}")
-    if count > MAX_IMAGES:
-        raise UserError(f"--n {count}: a page holds {MAX_IMAGES} images")
+    if count > min(len(folder), MAX_IMAGES):
+        raise UserError(
+            f"--n {count}: there are {len(folder)} images in {printable(folder.root)}, and a page holds {MAX_IMAGES}"
+        )
     edges = np.linspace(0, len(folder), count + 1).astype(int)
     return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).tolist()
 
 
 def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
-    """Row numbers of images by path within the folder, file name, or file name without suffix.
-
-    Raises:
-        UserError: No image of that name, or several.
-    """
+    """Row numbers of images by path within the folder or by file name. Raises UserError: none has it, or several."""
+    rows: dict[str, set[int]] = {name: set() for name in wanted}
+    for row, path in enumerate(folder.paths):
+        for name in {path, os.path.basename(path)} & rows.keys():
+            rows[name].add(row)
+    for name, found in rows.items():
+        if len(found) != 1:
+            raise UserError(
+                f"--images {printable(name)} names {len(found)} images in {printable(folder.root)}: give the path of "
+                "one within it"
+            )
     if len(wanted) > MAX_IMAGES:
         raise UserError(f"--images: a page holds {MAX_IMAGES} images")
-    rows: dict[str, set[int]] = {}
-    for row, path in enumerate(folder.paths):
-        for name in (path, PurePath(path).name, PurePath(path).stem):
-            rows.setdefault(name, set()).add(row)
-    found = []
-    for name in wanted:
-        hits = sorted(rows.get(name, ()))
-        if not hits:
-            near = difflib.get_close_matches(name, folder.paths, n=1, cutoff=0.4)
-            hint = f"; did you mean {printable(near[0])}?" if near else ""
-            raise UserError(f"--images {printable(name)}: no such image in {printable(folder.root)}{hint}")
-        if len(hits) > 1:
-            several = ", ".join(printable(folder.paths[row]) for row in hits[:3])
-            raise UserError(f"--images {printable(name)} names {len(hits)} images ({several}): give the path")
-        found.append(hits[0])
-    return found
+    return [min(rows[name]) for name in wanted]
 
 
-def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> tuple[Batch, Batch]:
-    """These images as a training batch, made as a worker and the device stage make it; and the same with the images'
-    own geometry, which is another one where the labels follow rows of `--compat`."""
+def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:
+    """These images as a training batch, made as a worker and the device stage make it."""
     batch = dataset.load(BatchKey(epoch, tuple(rows)))
-    assert (plan := batch.plan) is not None
+    assert batch.plan is not None
     stage = DeviceStage(dataset.config, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
-    batch = replace(batch, images=stage(batch.images, plan))
-    affine, visible = (torch.from_numpy(each).float() for each in (plan.normalised_affine(), plan.visible()))
-    return batch, replace(batch, affine=affine, visible=visible)
+    return replace(batch, images=stage(batch.images, batch.plan))
 
 
 def classes_of(store: LabelStore, folder: ImageSource, seen: int) -> tuple[int, list[str]]:

@@ -1,16 +1,14 @@
 """Make token labels: for every place of every image in a folder, the classes that an annotator network finds there.
 
     python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
-    python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar --format archive
+    python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar
     ./distributed_generate_label.sh 8 DATA OUT ...                                   one process per GPU
 
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
-OUT receives `<class>/<name>.pt`, [2, k, H, W] half precision: the k largest logits of every place and their classes.
-With `--format archive` it becomes one label archive instead (docs/token_label_archive.md); a tree is written out of
-such an archive at the end, so its disk needs twice the room for a while. The whole image is shown to the annotator,
-squashed to its input size, so that every crop of it has labels. The annotator is a timm ConvNet, Swin or
-vision transformer with average pooling, or a model with a dense head: VOLO, LV-ViT, and whatever was trained with token
-labels.
+OUT becomes a label archive (docs/token_label_archive.md) of the k largest logits of every place and their classes; `tlt
+unpack` makes files as published of it. The whole image is shown to the annotator, squashed to its input size, so that
+every crop of it has labels. The annotator is a timm ConvNet, Swin or vision transformer with average pooling, or a
+model with a dense head: VOLO, LV-ViT, and whatever was trained with token labels.
 
 The same command continues after any interruption, with any number of processes. The last bits of a network's output
 depend on which images share a batch: batches follow the order of the folder, and an interrupted batch is repeated as a
@@ -19,15 +17,10 @@ whole, so that the labels are the same as without an interruption.
 
 from __future__ import annotations
 
-import shutil
 from argparse import Namespace
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from tlt.data.augment.device_stage import EvalStage
 from tlt.data.backends.choice import create_backend
@@ -44,8 +37,7 @@ from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.agreement import agreement_text
 from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
 from tlt.labels.archive_writer import ArchiveWriter
-from tlt.labels.label_info import INFO_NAME, LabelInfo
-from tlt.tools.pack import unpack
+from tlt.labels.label_info import LabelInfo
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import (
     World,
@@ -61,7 +53,7 @@ from volo.commands.console import say
 from volo.train.compilation import check_scope, compile_errors_told, feature_compiler
 from volo.train.convolutions import check_convolutions
 from volo.train.precision import resolve_amp_dtype
-from volo.train.trained_model import load_model
+from volo.train.trained_model import TrainedModel, load_model
 
 _RANK_TIMEOUT = 7 * 86400.0  # seconds that ranks wait for rank 0 while it checks the existing labels
 
@@ -76,82 +68,71 @@ def run(args: Namespace) -> int:
 
 
 def label_folder(args: Namespace, world: World) -> None:
-    """Build everything, label the images and finish the tree or archive."""
+    """Build everything, label the images and finish the archive."""
     folder = open_images(args.data, args.split, args.dataset, allow_root=True)
     say([*args.notes, *(f"warning: {warning}" for warning in folder.warnings)], world.is_primary)
     trained = load_model(args, args.checkpoint or None)
     say(trained.notes, world.is_primary)
-    model, args, settings = trained.model, trained.args, trained.settings
-    check_classes(args, model, folder, trained.config)
-    check_settings(args, settings)
-    annotator = prepare_annotator(args, model, settings, world)
-    grid = annotator(torch.zeros(1, *settings["input_size"], device=world.device)).values.shape[2:]
-    info = describe(args, settings, folder, model, trained.config, grid)
-    if args.format == "tree" and from_primary(world.is_primary and tree_is_complete(args, info)):
-        return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)
+    check(trained, folder)
+    annotator = prepare_annotator(trained, world)
+    size = trained.settings["input_size"]
+    grid = annotator(torch.zeros(1, *size, device=world.device)).values.shape[2:]
+    info = describe(trained, folder, (grid[0], grid[1]))
     with primary_first():
-        overwrite = args.overwrite and world.is_primary
-        writer = ArchiveWriter(
-            archive_folder(args), info, folder.paths, overwrite, world.is_primary, large_ids=model.num_classes > 2**16
-        )
+        first, large_ids = world.is_primary, trained.model.num_classes > 2**16
+        writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first, large_ids)
+    if from_primary(writer.complete):
+        writer.close()
+        return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)
     pending = from_primary(find_pending(writer) if world.is_primary else [])
-    make_labels(args, folder, writer, pending, annotator, settings, world)
+    make_labels(trained, folder, writer, pending, annotator, world)
 
 
-def check_classes(args: Namespace, model: nn.Module, folder: ImageSource, recorded: dict[str, Any]) -> None:
+def check(trained: TrainedModel, folder: ImageSource) -> None:
     """Compare the annotator's classes with the class folders, unless `--transfer` allows other classes.
 
     Raises:
-        UserError: The classes differ, or the annotator has none.
+        UserError: The classes differ, or the annotator has none; or the flags ask for a crop, or for other images than
+            of 3 channels.
     """
-    if not model.num_classes:
-        raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
-    if args.transfer:
-        return
-    names = recorded.get("class_names")
-    if model.num_classes != len(folder.class_names) or (names and list(names) != folder.class_names):
-        what = f"{model.num_classes} classes" if model.num_classes != len(folder.class_names) else "other class names"
-        raise UserError(
-            f"--model {args.model} has {what}, {printable(folder.root)} {len(folder.class_names)} class folders: use "
-            "an annotator trained on these, or --transfer to label with its own classes"
-        )
-
-
-def check_settings(args: Namespace, settings: dict[str, Any]) -> None:
-    """Raise UserError if the flags ask for a crop ratio other than 1, or for other images than of 3 channels."""
+    args, count, size = trained.args, trained.model.num_classes, trained.settings["input_size"]
     if args.crop_pct not in (None, 1.0):
         raise UserError(
             f"--crop-pct {args.crop_pct:g}: the whole image is labelled, so it can only be 1.0; leave it out"
         )
-    if settings["input_size"][0] != 3:
-        raise UserError(f"--input-size {settings['input_size'][0]} ...: images have 3 channels")
+    if size[0] != 3:
+        raise UserError(f"--input-size {size[0]} ...: images have 3 channels")
+    if not count:
+        raise UserError(f"--model {args.model} has no classes: give --num-classes and weights with a head")
+    names, own = trained.config.get("class_names") or folder.class_names, folder.class_names
+    if not args.transfer and (count != len(own) or list(names) != own):
+        what = f"{count} classes" if count != len(own) else "other class names"
+        raise UserError(
+            f"--model {args.model} has {what}, {printable(folder.root)} {len(own)} class folders: use an annotator "
+            "trained on these, or --transfer to label with its own classes"
+        )
 
 
-def prepare_annotator(args: Namespace, model: nn.Module, settings: dict[str, Any], world: World) -> Annotator:
+def prepare_annotator(trained: TrainedModel, world: World) -> Annotator:
     """Put the annotator on its device, in the precision that the flags ask for.
 
     Raises:
         UserError: The model has no exact dense logits.
     """
+    args, size = trained.args, trained.settings["input_size"]
     memory_format = torch.channels_last if args.channels_last else torch.preserve_format
-    model = model.eval().to(world.device).to(memory_format=memory_format)
-    check_dense(model, torch.randn(2, *settings["input_size"], device=world.device), f"--model {args.model}")
+    model = trained.model.eval().to(world.device).to(memory_format=memory_format)
+    check_dense(model, torch.randn(2, *size, device=world.device), f"--model {args.model}")
     dtype = resolve_amp_dtype(args.amp, args.amp_dtype, world.device)
-    say(check_convolutions(model, settings["input_size"], dtype, world.device), world.is_primary)
+    say(check_convolutions(model, size, dtype, world.device), world.is_primary)
     check_scope(args, model)
     return Annotator(model, args.top_k, dtype, feature_compiler(model, args))
 
 
-def describe(
-    args: Namespace,
-    settings: dict[str, Any],
-    folder: ImageSource,
-    model: Any,
-    recorded: dict[str, Any],
-    grid: torch.Size,
-) -> LabelInfo:
+def describe(trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) -> LabelInfo:
     """Return what the label maps have in common: how they are made, and of which classes."""
-    area = labelled_area(model, settings["input_size"][1:])
+    args, settings, count = trained.args, trained.settings, trained.model.num_classes
+    area = labelled_area(trained.model, settings["input_size"][1:])
     weights = "published"
     if args.checkpoint:
         weights = f"sha256 {sha256_of(args.checkpoint)}" + (", EMA" if args.use_ema else "")
@@ -166,48 +147,22 @@ def describe(
         "amp_dtype": (args.amp_dtype or "default") if args.amp else None,
     }
     return LabelInfo(
-        min(args.top_k, model.num_classes),
-        (grid[0], grid[1]),
-        model.num_classes,
+        min(args.top_k, count),
+        grid,
+        count,
         "full" if area == FULL_AREA else area,
         annotator,
-        class_names(recorded, model.num_classes) or None if args.transfer else folder.class_names,
+        class_names(trained.config, count) or None if args.transfer else folder.class_names,
         transfer=args.transfer,
         log_sum_exp=not args.no_log_sum_exp,
     )
 
 
-def archive_folder(args: Namespace) -> Path:
-    """Return the folder of the archive: OUT, or one in it until the tree is written."""
-    root = Path(args.token_label_root)
-    return root if args.format == "archive" else root / ".archive"
-
-
-def tree_is_complete(args: Namespace, info: LabelInfo) -> bool:
-    """Return whether OUT is a tree that this command has made.
-
-    Raises:
-        UserError: It holds something else.
-    """
-    root = Path(args.token_label_root)
-    found = LabelInfo.read(root / INFO_NAME)
-    if found is None and root.is_dir() and any(not path.name.startswith(".") for path in root.iterdir()):
-        raise UserError(f"OUT {printable(str(root))} holds other things than such labels: choose another folder")
-    if found is None or args.overwrite or archive_folder(args).exists():
-        return False
-    if replace(found, skipped=[], max_id=None) != replace(info, log_sum_exp=False):
-        raise UserError(
-            f"OUT {printable(str(root))} holds labels that were made in another way: choose another folder, or "
-            "--overwrite"
-        )
-    return True
-
-
 def find_pending(writer: ArchiveWriter) -> list[int]:
     """Return the rows of the folder that have no labels yet, and print how many have."""
     images = len(writer.names)
-    if writer.complete or not writer.begun:
-        return [] if writer.complete else list(range(images))
+    if not writer.begun:
+        return list(range(images))
     progress = Progress("checking labels", images)
     pending = writer.pending(progress.step)
     progress.close()
@@ -216,18 +171,17 @@ def find_pending(writer: ArchiveWriter) -> list[int]:
 
 
 def make_labels(
-    args: Namespace,
+    trained: TrainedModel,
     folder: ImageSource,
     writer: ArchiveWriter,
     pending: list[int],
     annotator: Annotator,
-    settings: dict[str, Any],
     world: World,
 ) -> None:
-    """Label the pending rows, each rank its share, then finish the archive or tree."""
-    batches = whole_batches(pending, len(folder), args.batch_size)[world.rank :: world.size]
+    """Label the pending rows, each rank its share, then finish the archive."""
+    batches = whole_batches(pending, len(folder), trained.args.batch_size)[world.rank :: world.size]
     rows = [row for batch in batches for row in batch]
-    loader = image_loader(args, folder, rows, settings, world.device)
+    loader = image_loader(trained, folder, rows, world.device)
     wanted = set(pending)
     progress = Progress("labelling", len(pending)) if world.is_primary else None
     for batch in loader:
@@ -239,7 +193,7 @@ def make_labels(
     if progress is not None:
         progress.step(progress.total - progress.done)
         progress.close()
-        close(args, folder, writer, wanted, skips)
+        finish(trained.args, folder, writer, wanted, skips)
 
 
 def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:
@@ -259,23 +213,26 @@ def write_batch(
     Raises:
         UserError: A logit is NaN or infinite, or the disk is full.
     """
+    made = 0
     values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in found)
-    places = [(place, rows[index]) for place, index in enumerate(batch.indices.tolist()) if rows[index] in wanted]
-    for place, row in places:
+    for position, index in enumerate(batch.indices.tolist()):
+        row = rows[index]
+        if row not in wanted:
+            continue
         source = printable(folder.path(row))
-        if not np.isfinite(values[place]).all():
+        if not np.isfinite(values[position]).all():
             raise UserError(
                 f"the annotator's logits for {source} are NaN or beyond half precision: check its weights, or leave "
                 "out --amp"
             )
-        writer.write(row, LabelMap(values[place], ids[place], source=source, log_sum_exp=log_sum_exp[place]))
-    return len(places)
+        writer.write(row, LabelMap(values[position], ids[position], source=source, log_sum_exp=log_sum_exp[position]))
+        made += 1
+    return made
 
 
-def image_loader(
-    args: Namespace, folder: ImageSource, rows: list[int], settings: dict[str, Any], device: torch.device
-) -> EvalLoader:
+def image_loader(trained: TrainedModel, folder: ImageSource, rows: list[int], device: torch.device) -> EvalLoader:
     """Load the whole images of some rows, squashed to the annotator's input size; indices count within `rows`."""
+    args, settings = trained.args, trained.settings
     dataset = EvalDataset(
         folder.select(rows),
         settings["input_size"][1:],
@@ -298,10 +255,10 @@ def image_loader(
     )
 
 
-def close(
+def finish(
     args: Namespace, folder: ImageSource, writer: ArchiveWriter, pending: set[int], skips: list[dict[str, str]]
 ) -> None:
-    """Finish the archive or tree, and print what it holds and how well it agrees with the class folders.
+    """Finish the archive, and print what it holds and how well it agrees with the class folders.
 
     Args:
         skips: For each rank, the reason by path of the images that could not be read.
@@ -309,29 +266,19 @@ def close(
     Raises:
         UserError: More images are unreadable than `--max-bad-images` allows, or all are, or the disk is full.
     """
-    if writer.complete:
-        print(f"{printable(args.token_label_root)} was complete already", flush=True)
-    else:
-        counter = SkipCounter(len(folder), args.max_bad_images)
-        counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
-        if counter.total == len(folder):
-            raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
-        say(counter.take_lines())
-        row_of = {folder.path(row): row for row in pending}
-        skipped = sorted(row_of[path] for path in counter.reasons if path in row_of)
-        for row in skipped:
-            writer.write_absent(row)
-        agreement = {} if args.transfer else writer.agreement(folder.classes)
-        writer.finish([folder.paths[row] for row in skipped], agreement)
-        info = writer.info
-        print(
-            f"{len(pending) - len(skipped)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} places "
-            f"made in {args.token_label_root}, for {len(folder)} images",
-            flush=True,
-        )
-        say([agreement_text(agreement)] if agreement else [])
-    writer.close()
-    if args.format == "tree":
-        archive = archive_folder(args)
-        say(unpack(str(archive), args.token_label_root, overwrite=True))
-        shutil.rmtree(archive)
+    counter = SkipCounter(len(folder), args.max_bad_images)
+    counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
+    if counter.total == len(folder):
+        raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
+    say(counter.take_lines())
+    skipped = sorted(row for row in pending if folder.path(row) in counter.reasons)
+    for row in skipped:
+        writer.write_absent(row)
+    agreement = writer.finish([folder.paths[row] for row in skipped], None if args.transfer else folder.classes)
+    info = writer.info
+    print(
+        f"{len(pending) - len(skipped)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} places "
+        f"made in {args.token_label_root}, for {len(folder)} images",
+        flush=True,
+    )
+    say([agreement_text(agreement)] if agreement else [])

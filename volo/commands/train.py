@@ -37,7 +37,7 @@ from volo.record.run_directory import check_writable, settings_of
 from volo.train.compilation import compile_errors_told
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import TokenLabelCriterion, make_criterion
-from volo.train.data import DataFinder, Folders, Labels, hold_out, train_loader, validation_loader
+from volo.train.data import DataFinder, Folders, Labels, hold_out, label_agreement, train_loader, validation_loader
 from volo.train.held_out import held_out_counts
 from volo.train.loop import out_of_memory_explained, train_epochs
 from volo.train.model import (
@@ -125,6 +125,8 @@ def build(run: Run, folders: Folders, labels: Labels, model: TimmModel, batch: d
     model = add_dense_head(model, args, input_size[1:])
     for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + labels.warnings:
         logger.line(f"warning: {warning}")
+    if world.is_primary and (line := label_agreement(labels.reader, folders.train)):
+        logger.line(line)
     load_start(model, args, logger)
     teacher = find_teacher(run, model, settings, folders.train.class_names)
     criterion = make_criterion(args, model, input_size[1:], dtype, teacher)

@@ -43,7 +43,6 @@ from volo.config.flags_train import BIND, CHANNELS_LAST, COMPILE, MIXED_PRECISIO
 CHECKPOINT = Need("--checkpoint", lambda a: bool(a.checkpoint))
 RESULTS_FILE = Need("--results-file", lambda a: bool(a.results_file))
 EMBEDDINGS = Need("--embeddings", lambda a: bool(a.embeddings))
-ARCHIVE = Need("--format archive", lambda a: a.format == "archive")
 MODEL = (
     flag("-m --model", NAME, None, "model (what the checkpoint says)"),
     flag("--checkpoint", PATH, "", "weights: .pth, .pth.tar or .safetensors", excludes=("pretrained",)),
@@ -125,7 +124,7 @@ _GENERATE_LABEL = (
     Group(
         "Data",
         flag("data", TEXT, None, "images: DATA/SPLIT/CLASS/IMAGE, DATA/CLASS/IMAGE or shards", metavar="DATA"),
-        flag("token_label_root", TEXT, None, "folder for the label maps, or archive", metavar="OUT"),
+        flag("token_label_root", TEXT, None, "folder of the label archive", metavar="OUT"),
         DATASET,
         flag("--split", NAME, "train", "folder of the images"),
         _batch_size(32),
@@ -134,18 +133,10 @@ _GENERATE_LABEL = (
     Group("Model", *MODEL),
     Group(
         "Labels",
-        flag(
-            "--format",
-            ("tree", "archive"),
-            "tree",
-            "one file per image, as published (made of an archive at the end), or a label archive",
-        ),
         flag("--top-k", POSITIVE, 5, "classes kept per place of the map"),
-        switch(
-            "--no-log-sum-exp", "an archive without what --label-tail exact needs, a sixth smaller", needs=(ARCHIVE,)
-        ),
+        switch("--no-log-sum-exp", "without what --label-tail exact needs, a sixth smaller"),
         switch("--transfer", "the annotator's classes are not the folder's: measure no accuracy"),
-        switch("--overwrite", "write label maps that exist already anew"),
+        switch("--overwrite", "replace the archive in OUT, and nothing else"),
         DEBUG,
     ),
     Group("Precision and speed", *_PRECISION),

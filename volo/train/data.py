@@ -23,9 +23,9 @@ from tlt.data.sources.folder import ImageFolder, compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
+from tlt.io.names import Names
 from tlt.io.progress import SearchProgress
-from tlt.labels.label_files import LabelMatches
-from tlt.labels.store import LabelStore
+from tlt.labels.store import LabelStore, sampled_agreement
 from tlt.labels.store import open_labels as open_label_store
 from tlt.labels.tree import TreeReader
 from volo.checkpoint.resume import Fingerprint, fingerprint
@@ -35,6 +35,7 @@ from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
 SYNTHETIC_UPDATES, SYNTHETIC_VALIDATION_BATCHES = 100, 10
+_SAMPLE, _LOW_AGREEMENT = 256, 0.5  # label maps that are compared with their images' classes, and when to warn
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ class Labels(NamedTuple):
     data: Fingerprint
 
     def packed(self) -> Packed | None:
-        """Return what takes long to find, for other ranks: which file of a tree is whose label; None without a tree."""
+        """Return what takes long to find, for other ranks: the label file of every image; None without a tree."""
         tree = self.reader.reader if isinstance(self.reader, LabelStore) else None
-        return ({}, tree.matches.packed()) if isinstance(tree, TreeReader) else None
+        if not isinstance(tree, TreeReader):
+            return None
+        return {"block": np.frombuffer(tree.files.block, np.uint8), "ends": tree.files.ends}, None
 
 
 class DataFinder:
@@ -99,11 +102,14 @@ class DataFinder:
     def labels(self, folder: ImageSource, num_classes: int) -> Labels:
         """Return the labels of training images (`open_labels`)."""
 
-        def find(matches: LabelMatches | None = None) -> Labels:
-            labels, warnings = open_labels(self._args, folder, num_classes, self._found, matches)
+        def find(files: Names | None = None) -> Labels:
+            labels, warnings = open_labels(self._args, folder, num_classes, self._found, files)
             return Labels(labels, warnings, fingerprint(folder, labels))
 
-        return self._once_per_host(find, Labels.packed, lambda _, plain: find(LabelMatches.unpacked(plain)))
+        def unpacked(arrays: Mapping[str, np.ndarray], _: None) -> Labels:
+            return find(Names.packed(arrays["block"].data, arrays["ends"]))
+
+        return self._once_per_host(find, Labels.packed, unpacked)
 
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
@@ -156,10 +162,10 @@ def open_labels(
     folder: ImageSource,
     num_classes: int,
     found: SearchProgress | None = None,
-    matches: LabelMatches | None = None,
+    files: Names | None = None,
 ) -> tuple[LabelReader | None, list[str]]:
     """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`;
-    there are none in a tree whose `matches` are known.
+    there are none in a tree whose `files` are known.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
@@ -181,9 +187,22 @@ def open_labels(
         class_names=folder.class_names,
         label_tail=args.label_tail,
         found=found,
-        matches=matches,
+        files=files,
     )
     return labels, labels.warnings
+
+
+def label_agreement(labels: LabelReader | None, folder: ImageSource) -> str:
+    """A line about how often the token labels name the class of their image, from a sample; "" where they have other
+    classes."""
+    if not isinstance(labels, LabelStore) or labels.info.transfer:
+        return ""
+    found = sampled_agreement(labels, folder.classes, _SAMPLE)
+    share = found.images_agreeing / max(found.images, 1)
+    line = f"the token labels name the class of {100 * share:.1f} % of {found.images} sampled images"
+    if share >= _LOW_AGREEMENT:
+        return line
+    return f"warning: {line}: such labels teach little; look at them with `tlt check` and `tlt show`"
 
 
 def augment_config(args: Namespace, settings: Mapping[str, Any]) -> AugmentConfig:
