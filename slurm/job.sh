@@ -57,31 +57,20 @@ on_nodes() {
 # PATHS...: set the array `container` to srun's flags for it. Containers have no name: a named one would be found used
 # after a requeue.
 choose_container() {
-  local mounts names path
+  local mounts=$REPO:$REPO names path
   container=()
   [ -n "$CONTAINER_IMAGE" ] || return 0
-  case $CONTAINER_IMAGE in
-    ./* | *.sqsh) CONTAINER_IMAGE=$(realpath -m "$CONTAINER_IMAGE") ;;
-  esac
-  case $CONTAINER_IMAGE in
-    /*) [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it" ;;
-  esac
-  mounts=$REPO:$REPO
+  if [[ $CONTAINER_IMAGE = *.sqsh ]]; then
+    CONTAINER_IMAGE=$(realpath -m "$CONTAINER_IMAGE")
+    [ -r "$CONTAINER_IMAGE" ] || fail "CONTAINER_IMAGE=$CONTAINER_IMAGE cannot be read: see docker/ for how to make it"
+  fi
   for path in "$OUTPUT" "$LOGS" "$@"; do
     [ -z "$path" ] || mounts+=,$path:$path
   done
   # An image's own value of a variable would win otherwise.
-  names=MASTER_ADDR,MASTER_PORT,REQUEUE_MARKER,PYTHON
-  names+=$(compgen -e | awk '/^(NCCL|UCX|GLOO|TORCH|OMP|DALI|CUDA_DEVICE)_/ { printf ",%s", $0 }')
+  names=MASTER_ADDR,MASTER_PORT,REQUEUE_MARKER,PYTHON$(compgen -e | awk '/^(NCCL|UCX|GLOO|OMP)_/ { printf ",%s", $0 }')
   container=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
     --container-workdir="$REPO" --container-env="$names")
-}
-
-# Where a node finds the data: a folder named after what DATA are now, so that changed ones are staged again.
-staged() {
-  local name
-  name=$(basename "$DATA")
-  echo "$STAGE_TO/${name%%.tar*}-$(find "$DATA" -printf '%p %y %s %T@\n' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)"
 }
 
 # FLAGS... of train.py: the whole job, up to its end.
@@ -95,7 +84,8 @@ run_job() {
   DATA=$(realpath "$DATA") LABELS=${LABELS:+$(realpath -m "$LABELS")} FINETUNE=${FINETUNE:+$(realpath "$FINETUNE")}
   STAGE_TO=${STAGE_TO:+$(realpath -m "$STAGE_TO")}
   data=$DATA
-  [ -z "$STAGE_TO" ] || data=$(staged)
+  # A folder named after the date of DATA, so that newer ones are staged again.
+  [ -z "$STAGE_TO" ] || data=$STAGE_TO/$(basename "${DATA%%.tar*}")-$(stat -c %Y "$DATA")
   choose_container "$data" "$LABELS" "${FINETUNE:+$(dirname "$FINETUNE")}"
   # What `make` has installed beside the scripts, where no environment is active; the image's in a container.
   if [ -z "${PYTHON:-}" ]; then

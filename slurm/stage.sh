@@ -30,10 +30,7 @@ else
   tar -xf "$source" -C "$unfinished"
 fi || fail "DATA=$source could not be brought to $unfinished"
 root=$unfinished
-if [ ! -d "$root/train" ]; then # the tar of a folder, not of what is in it
-  inside=("$root"/*)
-  [ ${#inside[@]} -gt 1 ] || root=${inside[0]}
-fi
+[ -d "$root/train" ] || root=$(echo "$unfinished"/*) # the tar of a folder, not of what is in it
 [ -d "$root/train" ] || fail "DATA=$source has no train/"
 sync -f "$root"
 # A job that did the same at the same time may have been quicker.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -142,9 +141,7 @@ def test_in_a_container_with_data_staged(slurm: FakeSlurm) -> None:
     os.utime(slurm.folder / "data", (0, 0))
     ended = slurm.run("pretrain.sbatch", "--model=volo_d3", CONTAINER_IMAGE=str(image), **more)
     assert (ended.code, ended.err) == (0, "")
-    staged = ended.steps[0].split()[-1]
-    assert staged.startswith("/raid/data-") and all(staged in step for step in ended.steps)
-    check_golden(slurm, ended._replace(out=ended.out.replace(staged, "/raid/STAGED")), "pretrain_container.txt")
+    check_golden(slurm, ended, "pretrain_container.txt")
 
 
 def test_without_an_address_nothing_is_started(slurm: FakeSlurm) -> None:
@@ -158,14 +155,11 @@ def test_without_an_address_nothing_is_started(slurm: FakeSlurm) -> None:
 @pytest.mark.parametrize(
     ("script", "env", "message"),
     [
-        ("pretrain", {"DATA": ""}, "DATA is not set"),
         ("pretrain", {"DATA": "/none"}, "DATA=/none cannot be read"),
         ("pretrain", {"SLURM_GPUS_ON_NODE": ""}, "PROCESSES is not set, and Slurm gave this job no GPUs"),
         ("pretrain", {"CONFIG": "configs/none.yaml"}, "no recipe configs/none.yaml"),
-        ("pretrain", {"CONTAINER_IMAGE": "/none.sqsh"}, "CONTAINER_IMAGE=/none.sqsh cannot be read"),
         ("pretrain", {"CONTAINER_IMAGE": "none.sqsh"}, f"CONTAINER_IMAGE={ROOT}/none.sqsh cannot be read"),
         ("pretrain", {"SLURM_SUBMIT_DIR": "/usr"}, "REPO=/usr is no checkout of this project"),
-        ("finetune", {}, "FINETUNE is not set"),
         ("finetune", {"FINETUNE": "/none.pth"}, "FINETUNE=/none.pth cannot be read"),
     ],
 )
@@ -188,12 +182,10 @@ MARKED = "echo '{}' > $REQUEUE_MARKER; exit "
         (f"{MARKED} 85", {}, True),
         (f"{MARKED} 1", {}, True),  # torchrun's own code, or that of a process that was killed meanwhile
         (f"{MARKED} 85", {"STATE": "CANCELLED"}, False),
-        (f"{MARKED} 85", {"STATE": "COMPLETING"}, False),
         ("exit 143", {"PREEMPTED": "2026-01-01T10:00:00"}, True),  # before there was anything to save
         ("exit 143", {}, False),
         ("exit 1", {"PREEMPTED": "2026-01-01T10:00:00"}, False),
         (f"{DONE}; exit 0", {}, False),
-        ("exit 2", {}, False),
     ],
 )
 def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict[str, str], asked: bool) -> None:
@@ -203,6 +195,14 @@ def test_the_marker_decides_about_a_requeue(slurm: FakeSlurm, do: str, env: dict
     ended = slurm.run("pretrain.sbatch", DO=do, **env)
     assert slurm.lines("asked") == (["requeue 12345"] if asked else [])
     assert ended.code == int(do.split()[-1]) and not marker.exists()
+
+
+def warn_once(slurm: FakeSlurm, said: str, **env: str) -> Ended:
+    """How a job ends that is warned of its time limit as soon as a step has said something."""
+    process = slurm.start("pretrain.sbatch", **env)
+    assert process.stdout is not None and any(said in line for line in process.stdout)
+    process.send_signal(signal.SIGUSR1)
+    return slurm.end(process)
 
 
 def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> None:
@@ -219,60 +219,32 @@ def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> 
 
 
 def test_a_warning_while_data_are_staged_requeues_and_starts_no_training(slurm: FakeSlurm) -> None:
-    wait = {"ON": "stage.sh", "DO": "echo begun; exec /bin/sleep 20", "STAGE_TO": "/raid"}
-    process = slurm.start("pretrain.sbatch", **wait)
-    assert process.stdout is not None and any("begun" in line for line in process.stdout)
-    process.send_signal(signal.SIGUSR1)
-    ended = slurm.end(process)
+    ended = warn_once(slurm, "begun", ON="stage.sh", DO="echo begun; exec /bin/sleep 20", STAGE_TO="/raid")
     assert ended.code == 138 and len(ended.steps) == 1
     assert slurm.lines("asked") == ["requeue 12345"]
 
 
 def test_a_step_that_hears_no_warning_is_ended_before_it_has_begun(slurm: FakeSlurm) -> None:
     # An image that is being unpacked; a TERM ends it, which here is sent at once.
-    process = slurm.start("pretrain.sbatch", DO="trap '' USR1; echo unpacking; exec /bin/sleep 600")
-    assert process.stdout is not None and any("unpacking" in line for line in process.stdout)
-    process.send_signal(signal.SIGUSR1)
-    assert slurm.end(process).code == 143
-    assert slurm.lines("asked") == ["requeue 12345"]
+    ended = warn_once(slurm, "unpacking", DO="trap '' USR1; echo unpacking; exec /bin/sleep 600")
+    assert ended.code == 143 and slurm.lines("asked") == ["requeue 12345"]
 
 
 def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_time(slurm: FakeSlurm) -> None:
     def warned(update: int | None) -> tuple[str, int]:
         saved = "" if update is None else f"""echo '{{"reason": "x", "update": {update}}}' > $REQUEUE_MARKER; """
         do = f"trap 'n=1' USR1; {BEGUN}; echo begun; until [ $n ]; do /bin/sleep 0.05; done; {saved}exit 85"
-        process = slurm.start("pretrain.sbatch", DO=do)
-        assert process.stdout is not None and any("begun" in line for line in process.stdout)
-        process.send_signal(signal.SIGUSR1)
-        return slurm.end(process).err, len(slurm.lines("asked"))
+        return warn_once(slurm, "begun", DO=do).err, len(slurm.lines("asked"))
 
-    assert warned(None)[1] == 1
-    assert warned(40)[1] == 2
-    assert warned(40)[1] == 3
-    assert warned(60)[1] == 4
-    assert warned(None)[1] == 5
-    error, asked = warned(60)
-    assert asked == 5 and "two starts in a row before they had done an update: ask for more (--time)" in error
+    assert [warned(update)[1] for update in (None, 40, None)] == [1, 2, 3]
+    error, asked = warned(40)
+    assert asked == 3 and "two starts in a row before they had done an update: ask for more (--time)" in error
 
 
 def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSlurm) -> None:
     for do in ("exit 0", BEGUN):
         ended = slurm.run("pretrain.sbatch", DO=do)
         assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
-
-
-def test_data_that_change_in_a_folder_are_staged_again(slurm: FakeSlurm) -> None:
-    (slurm.folder / "data/train/cat").mkdir()
-    image = slurm.folder / "data/train/cat/1.jpg"
-
-    def target() -> str:
-        (slurm.folder / "steps").unlink(missing_ok=True)
-        return slurm.run("pretrain.sbatch", STAGE_TO="/raid").steps[0].split()[-1]
-
-    image.write_text("one")
-    targets = [target(), target()]
-    image.write_text("other")  # in place: no folder's time changes
-    assert targets[0] == targets[1] != target()
 
 
 @pytest.fixture
@@ -302,9 +274,7 @@ def test_data_are_staged_whole_or_not_at_all(stage: Callable[..., Ended], tmp_pa
         subprocess.run(["tar", "-cf", source, *where], check=True)
     (tmp_path / "raid" / ".staging-7" / "left").mkdir(parents=True)  # by a start that was killed
     assert stage(source, target).code == 0
-    assert [path.name for path in target.iterdir()] == ["train"]
-    assert (target / "train" / "one.png").read_text() == "1"
-    assert os.listdir(tmp_path / "raid") == ["digits-1"]
+    assert os.listdir(tmp_path / "raid") == ["digits-1"] and os.listdir(target) == ["train"]
     (target / "train" / "one.png").write_text("kept")
     assert "data are staged" in stage(source, target).out
     assert (target / "train" / "one.png").read_text() == "kept"
@@ -319,19 +289,3 @@ def test_what_cannot_be_staged_is_one_line_that_names_the_node(stage: Callable[.
         ended = stage(source, target)
         assert ended.code == 2 and ended.err.splitlines()[-1].startswith(f"error: {node}: DATA={source} {message}")
         assert os.listdir(tmp_path / "raid") == []
-
-
-def test_the_marker_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from volo.cluster.stopping import INTERRUPTED, PREEMPTED, Stopped, ask_for_requeue
-
-    marker, checkpoint = tmp_path / "marker", tmp_path / "last.pth.tar"
-    monkeypatch.setenv("REQUEUE_MARKER", str(marker))
-    ask_for_requeue(Stopped(INTERRUPTED, "stopped by SIGINT"), 3, checkpoint)
-    assert not marker.exists()
-    checkpoint.touch()
-    ask_for_requeue(Stopped(PREEMPTED, "stopped by SIGTERM"), 3, checkpoint)
-    assert json.loads(marker.read_text()) == {
-        "reason": "stopped by SIGTERM",
-        "update": 3,
-        "checkpoint": str(checkpoint),
-    }
