@@ -6,12 +6,9 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.cluster.machines import AMD_NPS4, DGX_A100, DGX_H100, LAPTOP, VIRTUAL, build, process, write
 from tests.commands.conftest import ROOT
@@ -60,28 +57,6 @@ def test_tables_of_machines_with_nothing_to_bind(tmp_path: Path) -> None:
         "0000:06:00.0 - as-they-are off - -",
         f"left out: local rank 0-1 not bound: NUMA node unknown; {no_card}",
     ]
-
-
-@pytest.mark.parametrize("machine", [DGX_A100, DGX_H100, AMD_NPS4])
-def test_ranks_share_no_core_and_divide_all_of_their_node_evenly(machine: str, tmp_path: Path) -> None:
-    read = read_machine(build(tmp_path, machine))
-
-    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
-    @given(st.frozensets(st.sampled_from(sorted(read.allowed))), st.integers(1, 8), st.sampled_from([None, "cpu"]))
-    def check(allowed: frozenset[int], ranks: int, device: str | None) -> None:
-        plan = make_plan(replace(read, allowed=allowed, parent_allowed=allowed), "cpu", device, ranks, {})
-        for node, cores in read.cores.items() if device is None else [(None, sum(read.cores.values(), ()))]:
-            mates = [share for share in plan.shares if (share.gpu and share.gpu.node) == node]
-            usable = [set(core) & allowed for core in cores if set(core) & allowed]
-            owners = [[i for i, share in enumerate(mates) if core <= set(share.cpus)] for core in usable]
-            if len(usable) >= len(mates) > 0:
-                counts = [owners.count([i]) for i in range(len(mates))]
-                assert sum(counts) == len(usable) and max(counts) - min(counts) <= 1
-                assert sorted(cpu for share in mates for cpu in share.cpus) == sorted(set().union(*usable))
-            else:
-                assert not any(share.cpus for share in mates)
-
-    check()
 
 
 def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from tests.commands.conftest import QUICK, Running, start, storage
 from tests.commands.launch.test_preemption import sha256
-from tests.hosts.conftest import Host
+from tests.hosts.conftest import Host, ip
 
 pytestmark = pytest.mark.hosts
 # 40 images, 8 an update: 5 updates an epoch on two ranks.
@@ -77,21 +80,56 @@ def test_a_signal_to_one_host_stops_both_at_the_same_step(launch: Launch, data: 
     assert sha256(tmp_path / "cut") == sha256(tmp_path / "whole")
 
 
-def test_a_mistake_on_one_host_ends_both(hosts: list[Host], data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "flag", "told"),
+    [(0, "--device cuda", "this machine shows 0"), (1, "--no-such-flag", "error: unknown flag --no-such-flag")],
+)
+def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
+    hosts: list[Host], data: Path, wrong: int, flag: str, told: str
+) -> None:
     nodes = {"NNODES": "2", "MASTER_ADDR": hosts[0].address}
-    folders = [data, tmp_path / "unmounted"]
-    runs = [hosts[rank].train(FLAGS, folders[rank], NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
-    assert ends(runs) == [5, 2], "\n".join(run.output for run in runs)
-    assert "[rank 1] error: " in runs[1].output and "[rank 0] error: another rank has ended" in runs[0].output
+    flags = [f"{FLAGS} {flag if rank == wrong else ''}" for rank in (0, 1)]
+    runs = [hosts[rank].train(flags[rank], data, NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
+    codes = ends(runs)
+    assert (codes[wrong], codes[1 - wrong]) == (2, 5), "\n".join(run.output for run in runs)
+    other = runs[1 - wrong].output
+    assert told in runs[wrong].output and "Traceback" not in other
+    # The store ends with host 0's launcher, before rank 1 has reached it or after.
+    missed = ("rank 0 does not answer at", "rank 0 did not come", "another rank has ended", "node 0 did not")
+    assert any(f"error: {each}" in other for each in (missed if wrong == 0 else ["rank 1 did not come within 60 s"]))
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_node_that_never_comes_is_named(hosts: list[Host], data: Path, missing: int) -> None:
-    there = 1 - missing
-    nodes = {"NNODES": "2", "NODE_RANK": str(there), "MASTER_ADDR": hosts[0].address, "JOIN_TIMEOUT": "4"}
-    run = hosts[there].train(FLAGS, data, **nodes)
+def test_a_node_that_never_comes_is_named(hosts: list[Host], data: Path) -> None:
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": hosts[0].address, "JOIN_TIMEOUT": "4"}
+    run = hosts[1].train(FLAGS, data, **nodes)
     assert run.end() == 5
-    (line,) = [line for line in run.output.splitlines() if line.startswith("error: ")]
-    said = "node 0 did not answer" if missing == 0 else "node 1 did not join"
-    assert said in line and f"{hosts[0].address}:29500 within 4 s" in line
-    assert "Traceback" not in run.output
+    assert run.output.startswith(f"error: node 0 did not answer at {hosts[0].address}:29500 within 4 s: ")
+
+
+def test_hosts_that_have_ipv6_alone_train_together(hosts: list[Host], data: Path, tmp_path: Path) -> None:
+    addresses = [f"fd00:78::{10 + number}" for number in range(2)]
+    for host, address in zip(hosts, addresses, strict=True):
+        for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
+            assert ip("-n", host.namespace, *words.split()).returncode == 0
+        host.names.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {host.name}\n")
+    nodes = {"NNODES": "2", "MASTER_ADDR": addresses[0]}
+    flags = f"{FLAGS} --epochs 1 --output {tmp_path} --experiment"
+    runs = [hosts[rank].train(f"{flags} six", data, NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
+    assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
+
+
+def test_the_preflight_tells_a_slow_cable(hosts: list[Host]) -> None:
+    """With the variables that torchrun sets for one rank each."""
+    if shutil.which("tc") is None:
+        pytest.skip("needs tc: apt-get install iproute2")
+    brake = f"tc -n {hosts[1].namespace} qdisc add dev eth0 root tbf rate 80mbit burst 64kb latency 400ms"
+    subprocess.run(brake.split(), check=True)
+    nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts[0].address}
+    # 80 Mbit/s are 0.01 GB/s, whatever else the machine does.
+    flags = ["--device", "cpu", "--shm-gb", "0.001", "--min-bandwidth", "0.04"]
+    command = [sys.executable, "-m", "volo", "preflight", *flags]
+    runs = [host.start(*command, **nodes, RANK=str(rank), GROUP_RANK=str(rank)) for rank, host in enumerate(hosts)]
+    assert ends(runs) == [6, 6], runs[0].output
+    *_, first, second, _, slow, _ = runs[0].output.splitlines()
+    assert [line.split()[:2] for line in (first, second)] == [["host0#0", "1"], ["host1#1", "1"]]
+    assert slow.startswith("all ranks: the all-reduce reaches 0.0")

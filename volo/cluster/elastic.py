@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from tlt.errors import UserError
 from volo.cluster.launch import Launch
 from volo.cluster.store import connect, meet, serve
 
@@ -41,12 +42,10 @@ _SAME_S = 1.0  # one warning may come several times
 _END_S = 60  # for which a node that is done waits for the others
 
 
-class NotTogether(Exception):
-    """The nodes don't come together; the processes are not started."""
+class NotTogether(UserError):
+    """Nodes don't come; the processes are not started."""
 
-    def __init__(self, reason: str, code: int = LOST) -> None:
-        super().__init__(reason)
-        self.code = code
+    exit_code = LOST
 
 
 class ToldToEnd(Exception):
@@ -67,7 +66,8 @@ class OneAddress(StaticTCPRendezvous):
         """Return once all nodes are there.
 
         Raises:
-            NotTogether: One does not come in time, has a number that another one has, or the port is in use.
+            NotTogether: One does not come in time.
+            UserError: Two have one number, or the port is in use.
         """
         seconds = self.timeout.total_seconds()
         until, within = time.monotonic() + seconds, f"{self.master_addr}:{self.master_port} within {seconds:.0f} s"
@@ -78,7 +78,7 @@ class OneAddress(StaticTCPRendezvous):
                 "and does a firewall keep the port shut?"
             )
         if store.compare_set(f"node/{self.rank}", "", self.run_id).decode() != self.run_id:
-            raise NotTogether(f"another machine has joined as NODE_RANK {self.rank}, too: each needs its own", 2)
+            raise UserError(f"another machine has joined as NODE_RANK {self.rank}, too: each needs its own")
         if missing := meet(store, self.rank, self.world_size, until):
             raise NotTogether(
                 f"node {', '.join(map(str, missing))} did not join {within}: see what was printed there; NNODES, "
@@ -94,7 +94,7 @@ class OneAddress(StaticTCPRendezvous):
         except OSError as error:
             where = f"{self.master_addr}, port {self.master_port} ({error.strerror})"
             remedy = "node 0 is the one that has MASTER_ADDR; where another run uses the port, choose a MASTER_PORT"
-            raise NotTogether(f"can't listen at {where}: {remedy}", code=2) from error
+            raise UserError(f"can't listen at {where}: {remedy}") from error
 
 
 class Launcher:
@@ -111,7 +111,7 @@ class Launcher:
         """Return the exit code of this node.
 
         Raises:
-            NotTogether: See `OneAddress`.
+            UserError: The nodes don't come together; see `OneAddress`.
         """
         # What the agent reports is what the processes have said themselves.
         logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())

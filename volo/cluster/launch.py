@@ -1,6 +1,6 @@
 """How the processes of this node are to be started, from the environment that volo/commands/launch.sh describes.
 
-Standard library only, so that a mistake is told at once.
+Imports no torch, so that a mistake is told at once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class Mistake(Exception):
-    """The environment asks for something that cannot work; the message is one line with the remedy."""
+from tlt.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,11 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
     """Return what the environment describes.
 
     Raises:
-        Mistake: A variable is missing or out of range, or names something that other nodes cannot use.
+        UserError: A variable is missing or out of range, or names something that other nodes cannot use.
     """
     nodes = _number(env, "NNODES", 1, least=1)
     if nodes > 1 and not env.get("NODE_RANK"):
-        raise Mistake(f"NNODES={nodes} needs NODE_RANK: 0 on the node that has MASTER_ADDR, 1, 2, ... on the others")
+        raise UserError(f"NNODES={nodes} needs NODE_RANK: 0 on the node that has MASTER_ADDR, 1, 2, ... on the others")
     launch = Launch(
         processes,
         tuple(program),
@@ -69,7 +67,7 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
         join_timeout=_number(env, "JOIN_TIMEOUT", 60, least=1),
     )
     if nodes > 1 and launch.restarts:
-        raise Mistake(
+        raise UserError(
             f"MAX_RESTARTS={launch.restarts}: started by hand, several nodes do not start again together; Slurm's "
             "requeue (slurm/) and torchrun --max-restarts do that"
         )
@@ -77,7 +75,7 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
         if launch.log_dir:
             Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Mistake(f"LOG_DIR={launch.log_dir}: {error.strerror}") from None
+        raise UserError(f"LOG_DIR={launch.log_dir}: {error.strerror}") from None
     return launch
 
 
@@ -85,13 +83,13 @@ def _master(env: Mapping[str, str]) -> str:
     """Return the IP address that MASTER_ADDR stands for."""
     name, remedy = env.get("MASTER_ADDR"), "give the IP address of node 0 that the other nodes reach it by"
     if not name:
-        raise Mistake(f"NNODES={env['NNODES']} needs MASTER_ADDR: {remedy}")
+        raise UserError(f"NNODES={env['NNODES']} needs MASTER_ADDR: {remedy}")
     try:
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise Mistake(f"MASTER_ADDR={name}: {error.strerror}; {remedy}") from None
+        raise UserError(f"MASTER_ADDR={name}: {error.strerror}; {remedy}") from None
     if ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
-        raise Mistake(f"MASTER_ADDR={name} is {address} on {socket.gethostname()}; {remedy}")
+        raise UserError(f"MASTER_ADDR={name} is {address} on {socket.gethostname()}; {remedy}")
     return address
 
 
@@ -99,5 +97,5 @@ def _number(env: Mapping[str, str], name: str, default: int, least: int = 0, mos
     text = env.get(name) or str(default)
     if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
         limits = "on" if most is None else f"to {most}"
-        raise Mistake(f"{name}={text}: a whole number from {least} {limits} is needed")
+        raise UserError(f"{name}={text}: a whole number from {least} {limits} is needed")
     return int(text)

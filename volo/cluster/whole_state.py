@@ -6,6 +6,7 @@ could not be put together any more. So they are gathered here, one after the oth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,13 +38,7 @@ def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     saved = optimizer.state_dict()
     if is_sharded(model):
         specs = _specs_by_number(model, optimizer)
-        saved["state"] = {
-            number: {
-                key: _whole(value, specs[number]) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
-            for number, state in saved["state"].items()
-        }
+        saved["state"] = _each_tensor(saved["state"], lambda value, number: _whole(value, specs[number]))
     return saved
 
 
@@ -61,14 +56,19 @@ def own_optimizer_state(model: nn.Module, optimizer: Optimizer, whole: dict[str,
         return whole
     specs, parameters = _specs_by_number(model, optimizer), _parameters(optimizer)
     numbers = {saved: number for number, saved in enumerate(i for g in whole["param_groups"] for i in g["params"])}
-    state = {
-        saved: {
-            key: _own(value, parameters[numbers[saved]], specs[numbers[saved]]) if isinstance(value, Tensor) else value
-            for key, value in each.items()
-        }
-        for saved, each in whole["state"].items()
+
+    def own(value: Tensor, saved: int) -> Tensor:
+        return _own(value, parameters[numbers[saved]], specs[numbers[saved]])
+
+    return {**whole, "state": _each_tensor(whole["state"], own)}
+
+
+def _each_tensor(state: dict[int, dict[str, Any]], function: Callable[[Tensor, int], Any]) -> dict[int, dict[str, Any]]:
+    """Return the state of all parameters, with the function of each tensor in it and of the parameter's number."""
+    return {
+        number: {key: function(value, number) if isinstance(value, Tensor) else value for key, value in each.items()}
+        for number, each in state.items()
     }
-    return {**whole, "state": state}
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

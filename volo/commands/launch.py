@@ -18,7 +18,8 @@ from pathlib import Path
 if __name__ == "__main__":  # run as a file: the rest is found from the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from volo.cluster.launch import Mistake, described  # noqa: E402
+from tlt.errors import UserError  # noqa: E402
+from volo.cluster.launch import described  # noqa: E402
 
 
 def run(args: Namespace) -> int:
@@ -33,20 +34,16 @@ def main(argv: Sequence[str]) -> int:
     """Start the processes, or print what would; `argv` is their number, the program's file and its flags."""
     try:
         launch = described(int(argv[0]), argv[1:], os.environ)
-    except Mistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        return 2
-    if os.environ.get("DRY_RUN"):
-        print(f"{launch.processes} processes: {shlex.join((sys.executable, *launch.program))}")
-        return 0
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe: a line when it comes
-    from volo.cluster.elastic import Launcher, NotTogether  # imports torch
+        if os.environ.get("DRY_RUN"):
+            print(f"{launch.processes} processes: {shlex.join((sys.executable, *launch.program))}")
+            return 0
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe
+        from volo.cluster.elastic import Launcher  # imports torch
 
-    try:
         return Launcher(launch).run()
-    except NotTogether as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.code
+        return error.exit_code
 
 
 if __name__ == "__main__":

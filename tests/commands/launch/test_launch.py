@@ -19,8 +19,9 @@ import pytest
 
 from tests.commands.conftest import ROOT, Running, children
 from tests.conftest import LIMIT, free_port, wait_until
-from volo.cluster.elastic import NotTogether, OneAddress, telling_code
-from volo.cluster.launch import Launch, Mistake, described
+from tlt.errors import UserError
+from volo.cluster.elastic import OneAddress, telling_code
+from volo.cluster.launch import Launch, described
 
 # Ends with the code that is in the file RANK.START beside it, and tells what it was given.
 PROGRAM = """
@@ -43,16 +44,11 @@ os.kill(os.getpid(), signal.SIGKILL) if code < 0 else sys.exit(code)
 # What volo/commands/launch.py does, at an address that it refuses for several nodes.
 NODE = """
 import sys
-from volo.cluster.elastic import Launcher, NotTogether
+from volo.cluster.elastic import Launcher
 from volo.cluster.launch import Launch
 node, nodes, processes, port, logs, program = sys.argv[1:]
-join = int(__import__("os").environ.get("JOIN", 60))
-launch = Launch(int(processes), (program,), 0, 300, logs, int(nodes), int(node), "127.0.0.1", int(port), join)
-try:
-    sys.exit(Launcher(launch).run())
-except NotTogether as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(error.code)
+launch = Launch(int(processes), (program,), 0, 300, logs, int(nodes), int(node), "127.0.0.1", int(port), 600)
+sys.exit(Launcher(launch).run())
 """
 
 
@@ -71,15 +67,13 @@ def alone(program: Path) -> Callable[..., Running]:
 
 @pytest.fixture
 def nodes(program: Path) -> Callable[..., list[Running]]:
-    """`nodes([(node, processes), ...], of, **environment)`: these of so many nodes."""
+    """`nodes([(node, processes), ...])`: these of two nodes."""
     port = str(free_port())
 
-    def start(processes: list[tuple[int, int]], of: int = 2, **env: str) -> list[Running]:
-        where = [port, str(program.parent / "logs"), str(program)]
-        return [
-            Running([sys.executable, "-c", NODE, str(node), str(of), str(count), *where], PYTHONPATH=str(ROOT), **env)
-            for node, count in processes
-        ]
+    def start(processes: list[tuple[int, int]]) -> list[Running]:
+        where, env = [port, str(program.parent / "logs"), str(program)], {"PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", NODE]
+        return [Running([*command, str(node), "2", str(count), *where], **env) for node, count in processes]
 
     return start
 
@@ -179,9 +173,9 @@ def test_nodes_that_do_not_come_together_say_why() -> None:
 
     def come(number: int, seconds: int = 2) -> str:
         launch = Launch(1, (), 0, 300, None, 3, number, "127.0.0.1", port, seconds)
-        with pytest.raises(NotTogether) as error:
+        with pytest.raises(UserError) as error:
             OneAddress(launch, str(uuid.uuid4())).next_rendezvous()
-        return f"{error.value.code}: {error.value}"
+        return f"{error.value.exit_code}: {error.value}"
 
     assert come(1, seconds=1).startswith(f"5: node 0 did not answer at 127.0.0.1:{port} within 1 s: ")
     with ThreadPoolExecutor() as pool:  # node 2 does not come, and two take the numbers 0 and 1
@@ -194,7 +188,7 @@ def test_nodes_that_do_not_come_together_say_why() -> None:
 
 
 def test_waiting_for_other_nodes_can_be_broken_off(nodes: Callable[..., list[Running]], tmp_path: Path) -> None:
-    (waiting,) = nodes([(0, 1)], JOIN="600")
+    (waiting,) = nodes([(0, 1)])
     wait_until(lambda: (tmp_path / "logs").exists(), lambda: waiting.output)
     assert waiting.end(signal.SIGTERM) == 85 and waiting.output == "" and not told(tmp_path)
 
@@ -231,7 +225,7 @@ def test_the_environment_is_heeded(environment: dict[str, str], expected: dict[s
     ],
 )
 def test_a_mistake_names_the_variable(environment: dict[str, str], named: str) -> None:
-    with pytest.raises(Mistake, match=named):
+    with pytest.raises(UserError, match=named):
         described(2, ["train.py"], environment)
 
 
