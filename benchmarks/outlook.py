@@ -29,7 +29,6 @@ from volo.config.flags_data import DEVICE
 from volo.kernels import KERNELS, outlook_attention
 
 DTYPES = ("float32", "bfloat16", "float16")
-KERNEL_SIZE, STRIDE, PADDING = 3, 2, 1  # of all VOLOs
 TIMM = "timm"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of norms
 _COLUMNS = ("model", "type", "arm", "ms", "x timm", "off by", "note")
@@ -80,7 +79,7 @@ class Ours(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         """Mix the values."""
-        return outlook_attention(v, self.logits, KERNEL_SIZE, STRIDE, PADDING, scale=self.scale, kernel=self.kernel)
+        return outlook_attention(v, self.logits, self.scale, kernel=self.kernel)
 
 
 class Logits(nn.Module):
@@ -97,7 +96,7 @@ class Logits(nn.Module):
 
 def timm_layer(case: Case) -> nn.Module:
     """Return timm's layer without its projections."""
-    layer = TimmOutlookAttention(case.channels, case.heads, KERNEL_SIZE, PADDING, STRIDE)
+    layer = TimmOutlookAttention(case.channels, case.heads, kernel_size=3, padding=1, stride=2)
     layer.v = layer.proj = layer.pool = nn.Identity()
     layer.attn = Logits(case)
     return layer

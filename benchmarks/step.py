@@ -49,7 +49,7 @@ FLAGS = (
         "Peers",
         arms.peers(*(name for name in arms.ARMS if name != "unfolded")),
         note="timm: its VOLO with both heads, in eager mode and otherwise in our precision; -compile: compiled; -amp: "
-        "with bfloat16 autocast. Ours: eager: not compiled; reference: that, with unfold and fold; mask, "
+        "with bfloat16 autocast. Ours: eager: not compiled; reference: that, without fused kernels; mask, "
         "subset: --drop-path-mode; amp: with bfloat16 autocast.",
     ),
     Group("Measuring", *arms.MEASURING, *OUTPUT),

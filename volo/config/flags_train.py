@@ -37,7 +37,7 @@ from volo.config.flags_optimizer import OPTIMIZER, SCHEDULE
 FITTED = ("batch_size", "checkpoint_hist", "cooldown_epochs", "lr_base_scale", "num_classes", "warmup_epochs")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference", "slices")
+OUTLOOK_KERNELS = ("auto", "triton", "windows", "reference")
 DROP_PATH_MODES = ("mask", "subset")
 NO_TORCHSCRIPT = "TorchScript is not supported: use --torchcompile"
 _NO_DROP_BLOCK = "no VOLO or LV-ViT has DropBlock; use --drop-path (other models: --model-kwargs drop_block_rate=...)"

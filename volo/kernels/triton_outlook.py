@@ -1,24 +1,16 @@
-"""Outlook attention in three Triton programs (`volo.kernels.triton_programs`), for 3 x 3 windows 2 pixels apart.
-
-They are custom ops of torch, `volo::outlook_attention` and its backward op: compile and export see one node each with
-known shapes, and the flop counter has a formula. Only v and the logits are kept for the backward pass. The first call
-imports Triton.
-"""
+"""Outlook attention in three Triton programs (`volo.kernels.triton_programs`). The first call imports Triton."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from tlt.errors import UserError
-from tlt.models.operators import refuse_second_derivatives
-from volo.kernels.reference import SECOND_DERIVATIVES
+from volo.kernels.operators import define_operator
 
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 128)
@@ -27,13 +19,9 @@ _LONGEST = 300  # characters of Triton's message that are shown
 PROGRAMS = ("outlook_forward", "outlook_backward_logits", "outlook_backward_values")
 
 
-def why_unsupported(
-    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
-) -> str | None:
+def why_unsupported(v: Tensor, logits: Tensor, dropout: float) -> str | None:
     """Return why the programs can't compute this; CPUs only interpret them, for tests (TRITON_INTERPRET=1)."""
     head_dim = v.shape[-1] * 81 // logits.shape[-1]
-    if (kernel_size, stride, padding) != (3, 2, 1):
-        return f"it has windows of 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"
     if dropout > 0:
         return "it has no dropout"
     if head_dim not in HEAD_DIMS:
@@ -57,16 +45,13 @@ def _lack(device: torch.device) -> str | None:
     return None
 
 
-def outlook_attention(
-    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float
-) -> Tensor:
+def outlook_attention(v: Tensor, logits: Tensor, scale: float, dropout: float) -> Tensor:
     """As `volo.kernels.outlook_attention`, with a positive scale; softmax and sums are float32 in any type."""
     if scale <= 0:
         raise ValueError(f"scale {scale} is not positive")
-    return torch.ops.volo.outlook_attention(v.contiguous(), logits.contiguous(), scale)
+    return _operator(v.contiguous(), logits.contiguous(), scale)
 
 
-@torch.library.custom_op("volo::outlook_attention", mutates_args=())
 def _forward(v: Tensor, logits: Tensor, scale: float) -> Tensor:
     """(B, H, W, C), (B, h, w, heads * 81) -> (B, H, W, C); both contiguous."""
     out = torch.empty_like(v)
@@ -74,9 +59,9 @@ def _forward(v: Tensor, logits: Tensor, scale: float) -> Tensor:
     return out
 
 
-@torch.library.custom_op("volo::outlook_attention_backward", mutates_args=())
 def _backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of v and the logits from that of the result."""
+    grad = grad.contiguous()
     grad_v, grad_logits = torch.empty_like(v), torch.empty_like(logits)
     lse = v.new_empty(logits.shape[-1] // 9, logits.shape[:3].numel(), dtype=torch.float32)  # (heads * 9, windows)
     scales = (scale, scale * LOG2_E)
@@ -132,39 +117,4 @@ def _launch(
         ) from error
 
 
-@_forward.register_fake
-def _(v: Tensor, logits: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(v)
-
-
-@_backward.register_fake
-def _(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(v), torch.empty_like(logits)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    v, logits, ctx.scale = inputs
-    ctx.save_for_backward(v, logits)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    v, logits = ctx.saved_tensors
-    grad_v, grad_logits = torch.ops.volo.outlook_attention_backward(grad.contiguous(), v, logits, ctx.scale)
-    return grad_v, grad_logits, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep)
-refuse_second_derivatives(_backward, SECOND_DERIVATIVES)
-
-
-@register_flop_formula(torch.ops.volo.outlook_attention)
-def _flops(v: tuple[int, ...], logits: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """Two for each of the 81 weights of a window and head and each channel, as the matrix products are counted."""
-    return 2 * 81 * math.prod(logits[:3]) * v[-1]
-
-
-@register_flop_formula(torch.ops.volo.outlook_attention_backward)
-def _backward_flops(
-    grad: tuple[int, ...], v: tuple[int, ...], logits: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
-    return 2 * _flops(v, logits)
+_operator = define_operator("outlook_attention", _forward, _backward)

@@ -72,44 +72,54 @@ def in_image(row, column, height, width, DOWN: tl.constexpr, RIGHT: tl.constexpr
 
 
 @triton.jit
-def nine_pixels(pixels, inside, width, channels, DOWN: tl.constexpr, RIGHT: tl.constexpr):
-    """The places of that window, 0 outside the image; `pixels` points to the cells' first pixels. (BLOCK, D) each."""
+def read_window(
+    pixels, lse, row, column, height, width, cells, channels,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """The nine places of that window, (BLOCK, D) each, 0 outside the image, and in the backward pass the log sums of
+    its nine rows; `pixels` points to the cells' first pixels and `lse` to the window."""
+    inside = in_image(row, column, height, width, DOWN, RIGHT)
     values = ()
+    sums = ()
     for k in tl.static_range(9):
         away = ((2 * DOWN - 1 + k // 3) * width + 2 * RIGHT - 1 + k % 3) * channels
         values = values + (tl.load(pixels + away, mask=inside[k][:, None], other=0.0).to(tl.float32),)
-    return values
+        if BACKWARD:
+            sums = sums + (tl.load(lse + k * cells),)
+    return values, sums
 
 
 @triton.jit
-def add_products(total, weights, values):
-    """total + the sum of nine products, (BLOCK,) by (BLOCK, D)."""
-    for k in tl.static_range(9):
-        total += weights[k][:, None] * values[k]
-    return total
+def add_window(pixels, window, sums, values, scale_log2e, PLACE: tl.constexpr, BACKWARD: tl.constexpr):
+    """Add what windows write to their PLACE: `values` times row PLACE of their weights, the softmax of their logits.
 
-
-@triton.jit
-def add_written(pixels, window, values, scale_log2e, P: tl.constexpr):
-    """Add what windows write to their place P: the softmax over row P of their logits, times what they read."""
-    row = ()
-    for q in tl.static_range(9):
-        row = row + (tl.load(window + P * 9 + q).to(tl.float32),)
-    top = row[0]
-    for q in tl.static_range(1, 9):
-        top = tl.maximum(top, row[q])
-    top *= scale_log2e
-    powers = ()
-    total = tl.zeros_like(top)
-    for q in tl.static_range(9):
-        power = tl.exp2(row[q] * scale_log2e - top)
-        powers = powers + (power,)
-        total += power
-    share = 1.0 / total
+    In the backward pass it is the gradient of what they read there: `values` times column PLACE, from the rows' `sums`.
+    """
     weights = ()
-    for q in tl.static_range(9):
-        weights = weights + (powers[q] * share,)
-    return add_products(pixels, weights, values)
+    if BACKWARD:
+        for p in tl.static_range(9):
+            logit = tl.load(window + p * 9 + PLACE).to(tl.float32)
+            weights = weights + (tl.exp2(logit * scale_log2e - sums[p]),)
+    else:
+        row = ()
+        for q in tl.static_range(9):
+            row = row + (tl.load(window + PLACE * 9 + q).to(tl.float32),)
+        top = row[0]
+        for q in tl.static_range(1, 9):
+            top = tl.maximum(top, row[q])
+        top *= scale_log2e
+        powers = ()
+        total = tl.zeros_like(top)
+        for q in tl.static_range(9):
+            power = tl.exp2(row[q] * scale_log2e - top)
+            powers = powers + (power,)
+            total += power
+        share = 1.0 / total
+        for q in tl.static_range(9):
+            weights = weights + (powers[q] * share,)
+    for k in tl.static_range(9):
+        pixels += weights[k][:, None] * values[k]
+    return pixels
 
 
 @triton.jit
@@ -122,40 +132,51 @@ def store_cells(pixels, inside, first, second, third, fourth, width, channels):
     tl.store(pixels + (width + 1) * channels, fourth.to(kind), mask=inside[8][:, None])
 
 
-@triton.jit(do_not_specialize=SIZES)
-def outlook_forward(
-    v, logits, out, height, width, rows, columns, cells, heads, scale_log2e, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out of BLOCK cells and one head."""
+@triton.jit
+def gather(
+    source, out, logits, lse, height, width, rows, columns, cells, heads, scale_log2e,
+    D: tl.constexpr, BLOCK: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Write to `out`, for BLOCK cells and one head, what the windows make of `source`: of the values in the forward
+    pass, of the gradients of what was written in the backward pass, which needs `lse`."""
     head = tl.program_id(0) % heads
     number = cells_of_program(cells, heads, BLOCK)
     image, row, column = position(number, rows, columns)
     right = tl.where(column + 1 < columns, 1, 0)
     below = tl.where(row + 1 < rows, columns, 0)
     pixel = first_pixels(image, row, column, height, width, heads, head, D)
-    # A neighbour that isn't there has this window's logits, and its values are all 0.
+    # A neighbour that isn't there has this window's weights, and its pixels are all 0.
     window = logits + (number.to(tl.int64) * heads + head) * 81
+    if BACKWARD:
+        lse += head.to(tl.int64) * 9 * cells + number
 
     # The window with most places comes last: few registers hold sums until then.
+    size = (row, column, height, width, cells, heads * D)
     zero = tl.zeros([BLOCK, D], tl.float32)
-    inside = in_image(row, column, height, width, 1, 1)
-    values = nine_pixels(v + pixel, inside, width, heads * D, 1, 1)
-    fourth = add_written(zero, window + (right + below) * heads * 81, values, scale_log2e, 0)
-    inside = in_image(row, column, height, width, 1, 0)
-    values = nine_pixels(v + pixel, inside, width, heads * D, 1, 0)
-    third = add_written(zero, window + below * heads * 81, values, scale_log2e, 1)
-    fourth = add_written(fourth, window + below * heads * 81, values, scale_log2e, 2)
-    inside = in_image(row, column, height, width, 0, 1)
-    values = nine_pixels(v + pixel, inside, width, heads * D, 0, 1)
-    second = add_written(zero, window + right * heads * 81, values, scale_log2e, 3)
-    fourth = add_written(fourth, window + right * heads * 81, values, scale_log2e, 6)
+    values, sums = read_window(source + pixel, lse + right + below, *size, 1, 1, BACKWARD)
+    diagonal = window + (right + below) * heads * 81
+    fourth = add_window(zero, diagonal, sums, values, scale_log2e, 0, BACKWARD)
+    values, sums = read_window(source + pixel, lse + below, *size, 1, 0, BACKWARD)
+    third = add_window(zero, window + below * heads * 81, sums, values, scale_log2e, 1, BACKWARD)
+    fourth = add_window(fourth, window + below * heads * 81, sums, values, scale_log2e, 2, BACKWARD)
+    values, sums = read_window(source + pixel, lse + right, *size, 0, 1, BACKWARD)
+    second = add_window(zero, window + right * heads * 81, sums, values, scale_log2e, 3, BACKWARD)
+    fourth = add_window(fourth, window + right * heads * 81, sums, values, scale_log2e, 6, BACKWARD)
+    values, sums = read_window(source + pixel, lse, *size, 0, 0, BACKWARD)
+    first = add_window(zero, window, sums, values, scale_log2e, 4, BACKWARD)
+    second = add_window(second, window, sums, values, scale_log2e, 5, BACKWARD)
+    third = add_window(third, window, sums, values, scale_log2e, 7, BACKWARD)
+    fourth = add_window(fourth, window, sums, values, scale_log2e, 8, BACKWARD)
     inside = in_image(row, column, height, width, 0, 0)
-    values = nine_pixels(v + pixel, inside, width, heads * D, 0, 0)
-    first = add_written(zero, window, values, scale_log2e, 4)
-    second = add_written(second, window, values, scale_log2e, 5)
-    third = add_written(third, window, values, scale_log2e, 7)
-    fourth = add_written(fourth, window, values, scale_log2e, 8)
     store_cells(out + pixel, inside, first, second, third, fourth, width, heads * D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def outlook_forward(
+    v, logits, out, height, width, rows, columns, cells, heads, scale_log2e, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out of BLOCK cells and one head."""
+    gather(v, out, logits, out, height, width, rows, columns, cells, heads, scale_log2e, D, BLOCK, False)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -208,61 +229,10 @@ def outlook_backward_logits(
     tl.store(grad_logits + element, gradient.to(grad_logits.dtype.element_ty), mask=entry)
 
 
-@triton.jit
-def nine_sums(lse, cells):
-    """The log sums of the nine rows of windows."""
-    sums = ()
-    for p in tl.static_range(9):
-        sums = sums + (tl.load(lse + p * cells),)
-    return sums
-
-
-@triton.jit
-def add_returned(pixels, window, sums, grads, scale_log2e, Q: tl.constexpr):
-    """Add the gradient of what windows read at place Q: column Q of their weights, times the gradients there."""
-    weights = ()
-    for p in tl.static_range(9):
-        logit = tl.load(window + p * 9 + Q).to(tl.float32)
-        weights = weights + (tl.exp2(logit * scale_log2e - sums[p]),)
-    return add_products(pixels, weights, grads)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def outlook_backward_values(
     grad, logits, lse, grad_v, height, width, rows, columns, cells, heads, scale_log2e,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grad_v of BLOCK cells and one head, from the lse of `outlook_backward_logits`."""
-    head = tl.program_id(0) % heads
-    number = cells_of_program(cells, heads, BLOCK)
-    image, row, column = position(number, rows, columns)
-    right = tl.where(column + 1 < columns, 1, 0)
-    below = tl.where(row + 1 < rows, columns, 0)
-    pixel = first_pixels(image, row, column, height, width, heads, head, D)
-    # A neighbour that isn't there has this window's weights, and its gradients are all 0.
-    window = logits + (number.to(tl.int64) * heads + head) * 81
-    lse += head.to(tl.int64) * 9 * cells + number
-
-    zero = tl.zeros([BLOCK, D], tl.float32)
-    inside = in_image(row, column, height, width, 1, 1)
-    grads = nine_pixels(grad + pixel, inside, width, heads * D, 1, 1)
-    sums = nine_sums(lse + right + below, cells)
-    fourth = add_returned(zero, window + (right + below) * heads * 81, sums, grads, scale_log2e, 0)
-    inside = in_image(row, column, height, width, 1, 0)
-    grads = nine_pixels(grad + pixel, inside, width, heads * D, 1, 0)
-    sums = nine_sums(lse + below, cells)
-    third = add_returned(zero, window + below * heads * 81, sums, grads, scale_log2e, 1)
-    fourth = add_returned(fourth, window + below * heads * 81, sums, grads, scale_log2e, 2)
-    inside = in_image(row, column, height, width, 0, 1)
-    grads = nine_pixels(grad + pixel, inside, width, heads * D, 0, 1)
-    sums = nine_sums(lse + right, cells)
-    second = add_returned(zero, window + right * heads * 81, sums, grads, scale_log2e, 3)
-    fourth = add_returned(fourth, window + right * heads * 81, sums, grads, scale_log2e, 6)
-    inside = in_image(row, column, height, width, 0, 0)
-    grads = nine_pixels(grad + pixel, inside, width, heads * D, 0, 0)
-    sums = nine_sums(lse, cells)
-    first = add_returned(zero, window, sums, grads, scale_log2e, 4)
-    second = add_returned(second, window, sums, grads, scale_log2e, 5)
-    third = add_returned(third, window, sums, grads, scale_log2e, 7)
-    fourth = add_returned(fourth, window, sums, grads, scale_log2e, 8)
-    store_cells(grad_v + pixel, inside, first, second, third, fourth, width, heads * D)
+    gather(grad, grad_v, logits, lse, height, width, rows, columns, cells, heads, scale_log2e, D, BLOCK, True)

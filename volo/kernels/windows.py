@@ -1,7 +1,7 @@
-"""Outlook attention for windows of 3 x 3 at stride 2, without unfold and fold: plain torch, mainly for CPUs.
+"""Outlook attention without unfold and fold: plain torch, mainly for CPUs.
 
-At stride 2 a place of a window writes exactly one pixel: a window's middle row falls on an even row of the map, its
-last row and the first of the window below on the odd row between. So windows are a strided view of the padded map, and
+A window's middle row falls on an even row of the map, its last row and the first of the window below on the odd row
+between. So windows are a strided view of the padded map, and
 adding them up takes two additions of slices.
 
 Images are processed in chunks that fit the processor's caches, in scratch memory shared by the chunks, so that tensors
@@ -12,41 +12,25 @@ In shapes: B images, N of them in a chunk, H x W cells, h x w windows, D channel
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from tlt.io.chunks import image_chunks
-from tlt.models.operators import refuse_second_derivatives
-from volo.kernels.reference import SECOND_DERIVATIVES
+from volo.kernels.operators import define_operator
 
-_PLACES = 9
+_PIXELS = 9  # of a window
 
 
-def outlook_attention(
-    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float, dropout: float
-) -> Tensor:
+def outlook_attention(v: Tensor, logits: Tensor, scale: float, dropout: float) -> Tensor:
     """As `volo.kernels.outlook_attention`; the softmax and its gradient are computed in float32 at least."""
-    out: Tensor = _attend(v, logits, scale)
-    return out
+    return _operator(v, logits, scale)
 
 
-def why_unsupported(
-    v: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, dropout: float
-) -> str | None:
-    """Return why it can't compute this: windows other than VOLO's, or dropout."""
-    if (kernel_size, stride, padding) != (3, 2, 1):
-        return f"is for kernel 3, stride 2, padding 1, not {kernel_size}, {stride}, {padding}"
-    if dropout:
-        return "has no dropout of its weights"
-    return None
+def why_unsupported(v: Tensor, logits: Tensor, dropout: float) -> str | None:
+    """Return why it can't compute this: dropout."""
+    return "it has no dropout of its weights" if dropout else None
 
 
-@torch.library.custom_op("volo::outlook_windows", mutates_args=())
 def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
     out = _map_of_pairs(v, logits)
     scratch = _Scratch(v, logits)
@@ -54,10 +38,9 @@ def _attend(v: Tensor, logits: Tensor, scale: float) -> Tensor:
         weights = _softmax(logits[part], scale, v.dtype)
         values = scratch.cut(v[part], scratch.first)
         _add_up(scratch.product(weights, values, scratch.second), out[part])
-    return out[:, : v.shape[1], : v.shape[2]]
+    return out[:, : v.shape[1], : v.shape[2]].contiguous()
 
 
-@torch.library.custom_op("volo::outlook_windows_backward", mutates_args=())
 def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of v and of the logits. Recomputing the weights takes no longer than keeping them."""
     grad_v, grad_logits = _map_of_pairs(v, logits), logits.new_empty(logits.shape)
@@ -69,7 +52,10 @@ def _attend_backward(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> t
         values = scratch.cut(v[part], scratch.second)  # in the memory of the sums, which are not needed any more
         grad_weights = torch.bmm(_matrices(grads), _matrices(values).mT).view_as(weights)
         _softmax_backward(grad_weights, weights, scale, grad_logits[part])
-    return grad_v[:, : v.shape[1], : v.shape[2]], grad_logits
+    return grad_v[:, : v.shape[1], : v.shape[2]].contiguous(), grad_logits
+
+
+_operator = define_operator("outlook_windows", _attend, _attend_backward)
 
 
 class _Scratch:
@@ -78,7 +64,7 @@ class _Scratch:
     def __init__(self, v: Tensor, logits: Tensor) -> None:
         batch, rows, columns, heads = len(v), *logits.shape[1:3], _heads(logits)
         depth = v.shape[-1] // heads
-        self.chunks = image_chunks(batch, rows * columns * _PLACES * v.shape[-1], v.device)
+        self.chunks = image_chunks(batch, rows * columns * _PIXELS * v.shape[-1], v.device)
         images = min(self.chunks[0].stop, batch) if self.chunks else 0
         padded = v.new_zeros(images, heads, 2 * rows + 1, 2 * columns + 1, depth)
         self._pixels = padded[:, :, 1 : v.shape[1] + 1, 1 : v.shape[2] + 1].permute(0, 2, 3, 1, 4)
@@ -100,12 +86,12 @@ class _Scratch:
 
 
 def _heads(logits: Tensor) -> int:
-    return logits.shape[-1] // _PLACES**2
+    return logits.shape[-1] // _PIXELS**2
 
 
 def _matrices(windows: Tensor) -> Tensor:
     """(N, heads, h, w, 3, 3, D) as (N * heads * h * w, 9, D)."""
-    return windows.view(-1, _PLACES, windows.shape[-1])
+    return windows.view(-1, _PIXELS, windows.shape[-1])
 
 
 def _map_of_pairs(v: Tensor, logits: Tensor) -> Tensor:
@@ -124,7 +110,7 @@ def _add_up(windows: Tensor, out: Tensor) -> None:
 
 def _softmax(logits: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """(N, h, w, heads * 81) -> weights (N, heads, h, w, 9, 9)."""
-    rows = logits.unflatten(-1, (_heads(logits), _PLACES, _PLACES)).permute(5, 0, 3, 1, 2, 4)
+    rows = logits.unflatten(-1, (_heads(logits), _PIXELS, _PIXELS)).permute(5, 0, 3, 1, 2, 4)
     # The axis to normalise comes first: torch processes rows of nine one by one, but many columns at once.
     columns = torch.empty(rows.shape, dtype=_accurate(logits), device=logits.device).copy_(rows)
     weights = columns.mul_(scale).softmax(0).permute(1, 2, 3, 4, 5, 0)
@@ -135,45 +121,8 @@ def _softmax_backward(grad: Tensor, weights: Tensor, scale: float, out: Tensor) 
     """Both (N, heads, h, w, 9, 9) -> (N, h, w, heads * 81)."""
     weighted = weights * grad
     result = weighted.addcmul_(weights, weighted.sum(-1, keepdim=True), value=-1).mul_(scale)
-    out.unflatten(-1, (weights.shape[1], _PLACES, _PLACES)).copy_(result.permute(0, 2, 3, 1, 4, 5))
+    out.unflatten(-1, (weights.shape[1], _PIXELS, _PIXELS)).copy_(result.permute(0, 2, 3, 1, 4, 5))
 
 
 def _accurate(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-@_attend.register_fake
-def _(v: Tensor, logits: Tensor, scale: float) -> Tensor:
-    return _map_of_pairs(v, logits)[:, : v.shape[1], : v.shape[2]]
-
-
-@_attend_backward.register_fake
-def _(grad: Tensor, v: Tensor, logits: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _map_of_pairs(v, logits)[:, : v.shape[1], : v.shape[2]], logits.new_empty(logits.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    v, logits, ctx.scale = inputs
-    ctx.save_for_backward(v, logits)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    grad_v, grad_logits = _attend_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return grad_v, grad_logits, None
-
-
-_attend.register_autograd(_differentiate, setup_context=_save)
-refuse_second_derivatives(_attend_backward, SECOND_DERIVATIVES)
-
-
-@register_flop_formula(torch.ops.volo.outlook_windows)
-def _flops(v_shape: Sequence[int], logits_shape: Sequence[int], scale: float, **_: Any) -> int:
-    """Each logit's weight multiplies the D values of a pixel; one multiply-add is two."""
-    return 2 * math.prod(logits_shape) * v_shape[-1] * _PLACES**2 // logits_shape[-1]
-
-
-@register_flop_formula(torch.ops.volo.outlook_windows_backward)
-def _backward_flops(
-    grad_shape: Sequence[int], v_shape: Sequence[int], logits_shape: Sequence[int], scale: float, **_: Any
-) -> int:
-    return 2 * _flops(v_shape, logits_shape, scale)

@@ -55,45 +55,27 @@ class Downsample(nn.Module):
 
 
 class OutlookAttention(nn.Module):
-    """Outlook attention with its projections; a window's weights come from the mean of its stride x stride cells."""
+    """Outlook attention with its projections; a window's weights come from the mean of its 2 x 2 middle cells."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        kernel_size: int = 3,
-        stride: int = 2,
-        padding: int = 1,
-        qkv_bias: bool = False,
-        attn_drop: float = 0.0,
-    ) -> None:
+    kernel_size, stride, padding = 3, 2, 1  # of every VOLO
+
+    def __init__(self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0) -> None:
         super().__init__()
         check_heads(dim, num_heads)
         self.num_heads = num_heads
-        self.kernel_size = kernel_size
-        self.stride = stride
-        self.padding = padding
         self.scale = (dim // num_heads) ** -0.5
         self.attn_drop = attn_drop
         self.kernel = "auto"  # a name in volo.kernels.KERNELS, or the fastest that fits
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
-        self.attn = nn.Linear(dim, kernel_size**4 * num_heads)
+        self.attn = nn.Linear(dim, self.kernel_size**4 * num_heads)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, H, W, C)."""
         pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), self.stride, ceil_mode=True).permute(0, 2, 3, 1)
-        mixed = outlook_attention(
-            linear(self.v, x),
-            linear(self.attn, pooled),
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            scale=self.scale,
-            dropout=self.attn_drop if self.training else 0.0,
-            kernel=self.kernel,
-        )
-        return linear(self.proj, mixed)
+        v, logits = linear(self.v, x), linear(self.attn, pooled)
+        dropout = self.attn_drop if self.training else 0.0
+        return linear(self.proj, outlook_attention(v, logits, self.scale, dropout, self.kernel))
 
 
 class Outlooker(ResidualBlock):

@@ -1,0 +1,54 @@
+"""Outlook attention as an operator of torch, whatever computes it: compile and export see one node of a known shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from tlt.models.operators import refuse_second_derivatives
+
+Forward: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
+Backward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def define_operator(name: str, forward: Forward, backward: Backward) -> Forward:
+    """Define the operators `volo::NAME` and `volo::NAME_backward`, and return the first one.
+
+    Only v and the logits are kept for the backward pass. The flop counter knows both.
+
+    Args:
+        forward: `(v, logits, scale)` to the result, shaped as v and contiguous.
+        backward: `(grad, v, logits, scale)` to the gradients of v and the logits, contiguous, too.
+    """
+    operator = torch.library.custom_op(f"volo::{name}", forward, mutates_args=())
+    of_gradients = torch.library.custom_op(f"volo::{name}_backward", backward, mutates_args=())
+    operator.register_fake(lambda v, logits, scale: v.new_empty(v.shape))
+    of_gradients.register_fake(lambda grad, v, logits, scale: (v.new_empty(v.shape), logits.new_empty(logits.shape)))
+
+    def keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        v, logits, ctx.scale = inputs
+        ctx.save_for_backward(v, logits)
+
+    def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *of_gradients(grad, *ctx.saved_tensors, ctx.scale), None
+
+    operator.register_autograd(differentiate, setup_context=keep)
+    remedy = 'model.set_outlook_kernel("reference") has them (on a CPU under sdpa_kernel(SDPBackend.MATH))'
+    refuse_second_derivatives(of_gradients, remedy)
+    register_flop_formula(getattr(torch.ops.volo, name))(_flops)
+    register_flop_formula(getattr(torch.ops.volo, f"{name}_backward"))(_backward_flops)
+    return operator
+
+
+def _flops(v: Sequence[int], logits: Sequence[int], scale: float, **_: Any) -> int:
+    """Two for each of the 81 weights of a window and head and each channel, as the matrix products are counted."""
+    return 2 * 81 * math.prod(logits[:3]) * v[-1]
+
+
+def _backward_flops(grad: Sequence[int], v: Sequence[int], logits: Sequence[int], scale: float, **_: Any) -> int:
+    return 2 * _flops(v, logits, scale)
