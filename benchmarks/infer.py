@@ -31,8 +31,8 @@ FLAGS = (
     Group(
         "Peers",
         arms.peers("timm", "timm-compile", "eager", "reference", "unfolded"),
-        note="timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, without "
-        "fused kernels; unfolded: with BatchNorm.",
+        note="timm: its VOLO in eager mode; timm-compile: compiled. Ours: eager: not compiled; reference: that, "
+        "without fused kernels; unfolded: with BatchNorm.",
     ),
     Group("Measuring", *arms.MEASURING, *OUTPUT),
 )
