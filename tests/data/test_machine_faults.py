@@ -121,7 +121,9 @@ def test_real_faults_of_files(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe")  # opening it waits for a writer
     names = {
+        "pipe": "regular file",
         "loop": "symbolic links",
         "folder": "regular file",
         "x" * 300: "too long",

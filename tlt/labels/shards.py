@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 
 from tlt.data.sources.folder import TRAIN_SPLITS
 from tlt.data.sources.image_file import BadImage
-from tlt.data.sources.records import RecordTable
+from tlt.data.sources.records import RecordImages
 from tlt.data.sources.tar_shards import LABELS, TABLE
 from tlt.errors import UserError
 from tlt.io.names import Names
@@ -67,14 +67,13 @@ class ShardReader:
                 f"--token-label-data {printable(root)} are shards without labels: pack them with "
                 "`tlt pack-images --labels LABELS`"
             )
-        self.table = RecordTable(os.path.join(root, LABELS))
-        self.table.check_files()
-        about = self.table.description["about"]
+        self.table = RecordImages(os.path.join(root, LABELS))
+        about = self.table.about
         if "info" not in about:
             raise UserError(f"--token-label-data {printable(root)}: labels of an earlier version; pack the shards anew")
         self._identity = str(about["identity"])
         self.info = LabelInfo.from_json(about["info"], os.path.join(root, f"{LABELS}.json"))
-        self._row_of = rows_of(names, self.table.names)
+        self._row_of = rows_of(names, self.table.paths)
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
     def identity(self) -> bytes:
@@ -93,5 +92,5 @@ class ShardReader:
         return LabelMap(values, ids, source=source, log_sum_exp=tensors.get("log_sum_exp"))
 
     def extra(self) -> list[str]:
-        stored = self.table.names
+        stored = self.table.paths
         return [stored[row] for row in np.setdiff1d(np.arange(len(stored)), self._row_of).tolist()]

@@ -46,7 +46,8 @@ def check(data: str, labels: str, split: str = "train", num_classes: int | None 
         progress.step()
     progress.close()
     usual = store.shape if info or not shapes else Counter(shapes.values()).most_common(1)[0][0]
-    tables = [each.table for each in (folder, store.reader) if isinstance(each, (RecordImages, ShardReader))]
+    reader = store.reader.table if isinstance(store.reader, ShardReader) else None
+    tables = [each for each in (folder, reader) if isinstance(each, RecordImages)]
     faults = {
         "images without label": {name: "" for row in sorted(missing) if (name := folder.paths[row]) not in skipped},
         "labels of another shape": {name: str(shape) for name, shape in shapes.items() if shape != usual},

@@ -36,7 +36,7 @@ from tlt.data.sources.image_file import (
     pillow_errors,
 )
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.records import Contents, FileRecords, RecordTable, concatenated, write_table
+from tlt.data.sources.records import Contents, FileRecords, RecordImages, concatenated, write_table
 from tlt.data.sources.source import ImageSource
 from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PACKING, TABLE, scan_packed
 from tlt.errors import UserError
@@ -130,7 +130,7 @@ class Packing:
         out = OutputFolder(self.folder, PACKING, self._settings(shard_mb, per_shard), ours, overwrite)
         try:
             if out.complete:
-                RecordTable(os.path.join(self.folder, TABLE)).check_files()
+                RecordImages(os.path.join(self.folder, TABLE))  # the shards are there
                 return f"{total} images are packed in {printable(self.folder)} already"
             rows = [range(start, min(start + per_shard, total)) for start in range(0, total, per_shard)]
             made = [*in_processes(make_shard, self, [*enumerate(rows)], workers, "packing", "shard")]

@@ -17,7 +17,7 @@ from PIL import Image
 from tlt.data.backends import decode
 from tlt.data.backends.choice import create_backend
 from tlt.data.backends.decode import BACKENDS, INTERPOLATIONS, Encoded, TorchvisionBackend
-from tlt.data.sources.image_file import BadImage, image_extensions, read_file, read_size
+from tlt.data.sources.image_file import BadImage, image_extensions, read_size
 from tlt.errors import UserError
 
 CROPS = [(0, 0, 96, 72), (30, 20, 50, 41), (5, 3, 7, 60), (40, 30, 1, 1), (0, 0, 96, 1)]
@@ -144,12 +144,6 @@ def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path, monkeypatc
             assert "100000000" not in str(caught.value)  # twice the limit, which Pillow speaks of
             assert create_backend(name, max_pixels=pixels).open(path).width == side
         monkeypatch.undo()
-
-
-def test_fault_23_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.jpg")
-    with pytest.raises(BadImage, match="not a regular file"):
-        read_file(str(tmp_path / "x.jpg"))
 
 
 def test_size_that_differs_from_the_header_is_bad(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pickle
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -55,25 +55,30 @@ def test_natural_key_orders_like_timm() -> None:
     assert sorted(["1²3", "1²10", "1a"], key=natural_key) == ["1a", "1²3", "1²10"]  # int() can't read the superscript
 
 
-def test_what_a_search_finds_is_told_after_three_seconds_and_then_every_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told, alive = [0.0], list[str](), list[int]()
+def test_what_a_search_finds_is_reported_after_three_seconds_and_then_every_ten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, reported, alive = [0.0], list[str](), list[int]()
     monkeypatch.setattr("tlt.io.progress.time.monotonic", lambda: now[0])
-    found = SearchProgress(told.append, lambda: alive.append(1))
+    found = SearchProgress(reported.append, lambda: alive.append(1))
     for second in range(30):
         now[0] = second
         found("listing data", 100 * second)
-    assert told == [f"listing data: {100 * second} found in {second} s" for second in (3, 13, 23)]
+    assert reported == [f"listing data: {100 * second} found in {second} s" for second in (3, 13, 23)]
     assert len(alive) == 30
 
 
-def test_scan_agrees_with_timm(tree: Path) -> None:
+@pytest.mark.parametrize("imposed", [None, ["n10", "deep", "absent", "n2"]])
+def test_scan_agrees_with_timm(tree: Path, imposed: list[str] | None) -> None:
     for digits in (9, 46, 47, 48):  # the code of a slash is 47
         image(tree / "n2" / f"{'1' * digits}.png")
-    ours = scan_folder(tree)
-    theirs, class_to_idx = find_images_and_targets(str(tree), types=image_extensions())
+    ours = scan_folder(tree, imposed)
+    index = imposed and {name: i for i, name in enumerate(imposed)}
+    theirs, class_to_idx = find_images_and_targets(str(tree), types=image_extensions(), class_to_idx=index)
     assert [(ours.path(i), int(c)) for i, c in enumerate(ours.classes)] == theirs
     assert {name: i for i, name in enumerate(ours.class_names)} == class_to_idx
-    assert ours.class_names == ["deep", "n2", "n10"] and ours.warnings == []
+    assert ours.class_names == (imposed or ["deep", "n2", "n10"])
+    assert (ours.warnings == []) if imposed is None else ("'absent' (class 2)" in ours.warnings[0])
 
 
 def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
@@ -87,74 +92,45 @@ def test_any_names_are_in_timms_order(tmp_path: Path) -> None:
                 path = root / folder / ("".join(rng.choices("abB0129 ._-é٣", k=rng.randint(1, 6))) + "x.jpg")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
-        listing = list_folder(root)
-        hidden = [path for path in root.rglob("*.jpg") if path.name.startswith(".")]
-        paths = [str(path.relative_to(root)) for path in root.rglob("*.jpg") if path not in hidden]
-        assert listing.names == sorted(paths, key=lambda path: (timm_key(path), path))
-        assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
+        paths = [str(path.relative_to(root)) for path in root.rglob("*.jpg") if not path.name.startswith(".")]
         outside = ["m9.jpg", "m10.jpg", "B.jpg", "n1.jpg", "01.jpg"]
         for name in outside:
             (root / name).touch()
-        listing = list_folder(root, classes=False)
-        assert listing.names == sorted([*paths, *outside], key=lambda path: (timm_key(path), path))
-        assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
-        assert list_folder(root).names == sorted(paths, key=lambda path: (timm_key(path), path))
-
-
-def test_imposed_classes_number_the_images(tree: Path) -> None:
-    names = ["n10", "deep", "absent", "n2"]
-    ours = scan_folder(tree, names)
-    index = {name: i for i, name in enumerate(names)}
-    theirs, _ = find_images_and_targets(str(tree), types=image_extensions(), class_to_idx=index)
-    assert [(ours.path(i), int(c)) for i, c in enumerate(ours.classes)] == theirs
-    assert ours.class_names == names and "'absent' (class 2)" in ours.warnings[0]
+        for classes, expected in ((True, paths), (False, [*paths, *outside])):
+            listing = list_folder(root, classes=classes)
+            assert listing.names == sorted(expected, key=lambda path: (timm_key(path), path))
+            assert [listing.leaves[leaf] for leaf in listing.leaf] == [os.path.dirname(path) for path in listing.names]
 
 
 def test_split_names_are_timms(tmp_path: Path) -> None:
-    (tmp_path / "val").mkdir()
-    assert find_split(tmp_path, "validation") == str(tmp_path / "val")
-    (tmp_path / "validation").mkdir()
-    assert find_split(tmp_path, "validation") == str(tmp_path / "validation")
-    (tmp_path / "mine").mkdir()
-    assert find_split(tmp_path, "mine") == str(tmp_path / "mine")
+    for there, asked in (("val", "validation"), ("validation", "validation"), ("mine", "mine")):
+        (tmp_path / there).mkdir()
+        assert find_split(tmp_path, asked) == str(tmp_path / there)
 
 
 def test_fault_28_empty_dataset(tmp_path: Path) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     (tmp_path / "train" / "a" / "notes.txt").write_text("x")
-    with pytest.raises(
-        UserError, match=r"no images .*left out 1 files that are not images by their suffix: a/notes.txt"
-    ) as caught:
+    with pytest.raises(UserError, match=r"no images .*left out 1 files .* by their suffix: a/notes.txt") as caught:
         scan_folder(tmp_path / "train")
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="does not exist"):
         scan_folder(tmp_path / "none")
 
 
-def test_fault_29_empty_class_folder_keeps_its_number(tree: Path) -> None:
+def test_fault_29_30_empty_and_missing_class_folders(tree: Path) -> None:
     (tree / "n5").mkdir()
-    folder = scan_folder(tree)
-    assert folder.class_names == ["deep", "n2", "n5", "n10"]
-    assert folder.classes.tolist() == [1, 0, 0, 0, 3, 3]
-    assert folder.warnings == [f"{tree}: 1 classes without images keep their number: 'n5' (class 2)"]
-
+    train = scan_folder(tree)
+    assert train.class_names == ["deep", "n2", "n5", "n10"] and train.classes.tolist() == [1, 0, 0, 0, 3, 3]
+    assert train.warnings == [f"{tree}: 1 classes without images keep their number: 'n5' (class 2)"]
     val = shutil.copytree(tree, tree.parent / "val")
     (val / "n5").rmdir()
-    compare_classes(folder, scan_folder(val, folder.class_names))
-
-
-def test_fault_30_class_missing_in_one_split(tree: Path) -> None:
-    val = tree.parent / "val"
-    shutil.copytree(tree, val)
-    train = scan_folder(tree)
     compare_classes(train, scan_folder(val, train.class_names))
-
     shutil.rmtree(val / "n2")
     with pytest.raises(UserError, match=r"1 in .*train only \(n2\)"):
         compare_classes(train, scan_folder(val, train.class_names))
     (val / "n2").mkdir()
     compare_classes(train, scan_folder(val, train.class_names))
-
     image(val / "extra" / "x.jpg")
     with pytest.raises(UserError, match="not in the class list .*extra"):
         scan_folder(val, train.class_names)
@@ -162,21 +138,54 @@ def test_fault_30_class_missing_in_one_split(tree: Path) -> None:
         compare_classes(train, scan_folder(val))
 
 
-def test_fault_31_formats_and_unknown_suffixes(tree: Path) -> None:
+def test_fault_23_31_36_what_is_left_out_is_reported(tree: Path) -> None:
+    """Unknown suffixes, pipes, dangling links, hidden folders, loops, links to what is read elsewhere."""
     image(tree / "a" / "1.webp")
+    before = scan_folder(tree)
+    assert before.class_names == ["a", "deep", "n2", "n10"] and before.warnings == []
     (tree / "a" / "2.heif2").write_bytes(b"x")
     (tree / "a" / "3.heif2").write_bytes(b"x")
+    os.mkfifo(tree / "n2" / "pipe.jpg")
+    (tree / "n2" / "gone.jpg").symlink_to("nowhere.jpg")
+    image(tree / "loose.jpg")
+    (tree / "n10" / "loop").symlink_to(tree)
+    (tree / "a_first").symlink_to(tree / "n2")
+    image(tree / ".ipynb_checkpoints" / "1.jpg")
+    image(tree / "n2" / ".ipynb_checkpoints" / "1.jpg")
+    after = scan_folder(tree)
+    assert after.paths == before.paths and after.class_names == before.class_names
+    assert sorted(line.partition("left out ")[2] for line in after.warnings) == [
+        "1 images outside of any class folder: loose.jpg",
+        "2 files that are not images by their suffix: a/2.heif2, a/3.heif2",
+        "2 hidden entries: .ipynb_checkpoints, n2/.ipynb_checkpoints",
+        "2 links to folders already read: a_first, n10/loop",
+        "2 pipes or dangling links: n2/gone.jpg, n2/pipe.jpg",
+    ]
+
+
+def test_links_to_folders_elsewhere_are_classes(tree: Path, tmp_path: Path) -> None:
+    """Whatever lies in them is found once, in hidden folders of the tree, too; a folder with nothing but such a link is
+    no class, one with nothing but a loop is an empty one."""
+    image(tmp_path / "elsewhere" / "n7" / "1.jpg")
+    image(tree / ".store" / "1.jpg")
+    (tree / "a_link").symlink_to(tmp_path / "elsewhere" / "n7")
+    (tree / "b_link").symlink_to(tree / ".store")
+    (tree / "n8").mkdir()
+    (tree / "n8" / "up").symlink_to(tmp_path / "elsewhere")
+    (tree / "n4").mkdir()
+    (tree / "n4" / "loop").symlink_to(tree)
     folder = scan_folder(tree)
-    assert folder.class_names == ["a", "deep", "n2", "n10"] and folder.paths[0] == "a/1.webp"
-    assert len(folder.warnings) == 1
-    assert "2 files that are not images by their suffix: a/2.heif2, a/3.heif2" in folder.warnings[0]
+    assert folder.class_names == ["a_link", "b_link", "deep", "n2", "n4", "n10", "up"]
+    assert folder.paths[:2] == ["a_link/1.jpg", "b_link/1.jpg"]
+    assert any("2 links to folders already read: n4/loop, n8/up/n7" in line for line in folder.warnings)
 
 
 @pytest.fixture
 def unprivileged() -> Iterator[Path]:
-    """A folder seen by a user who is not root, to whom permissions do not apply."""
+    """A class folder that can't be read by a user who is not root, to whom permissions do not apply."""
     root = Path(tempfile.mkdtemp(dir="/tmp"))
     root.chmod(0o755)
+    image(root / "a" / "1.png").parent.chmod(0)
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -184,17 +193,11 @@ def unprivileged() -> Iterator[Path]:
         yield root
     finally:
         os.seteuid(user)
+        (root / "a").chmod(0o755)
         shutil.rmtree(root)
 
 
 def test_fault_32_unreadable_class_folder(unprivileged: Path) -> None:
-    user = os.geteuid()
-    if user == 65534:
-        os.seteuid(0)
-    image(unprivileged / "a" / "1.png")
-    image(unprivileged / "b" / "1.png")
-    (unprivileged / "a").chmod(0)
-    os.seteuid(user)
     with pytest.raises(UserError, match=r"/a can't be read \(Permission denied\)"):
         scan_folder(unprivileged)
 
@@ -215,44 +218,11 @@ def test_fault_33_missing_validation_folder(tree: Path) -> None:
         find_split(tree / "none", "train")
 
 
-def test_fault_34_more_folders_than_classes(tree: Path) -> None:
+def test_fault_34_35_other_numbers_of_classes(tree: Path) -> None:
+    folder = scan_folder(tree)
     with pytest.raises(UserError, match=r"--num-classes 2, but .* has 3 class folders: give 3"):
-        check_num_classes(scan_folder(tree), 2)
-
-
-def test_fault_35_more_classes_than_folders(tree: Path) -> None:
-    folder = scan_folder(tree)
-    assert check_num_classes(folder, 3) == []
-    assert "--num-classes 4" in check_num_classes(folder, 4)[0]
-
-
-def test_fault_36_link_loops_and_hidden_folders(tree: Path) -> None:
-    before = scan_folder(tree)
-    (tree / "n10" / "loop").symlink_to(tree)
-    (tree / "a_first").symlink_to(tree / "n2")
-    image(tree / ".ipynb_checkpoints" / "1.jpg")
-    image(tree / "n2" / ".ipynb_checkpoints" / "1.jpg")
-    after = scan_folder(tree)
-    assert after.paths == before.paths and after.class_names == before.class_names
-    assert any("2 hidden entries: .ipynb_checkpoints" in line for line in after.warnings)
-    assert any("2 links to folders already read: a_first, n10/loop" in line for line in after.warnings)
-
-
-def test_links_to_folders_elsewhere_are_classes(tree: Path, tmp_path: Path) -> None:
-    """Whatever lies in them is found once; a folder with nothing but such a link is no class."""
-    image(tmp_path / "elsewhere" / "n7" / "1.jpg")
-    (tree / "a_link").symlink_to(tmp_path / "elsewhere" / "n7")
-    (tree / "n8").mkdir()
-    (tree / "n8" / "up").symlink_to(tmp_path / "elsewhere")
-    folder = scan_folder(tree)
-    assert folder.class_names == ["a_link", "deep", "n2", "n10", "up"] and folder.paths[0] == "a_link/1.jpg"
-    assert any("1 links to folders already read: n8/up/n7" in line for line in folder.warnings)
-
-
-def test_fault_36_folder_with_nothing_but_a_loop_is_an_empty_class(tree: Path) -> None:
-    (tree / "n4").mkdir()
-    (tree / "n4" / "loop").symlink_to(tree)
-    assert scan_folder(tree).class_names == ["deep", "n2", "n4", "n10"]
+        check_num_classes(folder, 2)
+    assert check_num_classes(folder, 3) == [] and "--num-classes 4" in check_num_classes(folder, 4)[0]
 
 
 def test_fault_37_same_leaf_name_twice(tree: Path) -> None:
@@ -273,28 +243,21 @@ def test_fault_38_odd_names_are_found_and_printable(tree: Path) -> None:
     assert all(line.isprintable() for line in folder.warnings)
 
 
-def test_fault_23_pipe_among_the_images_is_left_out(tree: Path) -> None:
-    os.mkfifo(tree / "n2" / "pipe.jpg")
-    (tree / "n2" / "gone.jpg").symlink_to("nowhere.jpg")
-    image(tree / "loose.jpg")
-    folder = scan_folder(tree)
-    assert len(folder) == 6
-    assert "1 images outside of any class folder: loose.jpg" in folder.warnings[0]
-    assert "2 pipes or dangling links: n2/gone.jpg, n2/pipe.jpg" in folder.warnings[1]
+BAD_MAPS: dict[str, Callable[[Path], object]] = {
+    "names b more than once": lambda path: path.write_text("b\na\nb\n"),
+    "empty": lambda path: path.write_text(""),
+    "can't be read": lambda path: path.unlink(),
+}
 
 
 def test_class_map(tmp_path: Path) -> None:
     path = tmp_path / "map.txt"
     path.write_text("b\na\n\n")
     assert read_class_map(path) == ["b", "a"]
-    path.write_text("b\na\nb\n")
-    with pytest.raises(UserError, match="names b more than once"):
-        read_class_map(path)
-    path.write_text("")
-    with pytest.raises(UserError, match="empty"):
-        read_class_map(path)
-    with pytest.raises(UserError, match="can't be read"):
-        read_class_map(tmp_path / "none.txt")
+    for message, damage in BAD_MAPS.items():
+        damage(path)
+        with pytest.raises(UserError, match=message):
+            read_class_map(path)
 
 
 def test_what_other_processes_read_of_a_list_of_images_is_equal() -> None:
@@ -307,6 +270,5 @@ def test_what_other_processes_read_of_a_list_of_images_is_equal() -> None:
         one, two = getattr(images, field.name), getattr(other, field.name)
         assert type(one) is type(two) and np.array_equal(one, two), field.name
     some = pickle.loads(pickle.dumps(other.select([2, 0])))
-    assert (
-        list(some.paths) == [names[2], names[0]] and some.classes.tolist() == [2, 0] and some.path(0) == images.path(2)
-    )
+    assert list(some.paths) == [names[2], names[0]] and some.classes.tolist() == [2, 0]
+    assert some.path(0) == images.path(2)

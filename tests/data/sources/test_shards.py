@@ -21,7 +21,7 @@ from PIL import Image
 from tlt.data.sources import records
 from tlt.data.sources.image_file import BadImage, read_size
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.records import ROW, RecordImages, RecordTable
+from tlt.data.sources.records import ROW, RecordImages
 from tlt.data.sources.records import _crc as checksum
 from tlt.data.sources.tar_shards import open_shards, scan_tar
 from tlt.errors import UserError
@@ -235,7 +235,7 @@ def described(**changes: object) -> Callable[[Path], None]:
     def change(split: Path) -> None:
         content = json.loads((split / "shards.json").read_text())
         content["description"] |= changes
-        table = RecordTable(str(split / "shards"))
+        table = RecordImages(str(split / "shards"))
         content["crc32"] = checksum(table.rows, (split / "shards.names").read_bytes(), content["description"])
         (split / "shards.json").write_text(json.dumps(content))
 
@@ -281,10 +281,10 @@ def flip(path: Path, at: int) -> None:
 
 def test_fault_26_a_flipped_bit_is_noticed(data: Path) -> None:
     source = opened(data / "train")
-    flip(Path(source.table.files[0]), int(source.table.rows["offset"][1]) + 300)
+    flip(Path(source.files[0]), int(source.rows["offset"][1]) + 300)
     with pytest.raises(BadImage, match="a-00.tar .crc32 is wrong."):
         opened(data / "train").read(1)
-    assert source.table.damaged_files() == source.table.files[:1]
+    assert source.damaged_files() == source.files[:1]
     for ending in ("npy", "names", "json"):
         path = data / "val" / f"shards.{ending}"
         flip(path, at := path.stat().st_size // 2)

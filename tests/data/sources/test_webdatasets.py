@@ -108,10 +108,3 @@ def test_bad_list_is_one_line(case: str, data: Path) -> None:
     with pytest.raises(UserError, match=text) as raised:
         open_images(str(data), name, "wds/x")
     assert "\n" not in str(raised.value)
-
-
-def test_list_that_grew_is_stale(data: Path) -> None:
-    open_images(str(data), "train", "wds/x")
-    edit(data, filenames=["set-00.tar", "set-01.tar", "set-02.tar"], num_samples=12)
-    with pytest.raises(UserError, match="is of 2 files, not of the 3 that are there"):
-        open_images(str(data), "train", "wds/x")

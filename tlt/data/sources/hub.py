@@ -14,7 +14,7 @@ from tlt.errors import MissingSplit, UserError, require
 from tlt.io.text import printable
 
 
-@dataclass(frozen=True)
+@dataclass
 class HubImages(ImageSource):
     """What `open_hub_dataset` found.
 

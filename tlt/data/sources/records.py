@@ -130,15 +130,14 @@ def open_records(
                 f"{shown} can't be written ({error}): where the data set is read-only, make a folder with links to its "
                 "files, and give that as DATA"
             ) from error
-    opened = RecordTable(table)
-    opened.check_files()
-    if other := {*map(os.path.abspath, opened.files)} ^ {*map(os.path.abspath, paths)}:
+    images = RecordImages(table, class_names)
+    if other := {*map(os.path.abspath, images.files)} ^ {*map(os.path.abspath, paths)}:
         raise UserError(
-            f"{shown} is of {len(opened.files)} files, not of the {len(paths)} that are there "
+            f"{shown} is of {len(images.files)} files, not of the {len(paths)} that are there "
             f"({some_names(sorted(map(os.path.basename, other)))}): put it back, or remove {shown}: the table is then "
             "made anew"
         )
-    return RecordImages.of(opened, class_names)
+    return images
 
 
 @contextmanager
@@ -215,73 +214,85 @@ def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
     return zlib.crc32(rows.view(np.uint8).data, zlib.crc32(names, zlib.crc32(json.dumps(description).encode())))
 
 
-class RecordTable:
-    """A table, mapped into memory. Travels to other processes as its path.
+class RecordImages(ImageSource):
+    """The images in large files, by their table, which is mapped into memory. Travels to other processes as its path.
+
+    Args:
+        table: Path of the table, without an ending.
+        class_names: Imposed class list; None: the table's own.
 
     Attributes:
         rows: (N,) of `ROW`.
-        names: `CLASS/FILE` of each image.
         files: Paths of the large files.
-        description: See `write_table`.
+        about: What `write_table` was given to keep.
 
     Raises:
-        UserError: It is cut, damaged or something else.
+        UserError: The table is cut, damaged or something else; a file is missing or of another length; `class_names`
+            lacks a class.
     """
 
-    def __init__(self, table: str) -> None:
-        self.path, shown = table, f"{printable(table)}.json"
+    def __init__(self, table: str, class_names: Sequence[str] | None = None) -> None:
+        shown = f"{printable(table)}.json"
         remedy = "copy the files again, or remove it: it is then made anew"
         try:
             with open(f"{table}.json", "rb") as file:
                 content = json.load(file)
             self.rows: np.ndarray = np.load(f"{table}.npy", mmap_mode="r")
             block = np.memmap(f"{table}.names", np.uint8, "r")
-            self.description: dict[str, Any] = content["description"]
+            description: dict[str, Any] = content["description"]
+            files = {name: length for name, length in description["files"]}
             sound = content["format"] == FORMAT and self.rows.dtype == ROW and self.rows.ndim == 1
-            sound = sound and content["crc32"] == _crc(self.rows, block.data, self.description)
-            names = [name for name, _ in self.description["files"]]
-            sound = sound and self.rows["file"].max() < len(names)
+            sound = sound and content["crc32"] == _crc(self.rows, block.data, description)
+            sound = sound and self.rows["file"].max() < len(files)
         except Exception as error:  # damaged files make numpy raise anything from EOFError to SyntaxError
             raise UserError(f"{shown} and what belongs to it can't be read ({error}): {remedy}") from error
         if not sound:
             raise UserError(f"{shown} and what belongs to it are damaged or something else: {remedy}")
-        if outside := [name for name in names if leads_out(name)]:
-            raise UserError(f"{shown} names {printable(outside[0])}, outside of its folder: {remedy}")
-        self.files = [os.path.join(os.path.dirname(table), name) for name in names]
-        self.names = Names.packed(block.data, self.rows["name_end"])
+        if outside := next(filter(leads_out, files), None):
+            raise UserError(f"{shown} names {printable(outside)}, outside of its folder: {remedy}")
+        folder = os.path.dirname(table) or "."
+        self.files = [os.path.join(folder, name) for name in files]
+        for path, length in zip(self.files, files.values(), strict=True):
+            there = os.path.getsize(path) if os.path.isfile(path) else None
+            if there != length:
+                what = "is missing or no regular file" if there is None else f"has {there} bytes instead of {length}"
+                raise UserError(
+                    f"{printable(path)} {what}: copy it again, or remove {shown}: the table is then made anew"
+                )
+        self.about = description["about"]
+        own, with_images = description["class_names"], description["folder_names"]
+        unnamed = own == [str(number) for number in range(len(own))]
+        if class_names is not None and unnamed and len(own) <= len(class_names):
+            with_images, own = [class_names[int(number)] for number in with_images], list(class_names)
+        classes, known = renumber(self.rows["class"], own, class_names, shown)
+        warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
+        paths = Names.packed(block.data, self.rows["name_end"])
+        super().__init__(folder, paths, classes, known, with_images, warnings)
+        self._table = table
         self._open: dict[int, int] = {}
 
-    def __reduce__(self) -> tuple[type[RecordTable], tuple[str]]:
-        return RecordTable, (self.path,)
+    def __reduce__(self) -> tuple[type[RecordImages], tuple[str, list[str]]]:
+        return RecordImages, (self._table, self.class_names)
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_open", {}).values():
             os.close(descriptor)
 
-    def check_files(self) -> None:
-        """Compare the length of every file with the table. Raises UserError: one is missing, cut, or another one."""
-        remedy = f"copy it again, or remove {printable(self.path)}.json: the table is then made anew"
-        for path, (_, length) in zip(self.files, self.description["files"], strict=True):
-            if not os.path.isfile(path):
-                raise UserError(f"{printable(path)} is missing or no regular file: {remedy}")
-            if os.path.getsize(path) != length:
-                raise UserError(f"{printable(path)} has {os.path.getsize(path)} bytes instead of {length}: {remedy}")
-
     def damaged_files(self) -> list[str]:
         """Files in which a record's checksum is wrong; every record is read."""
         damaged = set()
-        for number in range(len(self.rows)):
+        for number in np.flatnonzero(self.rows["length"]).tolist():
             try:
                 self.read(number)
             except BadImage:
                 damaged.add(self.files[self.rows["file"][number]])
         return sorted(damaged)
 
-    def read(self, number: int) -> bytearray:
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         """The bytes of a record, by any number of threads and processes. Raises BadImage: they can't be read, or their
         crc32 is wrong; MachineFault."""
-        file, offset, length, crc32, *_ = self.rows[number].item()
-        data, shown = bytearray(length), printable(self.files[file])
+        file, offset, length, crc32, *_ = self.rows[index].item()
+        data, shown = bytearray(check_length(length, max_pixels)), printable(self.files[file])
         try:
             done = with_retries(lambda: self._read(file, offset, data), self.files[file])
         except OSError as error:
@@ -308,30 +319,3 @@ class RecordTable:
         finally:
             if not kept:
                 os.close(descriptor)
-
-
-@dataclass(frozen=True)
-class RecordImages(ImageSource):
-    """The images of a table."""
-
-    table: RecordTable = field(kw_only=True)
-
-    @classmethod
-    def of(cls, table: RecordTable, class_names: Sequence[str] | None = None) -> RecordImages:
-        """The images of a table, numbered by an imposed class list. Raises UserError: it lacks a class."""
-        about = table.description
-        own, there = about["class_names"], about["folder_names"]
-        unnamed = own == [str(number) for number in range(len(own))]
-        if class_names is not None and unnamed and len(own) <= len(class_names):
-            there, own = [class_names[int(number)] for number in there], list(class_names)
-        classes, names = renumber(table.rows["class"], own, class_names, f"{printable(table.path)}.json")
-        warnings = [f"{printable(table.path)}: {text}" for text in about["warnings"]]
-        folder = os.path.dirname(table.path) or "."
-        return cls(folder, table.names, classes, names, there, warnings, table=table)
-
-    def __reduce__(self) -> tuple[Callable[..., RecordImages], tuple[RecordTable, list[str]]]:
-        return RecordImages.of, (self.table, self.class_names)
-
-    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
-        check_length(int(self.table.rows["length"][index]), max_pixels)
-        return self.table.read(index)

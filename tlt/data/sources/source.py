@@ -21,7 +21,7 @@ from tlt.io.text import printable, some_names
 Found = Callable[[str, int], None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageSource:
     """N images with names and classes.
 
@@ -66,7 +66,7 @@ class ImageSource:
         return SelectedImages.of(self, np.asarray(rows, np.int64))
 
 
-@dataclass(frozen=True)
+@dataclass
 class SelectedImages(ImageSource):
     """Some images of another source.
 

@@ -19,7 +19,7 @@ from tlt.errors import UserError
 from tlt.io.text import printable
 
 
-@dataclass(frozen=True)
+@dataclass
 class ArrayImages(ImageSource):
     """Images that are pixels in memory, (N, H, W, 3) uint8."""
 
