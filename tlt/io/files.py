@@ -1,4 +1,4 @@
-"""Files: checksums, flushing them to the disk, locks of folders, reading from a place in them and once more."""
+"""Files: checksums, flushing them to the disk, reading from a place in them and once more."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import errno
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -115,24 +115,6 @@ def write_whole(path: str | Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-@contextmanager
-def locked(folder: str | Path, busy: str) -> Iterator[None]:
-    """Hold the lock of a folder, if its file system has locks. Raises UserError(`busy`) where another process does."""
-    import fcntl  # not on Windows
-
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(busy) from error
-        except OSError:
-            pass
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def refuse_existing(path: str | Path, flag: str) -> None:
