@@ -231,6 +231,8 @@ class RecordImages(ImageSource):
             lacks a class.
     """
 
+    paths: Names
+
     def __init__(self, table: str, class_names: Sequence[str] | None = None) -> None:
         shown = f"{printable(table)}.json"
         remedy = "copy the files again, or remove it: it is then made anew"
