@@ -19,6 +19,7 @@ from tests.conftest import free_port
 from volo import cli
 
 OPTIONS: dict[str, Any] = {"size": (64, 64), "epochs": 2, "batch_size": 8, "workers": 0}
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
 def example(name: str) -> ModuleType:
@@ -40,53 +41,35 @@ def labels(data: Path, make_labels: Callable[..., Path]) -> Path:
     return make_labels(data)
 
 
-@pytest.fixture
-def trained(data: Path, labels: Path, tmp_path: Path) -> Callable[[str], tuple[dict[str, torch.Tensor], list[float]]]:
-    """Return `trained(name)`: the weights that `volo train` makes of a model, dense head included, and its losses."""
-
-    def trained(name: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-        flags = QUICK.replace(
-            "--model volo_test --img-size 32", f"--model {name} --img-size 64 --sched constant --lr 1e-3"
-        )
-        run = f"--epochs 2 --device cpu --output {tmp_path} --experiment run --token-label --token-label-data {labels}"
-        assert cli.run("train", [str(data), *flags.split(), *run.split()]) == 0
-        saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)
-        return saved["state_dict"] | saved.get("dense_head", {}), [each["loss"] for each in metrics(tmp_path / "run")]
-
-    return trained
+def trained(name: str, data: Path, labels: Path, output: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights that `volo train` makes of a model, dense head included, and its losses."""
+    flags = QUICK.replace("--model volo_test --img-size 32", f"--model {name} --img-size 64 --sched constant --lr 1e-3")
+    run = f"--epochs 2 --device cpu --output {output} --experiment run --token-label --token-label-data {labels}"
+    assert cli.run("train", [str(data), *flags.split(), *run.split()]) == 0
+    saved = torch.load(output / "run" / "last.pth.tar", weights_only=True)
+    return saved["state_dict"] | saved.get("dense_head", {}), [each["loss"] for each in metrics(output / "run")]
 
 
-Trained = Callable[[str], tuple[dict[str, torch.Tensor], list[float]]]
-
-
-@pytest.mark.parametrize("name", ["test_resnet", "lvvit_test"])
-def test_plain_pytorch(
-    name: str, data: Path, labels: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("package", "program", "name"),
+    [
+        ("torch", "plain_pytorch", "test_resnet"),
+        ("torch", "plain_pytorch", "lvvit_test"),
+        ("accelerate", "accelerate_loop", "lvvit_test"),
+        ("lightning", "lightning_module", "lvvit_test"),
+        ("ray.train", "ray_loop", "lvvit_test"),
+    ],
+)
+def test_weights_are_those_of_volo_train(
+    package: str, program: str, name: str, data: Path, labels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = example("plain_pytorch").train(data, labels, name, **OPTIONS)
-    told = capsys.readouterr().out
-    weights, losses = trained(name)
-    torch.testing.assert_close(model.state_dict(), weights, rtol=1e-5, atol=1e-6)
-    assert f"update 0: loss {losses[0]:.4f} " in told
-
-
-def test_accelerate(data: Path, labels: Path, trained: Trained) -> None:
-    pytest.importorskip("accelerate")
-    model = example("accelerate_loop").train(data, labels, "lvvit_test", **OPTIONS)
-    torch.testing.assert_close(model.state_dict(), trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)
-
-
-def test_lightning(data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    model = example("lightning_module").train(data, labels, name="lvvit_test", trainer=quiet, **OPTIONS)
-    torch.testing.assert_close(model.state_dict(), trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)
-
-
-def test_ray_train(data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
-    weights = example("ray_loop").train(str(data), str(labels), "lvvit_test", storage=str(tmp_path), **OPTIONS)
-    torch.testing.assert_close(weights, trained("lvvit_test")[0], rtol=1e-5, atol=1e-6)
+    pytest.importorskip(package)
+    more = {"lightning_module": {"trainer": QUIET}, "ray_loop": {"storage": str(tmp_path)}}.get(program, {})
+    made = example(program).train(str(data), str(labels), name=name, **OPTIONS, **more)
+    printed = capsys.readouterr().out
+    weights, losses = trained(name, data, labels, tmp_path)
+    torch.testing.assert_close(made if isinstance(made, dict) else made.state_dict(), weights, rtol=1e-5, atol=1e-6)
+    assert package != "torch" or f"update 0: loss {losses[0]:.4f} " in printed
 
 
 _ONE_PROCESS = """
@@ -98,7 +81,7 @@ torch.save(train(sys.argv[2], sys.argv[3], "lvvit_test", (64, 64), 2, 8, 0, stag
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed(stage: int, data: Path, labels: Path, trained: Trained, tmp_path: Path) -> None:
+def test_deepspeed(stage: int, data: Path, labels: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -111,7 +94,7 @@ def test_deepspeed(stage: int, data: Path, labels: Path, trained: Trained, tmp_p
     weights = torch.load(saved, weights_only=True)
     # Rounding decides the direction in which AdamW moves weights of the smallest gradients, by up to 1e-3 a step: the
     # difference is that of all weights, which move by some percent.
-    expected = trained("lvvit_test")[0]
+    expected = trained("lvvit_test", data, labels, tmp_path)[0]
     assert weights.keys() == expected.keys()
     mine, theirs = (torch.cat([each[name].double().flatten() for name in expected]) for each in (weights, expected))
     assert (mine - theirs).norm() < 1e-4 * theirs.norm()
