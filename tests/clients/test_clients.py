@@ -1,17 +1,15 @@
-"""Models in the hands of other programs. Each row of the table in docs/models.md is a test here, skipped where the
-program is not installed; UPDATE_CLIENTS=1 writes the table with the versions that are.
+"""Models in the hands of other programs, those that docs/models.md names: each test is skipped where its program is not
+installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import timm
@@ -19,22 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import volo  # noqa: F401, registers the models
-from tests.commands.conftest import ROOT
 from tlt.models import linear
 from tlt.models.flops import flops_per_image
 
-DOCS = ROOT / "docs" / "models.md"
 NAMES = ("volo_test", "lvvit_test")
-BEGIN, END = "| client | version | works | does not, and why |\n|---|---|---|---|\n", "\n\n"
-
-
-class Client(NamedTuple):
-    """A row of the table, and what is tried."""
-
-    package: str
-    works: str
-    lacks: str
-    check: Callable[[str, Path], None]
 
 
 def build(name: str, **kwargs: Any) -> Any:
@@ -195,36 +181,20 @@ def hugging_face(name: str, folder: Path) -> None:
     torch.testing.assert_close(again(torch.ones(1, 3, 128, 32)), model(torch.ones(1, 3, 128, 32)))
 
 
-CLIENTS = {
-    "torch.fx": Client(
-        "torch", "`symbolic_trace`, training with stochastic depth", 'drop path mode "subset"', symbolic_trace
-    ),
-    "torch.jit": Client(
-        "torch", "`trace`; files load without this project", "`script`, which torch 2.15 deprecates", jit_trace
-    ),
-    "torch.onnx": Client(
-        "onnxruntime", "`export(dynamo=False)`; `dynamo=True` is `volo export`'s", "", onnx_by_tracing
-    ),
-    "openvino": Client("openvino", "`convert_model`", "", openvino),
-    "torchao": Client("torchao", "`quantize_`, int8 weights", "", torchao),
-    "torch.ao": Client("torch", "`quantize_dynamic` of all linear layers", "", quantize_dynamic),
-    "ptflops": Client(
-        "ptflops",
-        "94 to 100 %: no products of attention",
-        'backend "aten" where oneDNN computes (AMD with AVX-512)',
-        ptflops,
-    ),
-    "fvcore": Client("fvcore", "`FlopCountAnalysis`, as ptflops", "", fvcore),
-    "captum": Client("captum", "`IntegratedGradients`", "", captum),
-    "peft": Client("peft", "LoRA on `qkv`, `fc1`, `fc2`", "", peft),
-    "segmentation_models_pytorch": Client(
-        "segmentation_models_pytorch",
-        "`DPT` on VOLO",
-        "LV-ViT and other decoders: they want strides of 4, 8, 16, 32",
-        segmentation,
-    ),
-    "accelerate": Client("accelerate", "`Accelerator.prepare`", "", accelerate),
-    "timm and Hugging Face": Client("huggingface_hub", "`save_for_hf`, `local-dir:`", "", hugging_face),
+CLIENTS: dict[str, tuple[str, Callable[[str, Path], None]]] = {  # package that has to be installed, what is tried
+    "torch.fx": ("torch", symbolic_trace),
+    "torch.jit": ("torch", jit_trace),
+    "torch.onnx": ("onnxruntime", onnx_by_tracing),
+    "openvino": ("openvino", openvino),
+    "torchao": ("torchao", torchao),
+    "torch.ao": ("torch", quantize_dynamic),
+    "ptflops": ("ptflops", ptflops),
+    "fvcore": ("fvcore", fvcore),
+    "captum": ("captum", captum),
+    "peft": ("peft", peft),
+    "segmentation_models_pytorch": ("segmentation_models_pytorch", segmentation),
+    "accelerate": ("accelerate", accelerate),
+    "timm and Hugging Face": ("huggingface_hub", hugging_face),
 }
 
 
@@ -233,19 +203,7 @@ CLIENTS = {
 @pytest.mark.filterwarnings("ignore")
 def test_client(client: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MKL_IS_SLOW", True)  # with operators of our own wherever they may be
-    if importlib.util.find_spec(CLIENTS[client].package) is None:
-        pytest.skip(f"{CLIENTS[client].package} is not installed")
-    CLIENTS[client].check(name, tmp_path)
-
-
-def test_the_table_has_these_clients() -> None:
-    text = DOCS.read_text()
-    start = text.index(BEGIN) + len(BEGIN)
-    end = text.index(END, start)
-    table = text[start:end]
-    if os.environ.get("UPDATE_CLIENTS"):
-        rows = (f"| {n} | {version(c.package)} | {c.works} | {c.lacks} |" for n, c in CLIENTS.items())
-        DOCS.write_text(text[:start] + "\n".join(rows) + text[end:])
-        return
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
-    assert {row[0]: (row[2], row[3]) for row in rows} == {n: (c.works, c.lacks) for n, c in CLIENTS.items()}
+    package, check = CLIENTS[client]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    check(name, tmp_path)
