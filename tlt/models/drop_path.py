@@ -37,12 +37,12 @@ def draw_masks(shares: Tensor, x: Tensor) -> Tensor:
     """Draw for mode "mask" what each of the B images of x (B, ...) multiplies each branch by: 0, or 1 / its share.
 
     Args:
-        shares: (branches, 1) integers of `kept_share`, on the device of x.
+        shares: (branches, 1) integers of `kept_share`; a copy waits for the device where they are on another than x.
 
     Returns:
         (branches, B) float32.
     """
-    keep = shares / WHOLE
+    keep = shares.to(x.device) / WHOLE
     return torch.bernoulli(keep.expand(-1, x.shape[0])) / keep.clamp_min(1 / WHOLE)
 
 

@@ -288,7 +288,8 @@ class TokenLabelModel(nn.Module):
         self._dropping = [block for block in blocks if kept_share(block.drop_path1) < WHOLE]
         branches = [layer for block in self._dropping for layer in (block.drop_path1, block.drop_path2)]
         self._shares = [kept_share(layer) for layer in branches]
-        shares = torch.tensor(self._shares, dtype=torch.int64)[:, None] if branches else None
+        # Not on the meta device with a model that is built there and given its weights later: it is no part of them.
+        shares = torch.tensor(self._shares, dtype=torch.int64, device="cpu")[:, None] if branches else None
         self.register_buffer("_shares_on_device", shares, persistent=False)
 
     def set_drop_path_mode(self, mode: str) -> None:
