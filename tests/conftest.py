@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -96,25 +97,27 @@ def float32_as_on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
 COLOURS = {"blue": (40, 60, 200), "green": (50, 180, 60), "grey": (128, 128, 128), "red": (210, 50, 40)}
 
 
+def write_dataset(
+    root: Path, train: int = 16, validation: int = 8, size: tuple[int, int] = (40, 36), classes: int = 4
+) -> Path:
+    """Write class folders with one colour per class to `root`, and return it."""
+    generator = np.random.default_rng(0)
+    names = list(COLOURS)[:classes]
+    for split, count in (("train", train), ("validation", validation)):
+        for number in range(count):
+            name = names[number % classes]
+            folder = root / split / name
+            folder.mkdir(parents=True, exist_ok=True)
+            noise = generator.integers(-30, 31, (size[1], size[0], 3))
+            pixels = np.clip(np.array(COLOURS[name]) + noise, 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{name}{number}.jpg", quality=92)
+    return root
+
+
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> Callable[..., Path]:
     """Return `make(train=16, validation=8, size=(40, 36), classes=4)` -> dataset root with one colour per class."""
-
-    def make(train: int = 16, validation: int = 8, size: tuple[int, int] = (40, 36), classes: int = 4) -> Path:
-        root = tmp_path / "data"
-        generator = np.random.default_rng(0)
-        names = list(COLOURS)[:classes]
-        for split, count in (("train", train), ("validation", validation)):
-            for number in range(count):
-                name = names[number % classes]
-                folder = root / split / name
-                folder.mkdir(parents=True, exist_ok=True)
-                noise = generator.integers(-30, 31, (size[1], size[0], 3))
-                pixels = np.clip(np.array(COLOURS[name]) + noise, 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{name}{number}.jpg", quality=92)
-        return root
-
-    return make
+    return partial(write_dataset, tmp_path / "data")
 
 
 @pytest.fixture

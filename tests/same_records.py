@@ -13,7 +13,7 @@ from pathlib import Path
 
 TIME_KEYS = (
     *("seconds", "wait_seconds", "images_per_second", "time"),
-    *("cpu_share", "gpu_memory_bytes", "gpu_share", "tflops_per_second", "mfu"),
+    *("gpu_memory_bytes", "gpu_share", "tflops_per_second", "mfu"),
 )
 
 

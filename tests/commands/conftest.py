@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import LIMIT, wait_until
+from tests.conftest import LIMIT, wait_until, write_dataset
 from volo import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,12 +27,38 @@ QUICK = (
 )
 
 
+@pytest.fixture
+def pictures() -> None:
+    """A test that has this gets the pictures of its runs, with one image of the first batch; others get none."""
+
+
 @pytest.fixture(autouse=True)
-def small_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One image in the picture of the first batch: eight take half a second in every run."""
+def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing that no test looks at: it takes a second in every run."""
+    from volo.record.logger import Logger
     from volo.train import batch_watch
 
     monkeypatch.setattr(batch_watch, "_IMAGES", 1)
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(batch_watch, "first_batch_drawer", lambda *_: lambda *_: None)
+        monkeypatch.setattr(Logger, "curve", lambda _: None)
+
+
+class TrainedRun(NamedTuple):
+    """A run of two epochs with a moving average, whose directory no test changes."""
+
+    data: Path
+    run: Path
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """What validate, predict, report, export and attention are shown."""
+    root = tmp_path_factory.mktemp("trained")
+    data = write_dataset(root / "data")
+    flags = f"{data} {QUICK} --epochs 2 --lr 2e-3 --model-ema --output {root} --experiment run"
+    assert cli.run("train", flags.split()) == 0
+    return TrainedRun(data, root / "run")
 
 
 class Ended(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.commands.conftest import QUICK, ROOT, Ended
+from tests.commands.conftest import Ended, TrainedRun
 from tlt.models.layers import SelfAttention
 from volo.commands.attention import (
     attention_layers,
@@ -64,12 +62,8 @@ def test_a_picture_is_drawn_and_none_is_replaced(
     assert image.read_bytes() == before
 
 
-def test_a_checkpoint_of_ours_says_everything(
-    call: Call, make_dataset: Callable[..., Path], image: Path, tmp_path: Path
-) -> None:
-    trained = call("train", f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run")
-    assert trained.code == 0, trained.err
-    ended = call("attention", f"--checkpoint {tmp_path}/run/last.pth.tar -o {tmp_path}/page.svg", image)
+def test_a_checkpoint_of_ours_says_everything(call: Call, trained_run: TrainedRun, image: Path, tmp_path: Path) -> None:
+    ended = call("attention", f"--checkpoint {trained_run.run}/last.pth.tar -o {tmp_path}/page.svg", image)
     assert ended.code == 0, ended.err
     assert "wrote" in ended.out and (tmp_path / "page.svg").stat().st_size > 10_000
 
@@ -77,9 +71,7 @@ def test_a_checkpoint_of_ours_says_everything(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("{image} -o p.png --query 2 0", "2 is out of range: 0 to 1"),
         ("{image} -o p.txt", "end the name in .png"),
-        ("{image}", "-o FILE is missing"),
         ("nothing.jpg -o p.png", "image nothing.jpg: No such file"),
     ],
 )
@@ -89,16 +81,6 @@ def test_mistakes_are_one_line(
     model = f"--model volo_test --num-classes 6 --checkpoint {checkpoint('volo_test')} --device cpu"
     ended = call("attention", f"{flags.format(image=image)} {model}")
     assert ended.code == 2 and told in ended.err and ended.err.count("\n") == 1
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\nsys.argv = [__file__ := 'volo', 'attention', '--help']\nfrom volo.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print('HEAVY', sorted({'torch', 'timm', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "HEAVY []" in done.stdout and "--query" in done.stdout
 
 
 def test_a_model_without_attention_is_refused(call: Call, image: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -174,9 +156,9 @@ def test_maps_are_of_the_query_and_lie_where_its_cell_is() -> None:
     _, inputs = forward_with_inputs(model, image)
     layer = model.network[2][0].attn
     expected = self_attention(layer, inputs[layer])[0, :, 1 * 6 + 4].mean(0).view(4, 6) * 24
-    assert first.values == pytest.approx(expected.numpy(), rel=1e-5)
+    assert first.values == pytest.approx(expected.detach().numpy(), rel=1e-5)
     figure = draw_attention(np.zeros((64, 96, 3), np.uint8), seen, query, [], "title")
-    (axes,) = [axes for axes in figure.axes if axes.get_gid() == first.name]
+    (axes,) = [axes for axes in figure.axes if f"\n{first.name}: " in axes.get_title("left")]
     (drawn,) = [each for each in axes.images if each.get_label() == "map"]
     assert drawn.get_extent() == [0, 96, 64, 0]
 

@@ -24,7 +24,6 @@ from volo.config.args import parse_train
 from volo.config.flags_eval import VALIDATE
 from volo.train.criterion import make_criterion
 from volo.train.loop import epochs_since_best
-from volo.train.optim import create_optimizer
 from volo.train.schedule import LrSchedule
 
 Call = Callable[..., Ended]
@@ -69,15 +68,6 @@ def test_k_decay_is_timms() -> None:
     assert [schedule(t) for t in range(40)] == pytest.approx([theirs._get_lr(t)[0] for t in range(40)], rel=1e-12)
 
 
-def test_optimizer_arguments_reach_the_optimizer() -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = create_optimizer(arguments("--opt-kwargs betas=(0.5,0.6) amsgrad=True"), model)
-    assert optimizer.defaults["betas"] == (0.5, 0.6) and optimizer.defaults["amsgrad"] is True
-    for flags in ("--opt-kwargs nonsense=1", "--opt-eps 1e-3 --opt-kwargs eps=1e-4"):
-        with pytest.raises(UserError, match="--opt"):
-            create_optimizer(arguments(flags), model)
-
-
 def test_one_mean_makes_pillows_grey() -> None:
     levels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 50), np.uint8))
     found = EvalStage((0.25,), (0.5,))(levels)
@@ -87,6 +77,7 @@ def test_one_mean_makes_pillows_grey() -> None:
 
 
 @pytest.mark.parametrize("model", ["volo_test", "test_resnet"])
+@pytest.mark.usefixtures("pictures")
 def test_a_grey_model_is_trained_and_validated(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, model: str
 ) -> None:
@@ -103,7 +94,7 @@ def test_a_grey_model_is_trained_and_validated(
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--token-label --token-label-size 2", "--model-dtype bfloat16", "--model test_resnet"]
+    "more", ["--token-label --token-label-size 2", "--model-dtype bfloat16", "--model test_resnet"]
 )
 def test_a_linear_probe_trains_the_heads_alone(
     call: Call, make_dataset: Callable[..., Path], tmp_path: Path, more: str

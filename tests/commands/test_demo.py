@@ -49,7 +49,6 @@ def understood(command: str) -> object:
     [
         ("", False, "demo_output", "digits", 0),
         ("dali-cpu", False, "demo_output/dali-cpu", "digits", 1),
-        ("", True, "demo_output/shards", "packed", 2),
         ("pil", True, "demo_output/pil_shards", "packed", 8),
     ],
 )

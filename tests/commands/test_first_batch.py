@@ -15,6 +15,7 @@ from tlt.tools.label_page import Example, draw_page
 from volo.train import batch_watch
 
 Call = Callable[..., Ended]
+pytestmark = pytest.mark.usefixtures("pictures")
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[list[Example]]:
     return pages
 
 
-@pytest.mark.parametrize("mode", ["token labels", "label size 1", "plain", "synthetic"])
+@pytest.mark.parametrize("mode", ["token labels", "plain", "synthetic"])
 def test_every_kind_of_run_has_one(
     mode: str,
     call: Call,
@@ -42,7 +43,7 @@ def test_every_kind_of_run_has_one(
 ) -> None:
     monkeypatch.setattr(batch_watch, "_IMAGES", 3)
     data = make_dataset()
-    flags = {"label size 1": "--token-label-size 1", "synthetic": "--data-backend synthetic"}.get(mode, "")
+    flags = "--data-backend synthetic" if mode == "synthetic" else ""
     if mode == "plain":
         more = [str(data), "-b", "4", "--grad-accum-steps", "2"]  # two batches in the first update
     else:
@@ -57,20 +58,9 @@ def test_every_kind_of_run_has_one(
     for example in examples:
         assert example.augmented.shape == (32, 32, 3)
         assert (example.label is None) == (mode == "plain")
-        assert (example.tokens is None) == (mode in ("plain", "label size 1"))
+        assert (example.tokens is None) == (mode == "plain")
     with Image.open(tmp_path / "run" / "first_batch.png") as page:
         page.verify()
-
-
-def test_a_resumed_run_keeps_it(call: Call, make_dataset: Callable[..., Path], tmp_path: Path) -> None:
-    flags = f"{make_dataset()} {QUICK} --output {tmp_path} --experiment run"
-    assert call("train", f"{flags} --epochs 1").code == 0
-    file = tmp_path / "run" / "first_batch.png"
-    file.write_bytes(b"kept")
-    assert "drew" not in call("train", f"{flags} --epochs 2 --resume auto").out
-    assert file.read_bytes() == b"kept"
-    file.unlink()
-    assert "drew" in call("train", f"{flags} --epochs 3 --resume auto").out
 
 
 def test_a_picture_that_fails_is_a_warning(

@@ -29,10 +29,8 @@ pytestmark = pytest.mark.gpu
     [
         ("", ""),
         ("", "--opt lamb --grad-checkpointing"),
-        ("", "--opt sgd -j 2"),
         ("--amp --amp-dtype bfloat16", ""),
         ("--model-dtype bfloat16", "--grad-accum-steps 2 -b 4 --model-ema"),
-        ("--apex-amp", ""),
     ],
 )
 def test_losses_are_those_of_the_cpu(

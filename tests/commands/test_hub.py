@@ -138,16 +138,6 @@ def test_the_card_tells_the_accuracy_of_the_weights_that_are_exported(
     assert "Top-1" not in card("--use-ema")
 
 
-def test_the_card_of_a_described_model_does_not_tell_where_it_lay(call: Call, tmp_path: Path) -> None:
-    described = tmp_path / "described"
-    timm.models.save_for_hf(timm.create_model("test_resnet", num_classes=4), described, safe_serialization=True)
-    ended = call("export", f"--model local-dir:{described} --pretrained --to-hf {tmp_path / 'hub'}")
-    assert ended.code == 0, ended.err
-    for file in ("README.md", "config.json"):
-        assert str(tmp_path) not in (tmp_path / "hub" / file).read_text()
-    assert "# test_resnet\n" in (tmp_path / "hub" / "README.md").read_text()
-
-
 def saved_classes(checkpoint: Path) -> list[str]:
     """The class names in a checkpoint."""
     names: list[str] = torch.load(checkpoint, weights_only=True)["model_config"]["class_names"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,31 +69,7 @@ def test_a_resumed_run_validates_on_the_images_that_it_held_out(
     assert "data: 19 training images, 4 validation images" in ended.out and "5 classes" in ended.out
 
 
-def test_a_table_of_images_is_a_data_set(call: Call, make_dataset: Callable[..., Path], tmp_path: Path) -> None:
-    data = tmp_path / "flat"
-    data.mkdir()
-    rows = []
-    for image in sorted(make_dataset(train=12, classes=3).glob("train/*/*.jpg")):
-        shutil.copy(image, data / image.name)
-        rows.append({"path": image.name, "class": image.parent.name})
-    table = data / "labels.csv"
-    write(table, rows)
-    flags = f"{data} {OWN} -b 3 --dataset csv/labels.csv --output {tmp_path}"
-    ended = call("train", f"{flags} --experiment drawn --val-fraction 0.25")
-    assert ended.code == 0, ended.err
-    assert "data: 9 training images, 3 validation images, 3 class folders" in ended.out
-    refused = call("train", f"{flags} --experiment none")
-    assert refused.code == 2 and "no column 'split'" in refused.err and "--val-fraction" in refused.err
-
-    write(table, [{**row, "split": "val" if number % 4 == 0 else "train"} for number, row in enumerate(rows)])
-    ended = call("train", f"{flags} --experiment split")
-    assert ended.code == 0 and "data: 9 training images, 3 validation images" in ended.out
-    write(table, [*rows, {"path": "gone.jpg", "class": "red"}])
-    refused = call("train", f"{flags} --experiment none --val-fraction 0.25")
-    assert refused.code == 2 and "gone.jpg" in refused.err and not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(("images", "fraction", "trained"), [(20, 0.2, 15), (10, 0.1, 5), (28, 0.9, 5)])
+@pytest.mark.parametrize(("images", "fraction", "trained"), [(20, 0.2, 15), (28, 0.9, 5)])
 def test_defaults_are_told_for_the_images_that_are_trained_on(
     images: int, fraction: float, trained: int, call: Call, tmp_path: Path
 ) -> None:
@@ -106,11 +81,3 @@ def test_defaults_are_told_for_the_images_that_are_trained_on(
     assert ended.code == 0, ended.err
     assert f"data: {trained} training images, {images - trained} validation" in ended.out
     assert f"defaults for {trained} images of 5 classes" in ended.out
-
-
-def write(file: Path, rows: list[dict[str, str]]) -> None:
-    """A table with the columns of its first row."""
-    with file.open("w", newline="") as lines:
-        writer = csv.DictWriter(lines, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)

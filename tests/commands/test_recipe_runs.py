@@ -95,14 +95,12 @@ def test_twenty_updates(
     assert found == images
 
 
-@pytest.mark.parametrize(
-    "recipe", ["vit_b16_224", "vit_b16_224_lamb", "vit_b16_384", "vit_b16_azure", "vit_l32_224_lamb"]
-)
+@pytest.mark.parametrize("recipe", ["vit_b16_224", "vit_b16_azure"])
 def test_the_other_recipes_train_as_well(
     recipe: str, call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
     sizes = "patch_size=16 embed_dim=64 depth=1 num_heads=2 norm_eps=1e-5"
-    own = {"vit_b16_224": f"{sizes} representation_size=64", "vit_b16_384": sizes}
+    own = {"vit_b16_224": f"{sizes} representation_size=64"}
     small = SMALL
     if recipe in own:  # NVIDIA's model, with its head of two layers in pre-training
         small = SMALL.replace("test_vit", f"vit_transformers --model-kwargs {own[recipe]}")

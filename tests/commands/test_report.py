@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.same_records import main as same_records
 from volo import cli
 from volo.commands.report import faults, read_records, starts_of
 
@@ -109,51 +107,6 @@ def test_the_printed_report(run: Path, capsys: Capture) -> None:
     assert "not verified" in capsys.readouterr().out
 
 
-def test_a_running_run_is_told_from_a_killed_one(run: Path, capsys: Capture) -> None:
-    here = {"node": socket.gethostname(), "pid": os.getpid()}
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps(_event(300, "start", **here)) + "\n")
-    assert cli.run("report", [str(run)]) == 0
-    assert "00:00  runs" in capsys.readouterr().out
-    text = (run / "events.jsonl").read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}')
-    (run / "events.jsonl").write_text(text)
-    assert cli.run("report", [str(run)]) == 0
-    assert "00:00  not recorded" in capsys.readouterr().out
-
-
-def test_a_run_of_an_older_version(run: Path, capsys: Capture) -> None:
-    (run / "events.jsonl").unlink()
-    (run / "superseded-metrics.jsonl").unlink()
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
-        del record["time"]
-    _write(run / "metrics.jsonl", records)
-    start = {"time": "2026-01-02T03:04:05+01:00", "host": "n1", "world_size": 4}
-    (run / "run.json").write_text(json.dumps([start]))
-    assert cli.run("report", [str(run)]) == 0
-    out = capsys.readouterr().out
-    assert "no events.jsonl" in out and "2026-01-02 02:04:05  n1    4      0 -> 40" in out
-    assert "training 01:20 for 40 updates" in out
-
-
 def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:
     assert cli.run("report", [str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} is no run directory")
-
-
-def test_two_runs_are_the_same_but_for_times_or_the_first_difference_is_named(
-    run: Path, tmp_path: Path, capsys: Capture
-) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for directory, seconds in ((run, 1.0), (other, 2.0)):
-        (directory / "summary.csv").write_text(f"epoch,loss,seconds\n0,0.1,{seconds}\n")
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    _write(other / "metrics.jsonl", [record | {"time": _at(999)} for record in records])
-    assert same_records(run, other) == 0
-    _write(other / "metrics.jsonl", [record | {"loss": 0.2} for record in records])
-    assert same_records(run, other) == 1
-    assert "metrics.jsonl differs in line 1: " in capsys.readouterr().out
-    _write(other / "metrics.jsonl", records[:-1])
-    assert same_records(run, other) == 1
-    assert "differs in line 5" in capsys.readouterr().out

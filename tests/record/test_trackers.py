@@ -123,9 +123,7 @@ def test_what_a_run_records_is_what_is_sent(
     [
         ({"init": "raise OSError('no\\nnetwork')"}, "off: OSError: no network ("),
         ({"log": "raise RuntimeError('quota')"}, "off: RuntimeError: quota ("),
-        ({"init": "raise SystemExit(3)"}, "off: SystemExit: 3 ("),
         ({"log": "os._exit(7)"}, "off: it ended with 7 ("),
-        ({"init": "import missing"}, "off: ModuleNotFoundError: No module named 'missing' ("),
     ],
 )
 def test_a_tracker_that_fails_is_one_warning_and_catches_up_at_the_next_start(
@@ -153,7 +151,7 @@ def test_a_run_that_is_done_waits_so_long_for_a_tracker_and_no_longer_and_that_e
     fake.does(init="time.sleep(10000)")
     monkeypatch.setattr(trackers, "WAIT_S", 0.1)
     quick = tmp_path / "quick.py"
-    quick.write_text(Path(trackers.__file__).read_text().replace("\nFINISH_S = 60 ", "\nFINISH_S = 1 "))
+    quick.write_text(Path(trackers.__file__).read_text().replace("\nCALL_S = 120 ", "\nCALL_S = 1 "))
     monkeypatch.setattr(trackers, "__file__", str(quick))
     logger = open_run(tmp_path / "run", 0, "wandb")
     train(logger, range(1, 7))
@@ -189,15 +187,3 @@ os.kill(0, signal.SIGKILL)
     wait_until(lambda: fake.calls("finish"))
     (tmp_path / "run" / "over").touch()
     assert fake.curve() == EVERY_UPDATE and fake.calls("finish") == [1]
-
-
-def test_other_ranks_send_nothing(fake: Fake, tmp_path: Path) -> None:
-    import torch
-
-    from volo.cluster.distributed import World
-    from volo.record.logger import Logger
-
-    logger = Logger(World(1, 1, 2, torch.device("cpu")))
-    logger.track(["wandb"], "", [])
-    end(logger)
-    assert not fake.calls("init")

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,6 @@ from tlt.io.files import refuse_existing
 from tlt.io.text import printable
 from tlt.models.layers import SelfAttention
 from tlt.tools.drawing import (
-    FAINT,
     Cells,
     Pixels,
     check_format,
@@ -42,7 +40,6 @@ from tlt.tools.drawing import (
     save_figure,
     shorten,
     show_image,
-    write,
 )
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import choose_device
@@ -62,41 +59,25 @@ _ROWS: dict[type[nn.Module], str] = {
     ClassAttention: "class attention: what the class token looks at",
 }
 _ACROSS = 3  # layers of each kind: the first, a middle and the last one
-_TILE, _LINES, _EDGE = 3.0, 0.6, 0.25  # inches: width of a map, text above it, margin of the page
-_MARK = "#00e5ff"
+_SIDE, _LINES = 3.4, 0.8  # inches: width of a picture, and what stands above it
 _LEGEND = "Means over the heads, from the smallest value (blue) to the largest (yellow). Cyan: the query."
 
 
-@dataclass(frozen=True)
-class Heat:
-    """The attention of one layer over the image, mean over the heads.
+class Heat(NamedTuple):
+    """The attention of one layer over the image, mean over the heads."""
 
-    Attributes:
-        name: The layer's block.
-        values: (rows, columns), 1 where attention is even.
-        cell: Side of a cell in pixels.
-    """
-
-    name: str
-    values: npt.NDArray[np.float64]
-    cell: int
+    name: str  # of the layer's block
+    values: npt.NDArray[np.float64]  # (rows, columns), 1 where attention is even
+    cell: int  # side of a cell in pixels
 
 
-@dataclass(frozen=True)
-class View:
-    """All there is to draw about one image.
+class View(NamedTuple):
+    """All there is to draw about one image."""
 
-    Attributes:
-        top: (class id, probability) of the most probable classes.
-        tokens: First class of each token by the dense head; None where there is no dense head.
-        token_box: x0, y0, x1, y1 in pixels of what the tokens show together.
-        maps: By kind of layer.
-    """
-
-    top: list[tuple[int, float]]
-    tokens: Cells | None
-    token_box: tuple[float, float, float, float]
-    maps: dict[type[nn.Module], list[Heat]] = field(default_factory=dict)
+    top: list[tuple[int, float]]  # class id and probability of the most probable classes
+    tokens: Cells | None  # first class of each token by the dense head; None where there is no dense head
+    token_box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of what the tokens show together
+    maps: dict[type[nn.Module], list[Heat]]  # by kind of layer
 
 
 def run(args: Namespace) -> int:
@@ -159,7 +140,6 @@ def forward_with_inputs(model: Any, images: Tensor) -> tuple[Tensor, dict[nn.Mod
             hook.remove()
 
 
-@torch.no_grad()
 def self_attention(layer: SelfAttention, x: Tensor) -> Tensor:
     """Input (B, ..., C) -> weights (B, heads, N, N), rows sum to 1."""
     qkv = layer.qkv(x.flatten(1, -2)).unflatten(-1, (3, layer.num_heads, -1))  # (B, N, 3, heads, C / heads)
@@ -167,7 +147,6 @@ def self_attention(layer: SelfAttention, x: Tensor) -> Tensor:
     return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
 
 
-@torch.no_grad()
 def class_attention(layer: ClassAttention, x: Tensor) -> Tensor:
     """Input (B, 1 + N, C) -> weights of the class token (B, heads, 1 + N), itself first; they sum to 1."""
     q = layer.q(x[:, :1]).unflatten(-1, (layer.num_heads, -1)).transpose(1, 2)  # (B, heads, 1, C / heads)
@@ -175,7 +154,6 @@ def class_attention(layer: ClassAttention, x: Tensor) -> Tensor:
     return (q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)[:, :, 0]
 
 
-@torch.no_grad()
 def outlook_attention(layer: OutlookAttention, x: Tensor) -> Tensor:
     """Input (B, H, W, C) -> (B, heads, H, W): how much a cell is looked at; 1 where all look evenly."""
     pooled = F.avg_pool2d(x.permute(0, 3, 1, 2), layer.stride, ceil_mode=True).permute(0, 2, 3, 1)
@@ -252,62 +230,52 @@ def draw_attention(image: Pixels, seen: View, query: tuple[float, float], names:
         query: The place that looks, (x, y) shares of the image.
         names: Of the classes, by id; ids beyond them are shown as numbers.
     """
-    rows = [(_ROWS[kind], maps) for kind, maps in seen.maps.items() if maps]
-    height = _TILE * min(1.0, image.shape[0] / image.shape[1])
-    width, page = _ACROSS * _TILE + 2 * _EDGE, (1 + len(rows)) * (height + _LINES) + 0.7
-    figure = new_figure(width, page)
-    write(figure, _EDGE, 0.12, title, size=10, weight="bold")
-    write(figure, _EDGE, page - 0.3, _LEGEND, size=7, color=FAINT)
-    sides = {"left": _EDGE / width, "right": 1 - _EDGE / width, "top": 1 - (0.3 + _LINES) / page, "bottom": 0.4 / page}
-    grid = figure.add_gridspec(1 + len(rows), _ACROSS, **sides, wspace=0.07, hspace=_LINES / height)
-    axes = [[figure.add_subplot(grid[row, column]) for column in range(_ACROSS)] for row in range(1 + len(rows))]
-    draw_answers(axes[0][:2], axes[0][2], image, seen, names, "image, and the query")
-    axes[0][0].plot(query[0] * image.shape[1], query[1] * image.shape[0], marker="+", color=_MARK, ms=11, mew=2)
-    for line, (heading, maps) in zip(axes[1:], rows, strict=True):
-        for each in line:
-            each.set_axis_off()
-        for each, heat in zip(line, maps, strict=False):
-            each.set(gid=heat.name)
-            note = f"{heat.values.min():.2f} to {heat.values.max():.2f} x even"
-            _caption(each, heading if each is line[0] else "", heat.name, note)
-            _draw_map(each, image, heat)
+    kinds = {kind: maps for kind, maps in seen.maps.items() if maps}
+    figure, rows = answers_page(1 + len(kinds), image, seen, names, f"{drawable(title)}\n{_LEGEND}")
+    rows[0][0].plot(query[0] * image.shape[1], query[1] * image.shape[0], marker="+", color="#00e5ff", ms=11, mew=2)
+    for row, (kind, maps) in zip(rows[1:], kinds.items(), strict=True):
+        for axes, heat in zip(row, maps, strict=False):
+            note = f"{heat.name}: {heat.values.min():.2f} to {heat.values.max():.2f} x even"
+            _caption(axes, f"{_ROWS[kind]}\n{note}" if axes is row[0] else note)
+            _draw_map(axes, image, heat)
     return figure
 
 
-def _caption(axes: Axes, heading: str, title: str, note: str = "") -> None:
-    """Three lines above a picture; only the heading may be wider than the picture."""
-    styles: tuple[dict[str, Any], ...] = ({"size": 6.5, "color": FAINT}, {"size": 7.5}, {"size": 9, "weight": "bold"})
-    for line, (text, style) in enumerate(zip((note, title, heading), styles, strict=True)):
-        place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
-        axes.annotate(drawable(text), (0, 1), (0, 3 + 10 * line), parse_math=False, **place, **style)
-
-
-def draw_answers(
-    pictures: list[Axes], bars: Axes, image: Pixels, seen: View, names: Sequence[str], caption: str
-) -> None:
-    """Draw the image under its caption, the dense head's classes over it, and the most probable classes."""
-
-    def name(class_id: int) -> str:
-        return names[class_id] if class_id < len(names) else f"class {class_id}"
-
-    for axes, gid in ((pictures[0], "image"), (pictures[1], "dense"), (bars, "top")):
-        axes.set(gid=gid)
+def answers_page(
+    rows: int, image: Pixels, seen: View, names: Sequence[str], title: str
+) -> tuple[Figure, list[list[Axes]]]:
+    """Return a page with three pictures a row, and its axes: the first row has the image, the dense head's classes over
+    it, and the most probable classes."""
+    height = _SIDE * min(1.0, image.shape[0] / image.shape[1])
+    figure = new_figure(3 * _SIDE, rows * (height + _LINES) + 0.4)
+    figure.set_layout_engine("constrained")
+    figure.suptitle(title, fontsize=9, parse_math=False)
+    grid = [list(row) for row in figure.subplots(rows, 3, squeeze=False)]
+    for axes in (axes for row in grid for axes in row):
         axes.set_axis_off()
-    show_image(pictures[0], image)
-    _caption(pictures[0], "", caption)
+    picture, tokens, bars = grid[0]
+    show_image(picture, image)
+    _caption(picture, "image")
+    named = {class_id: names[class_id] for class_id in range(len(names))}
     if seen.tokens is not None:
         shown = np.unique(seen.tokens.ids).tolist()
-        show_image(pictures[1], image, muted=True)
-        draw_cells(pictures[1], seen.tokens, seen.token_box, class_colours(shown))
-        name_regions(pictures[1], seen.tokens, seen.token_box, {class_id: name(class_id) for class_id in shown})
-        pictures[1].set(xlim=(0, image.shape[1]), ylim=(image.shape[0], 0))
-        _caption(pictures[1], "", "dense head: first class of each token")
-    _caption(bars, "", "most probable classes")
+        show_image(tokens, image, muted=True)
+        draw_cells(tokens, seen.tokens, seen.token_box, class_colours(shown))
+        own = {class_id: named.get(class_id, f"class {class_id}") for class_id in shown}
+        name_regions(tokens, seen.tokens, seen.token_box, own)
+        tokens.set(xlim=(0, image.shape[1]), ylim=(image.shape[0], 0))
+        _caption(tokens, "dense head: first class of each token")
+    _caption(bars, "most probable classes")
     bars.barh(range(len(seen.top)), [probability for _, probability in seen.top], height=0.35, color="#1e69e1")
     bars.set(xlim=(0, 1), ylim=(len(seen.top) - 0.3, -0.9))
     for number, (class_id, probability) in enumerate(seen.top):
-        text = f"{shorten(name(class_id), 46)}  {100 * probability:.1f} %"
+        text = f"{shorten(named.get(class_id, f'class {class_id}'), 46)}  {100 * probability:.1f} %"
         bars.text(0, number - 0.28, drawable(text), fontsize=8, va="bottom", parse_math=False)
+    return figure, grid
+
+
+def _caption(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=7.5, parse_math=False)
 
 
 def _draw_map(axes: Axes, image: Pixels, heat: Heat) -> None:

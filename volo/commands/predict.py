@@ -32,14 +32,14 @@ from tlt.labels.annotate import labelled_area
 from tlt.models.folding import fold_batchnorm
 from tlt.models.spatial import feature_map
 from tlt.models.token_labeling import TokenLabelModel
-from tlt.tools.drawing import Cells, check_format, new_figure, save_figure, write
+from tlt.tools.drawing import Cells, check_format, drawable, save_figure
 from volo.checkpoint.checkpoint import BEST, LAST
 from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
-from volo.commands.attention import TOP, View, draw_answers
+from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say
-from volo.commands.predictions import Predictions, Table, write_embeddings
+from volo.commands.predictions import Table, prediction_rows, prediction_table, write_embeddings, write_predictions
 from volo.record.run_directory import check_writable
 from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
@@ -321,23 +321,7 @@ def draw_token_maps(
         except OSError as error:
             raise UserError(f"--token-maps {printable(str(path.parent))}: {error.strerror}") from error
         title = f"{file}: {trained.args.model}, {height} x {width} px"
-        save_figure(token_map_page(pixels[row], View(top, cells, box), names, title), path)
-
-
-def token_map_page(image: np.ndarray, seen: View, names: list[str], title: str) -> Any:
-    """The page of one image (H, W, 3)."""
-    side, above, edge = 4.0, 0.75, 0.25
-    height = side * min(1.0, image.shape[0] / image.shape[1])
-    width, page = 3 * side + 2 * edge, height + above + 0.5
-    figure = new_figure(width, page)
-    write(figure, edge, 0.12, title, size=10, weight="bold")
-    write(figure, edge, page - 0.3, "Colour: the class of a token; opacity: its probability.", size=7)
-    grid = figure.add_gridspec(
-        1, 3, left=edge / width, right=1 - edge / width, top=1 - above / page, bottom=0.5 / page, wspace=0.07
-    )
-    pictures, bars = [figure.add_subplot(grid[0, i]) for i in (0, 1)], figure.add_subplot(grid[0, 2])
-    draw_answers(pictures, bars, image, seen, names, "image")
-    return figure
+        save_figure(answers_page(1, pixels[row], View(top, cells, box, {}), names, drawable(title))[0], path)
 
 
 def report(args: Namespace, paths: list[str], names: list[str], results: Results) -> None:
@@ -348,11 +332,11 @@ def report(args: Namespace, paths: list[str], names: list[str], results: Results
     """
     best, features = results.best.tensors(), results.features.tensors()
     if best:
-        predictions = Predictions(paths, best["class_id"], best["probability"], names)
+        rows = prediction_rows(paths, best["class_id"], best["probability"], names)
         if len(paths) <= FEW or not (args.output or args.embeddings or args.token_maps):
-            print(*predictions.lines(), sep="\n")
+            print(*prediction_table(rows), sep="\n")
         if args.output:
-            predictions.write(Path(args.output))
+            write_predictions(Path(args.output), rows)
             print(f"wrote {printable(args.output)}")
     if args.embeddings:
         write_embeddings(Path(args.embeddings), paths, features)

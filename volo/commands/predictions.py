@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from tlt.tools.drawing import shorten
 from volo.checkpoint.checkpoint_file import explained, install
 
 COLUMNS = ("path", "rank", "class_id", "class_name", "probability")
+Rows = Sequence[tuple[str, int, int, str, float]]
 _WIDTH = 60  # characters of a class name on the terminal
 
 
@@ -60,58 +61,49 @@ class Table:
         return torch.empty(shape, dtype=values.dtype)
 
 
-class Predictions:
-    """The most probable classes of images.
+def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> Rows:
+    """Return the values of `COLUMNS`, k rows for each image; rank 1 is the most probable class.
 
     Args:
         paths: N of them.
         ids, probabilities: (N, k), the most probable class first.
         names: Of all classes.
     """
+    return [
+        (in_text(path), rank, class_id, names[class_id], round(value, 8))
+        for path, own_ids, values in zip(paths, ids.tolist(), probabilities.tolist(), strict=True)
+        for rank, (class_id, value) in enumerate(zip(own_ids, values, strict=True), start=1)
+    ]
 
-    def __init__(self, paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> None:
-        self.paths, self.ids, self.probabilities, self.names = paths, ids, probabilities, names
 
-    def rows(self) -> Iterator[tuple[str, int, int, str, float]]:
-        """Yield the values of `COLUMNS`, k rows for each image; rank 1 is the most probable class."""
-        for path, ids, values in zip(map(in_text, self.paths), self.ids, self.probabilities, strict=True):
-            for rank, (class_id, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
-                yield path, rank, class_id, self.names[class_id], round(value, 8)
+def prediction_table(rows: Rows) -> list[str]:
+    """Return the lines of a table for the terminal."""
+    shown = [
+        (path if rank == 1 else "", str(class_id), shorten(name, _WIDTH), f"{100 * value:5.1f} %")
+        for path, rank, class_id, name, value in rows
+    ]
+    return table([("image", "id", "class", "probability"), *shown])
 
-    def lines(self) -> list[str]:
-        """Return a table for the terminal."""
-        rows = [
-            (path if rank == 1 else "", str(class_id), shorten(name, _WIDTH), f"{100 * value:5.1f} %")
-            for path, rank, class_id, name, value in self.rows()
-        ]
-        return table([("image", "id", "class", "probability"), *rows])
 
-    def write(self, path: Path) -> None:
-        """Write the rows as .csv, .json (a list of objects) or .parquet, in one step.
+def write_predictions(path: Path, rows: Rows) -> None:
+    """Write the rows as .csv, .json (a list of objects) or .parquet, in one step.
 
-        Raises:
-            NotWrittenError: The old file is unchanged.
-        """
-        kinds = {".csv": self._write_csv, ".json": self._write_json, ".parquet": self._write_parquet}
-        _replace(path, kinds[path.suffix], 100 * self.ids.numel())
+    Raises:
+        NotWrittenError: The old file is unchanged.
+    """
 
-    def _write_csv(self, staged: Path) -> None:
+    def fill(staged: Path) -> None:
+        if path.suffix == ".parquet":
+            columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+            arrow = require("pyarrow", extra="parquet").table(columns)
+            return require("pyarrow.parquet", extra="parquet").write_table(arrow, staged)
         with staged.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(self.rows())
+            if path.suffix == ".csv":
+                csv.writer(file).writerows([COLUMNS, *rows])
+            else:
+                json.dump([dict(zip(COLUMNS, row, strict=True)) for row in rows], file, ensure_ascii=False, indent=0)
 
-    def _write_json(self, staged: Path) -> None:
-        with staged.open("w", encoding="utf-8") as file:
-            for number, row in enumerate(self.rows()):
-                record = json.dumps(dict(zip(COLUMNS, row, strict=True)), ensure_ascii=False)
-                file.write(f"{',' if number else '['}\n{record}")
-            file.write("\n]\n")
-
-    def _write_parquet(self, staged: Path) -> None:
-        columns = dict(zip(COLUMNS, map(list, zip(*self.rows(), strict=True)), strict=True))
-        arrow = require("pyarrow", extra="parquet").table(columns)
-        require("pyarrow.parquet", extra="parquet").write_table(arrow, staged)
+    _replace(path, fill, 100 * len(rows))
 
 
 def write_embeddings(path: Path, paths: Sequence[str], embeddings: dict[str, Tensor]) -> None:

@@ -1,17 +1,14 @@
 """What happened to a run, from the records in its directory: `volo report RUN`.
 
 Prints its starts, speed, checkpoints and faults; `--html` also writes RUN/report.html: one page with these, the curves,
-the first batch and the settings. Reads runs that go on, were killed, or are of an older version, and damaged files.
+the first batch and the settings. Reads runs that go on or were killed, and damaged files.
 """
 
 from __future__ import annotations
 
 import base64
 import html
-import json
 import math
-import os
-import socket
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
@@ -75,7 +72,6 @@ class Records:
     reports: list[Record]  # of intervals of training, without those that were repeated
     repeated: list[Record]  # reports of updates that were done again after a restart
     epochs: list[Record]
-    noted: list[Record]  # of run.json
     damaged: dict[str, int]  # file -> lines that could not be read
 
 
@@ -85,7 +81,7 @@ class Start:
 
     time: datetime | None
     node: str
-    pid: Any = None
+    pid: Any
     ranks: Any = None
     first: int = 0  # updates done when it started
     last: int = 0  # updates done when it ended, as far as known
@@ -99,19 +95,6 @@ class Start:
             self.seen = max(time, self.seen or time)
         self.last = max(self.last, int(_number(record, "update")))
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it still runs, as far as this machine can tell."""
-        if self.end or not isinstance(self.pid, int) or self.node != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except PermissionError:
-            return True
-        except (ProcessLookupError, OverflowError):
-            return False
-        return True
-
 
 def read_records(folder: Path) -> Records:
     """Read the files of a run directory.
@@ -119,30 +102,24 @@ def read_records(folder: Path) -> Records:
     Raises:
         UserError: The folder is no run directory, or can't be read.
     """
-    if not any((folder / name).is_file() for name in (EVENTS, METRICS, "run.json")):
-        raise UserError(f"{folder} is no run directory: it holds none of {EVENTS}, {METRICS} and run.json")
+    if not any((folder / name).is_file() for name in (EVENTS, METRICS)):
+        raise UserError(f"{folder} is no run directory: it holds neither {EVENTS} nor {METRICS}")
     try:
         files = {name: read_json_lines(folder / name) for name in (EVENTS, METRICS, SUPERSEDED)}
-        text = (folder / "run.json").read_bytes() if (folder / "run.json").is_file() else b"[]"
     except OSError as error:
         raise UserError(f"{folder} can't be read: {error.strerror}") from error
-    try:
-        noted = json.loads(text)
-    except (ValueError, RecursionError):
-        noted = []
     events, metrics, superseded = (files[name][0] for name in (EVENTS, METRICS, SUPERSEDED))
     return Records(
         events,
         [record for record in metrics if record.get("event") == "train"],
         [record for record in superseded if record.get("event") == "train"],
         [record for record in metrics if record.get("event") == "epoch"],
-        [start for start in noted if isinstance(start, dict)] if isinstance(noted, list) else [],
         {name: count for name, (_, count) in files.items() if count},
     )
 
 
 def starts_of(records: Records) -> list[Start]:
-    """Return each start with what it did; of an older run without events, what run.json says."""
+    """Return each start with what it did."""
     starts: list[Start] = []
     for event in (event for event in records.events if event.get("rank") == 0):
         kind, who = event.get("kind"), (str(event.get("node")), event.get("pid"))
@@ -157,8 +134,6 @@ def starts_of(records: Records) -> list[Start]:
         elif kind == "end":
             start.ended = _time(event)
             start.end = f"{event.get('exit_code')}: {event.get('reason')}"
-    if not records.events:
-        starts = [Start(_time(s), str(s.get("host", "?")), None, s.get("world_size")) for s in records.noted]
     for report in records.repeated + records.reports:
         # It was made by the last start that had begun and not ended: a second job may have been kept out meanwhile.
         time = _time(report) or _NOW
@@ -182,8 +157,6 @@ def _head(folder: Path, records: Records) -> list[str]:
     updates = int(_number(last, "update"))
     lines = [f"{folder}: {updates} updates reported, {len(records.epochs)} epochs finished{loss}"]
     lines += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items()]
-    if not records.events:
-        lines.append(f"there is no {EVENTS} (an older version's run): how it ended and its faults were not recorded")
     return lines
 
 
@@ -191,7 +164,7 @@ _HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")
 
 
 def _row(number: int, start: Start) -> tuple[str, ...]:
-    ended = start.end or ("runs" if start.is_alive else f"not recorded, last sign of life {_clock(start.seen)}")
+    ended = start.end or f"not recorded, last sign of life {_clock(start.seen)}"
     seconds = (start.seen - start.time).total_seconds() if start.seen and start.time else 0.0
     ranks, span = str(start.ranks or "?"), f"{start.first} -> {start.last}"
     return str(number), _clock(start.time), start.node, ranks, span, duration(seconds), ended

@@ -1,21 +1,21 @@
 """Predicts the memory of a training run before it starts (`--dry-run`): what a rank keeps, and what fits which card.
 
-A forward pass on tensors without contents shows what autograd keeps for the backward pass. Predictions are for eager
+A forward and a backward pass on tensors without contents show the most that a step holds. Predictions are for eager
 mode (torch.compile keeps less), and for the kernels of this machine: those of a GPU keep up to 12 % less or 9 % more.
 """
 
 from __future__ import annotations
 
+import weakref
 from argparse import Namespace
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tlt.errors import UserError
 from tlt.models.flops import flops_per_image
@@ -32,26 +32,17 @@ _CARDS = {24: 23.6, 40: 39.4, 80: 79.2, 141: 139.8}  # GiB that torch reports fo
 _SHARDS = (1, 2, 4, 8, 16, 32, 64)
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The properties of a step, besides model and batch, that determine its memory.
+class StepShape(NamedTuple):
+    """The properties of a step, besides model and batch, that determine its memory."""
 
-    Attributes:
-        input_size: (channels, H, W).
-        device_type: Where it runs: "cuda" or "cpu".
-        amp_dtype: Type of autocast; None for float32.
-        dense: Whether the step uses both heads, as with token labels.
-    """
-
-    input_size: tuple[int, int, int]
-    device_type: str
-    amp_dtype: torch.dtype | None = None
-    dense: bool = False
+    input_size: tuple[int, int, int]  # channels, H, W
+    device_type: str  # where it runs: "cuda" or "cpu"
+    amp_dtype: torch.dtype | None = None  # type of autocast; None for float32
+    dense: bool = False  # whether it uses both heads, as with token labels
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes that a step keeps for its backward pass: a fixed part, and one that grows with the batch."""
+class Activations(NamedTuple):
+    """The most bytes that a step holds beside the weights: a fixed part, and one that grows with the batch."""
 
     fixed: float
     per_image: float
@@ -66,78 +57,89 @@ class Activations:
 
 
 def activations_of(model: nn.Module, shape: StepShape) -> tuple[Activations, Activations]:
-    """Predict what a step keeps without and with `--grad-checkpointing`; both are equal for models of timm.
+    """Predict what a step holds without and with `--grad-checkpointing`; both are equal for models of timm.
 
     The model must be in the mode in which it is trained.
 
     Raises:
         NotImplementedError, RuntimeError: The model depends on values of tensors; VOLO and LV-ViT don't.
     """
-    (few, fewer), (many, more) = (_peaks(model, shape, batch) for batch in (16, 32))
-    # What does not grow with the batch is the weights in the type of autocast, which exist in both cases.
-    fixed = 2 * few - many
-    return Activations(fixed, (many - few) / 16), Activations(fixed, (more - fewer) / 16)
-
-
-def _peaks(model: nn.Module, shape: StepShape, batch: int) -> tuple[int, int]:
     if not isinstance(model, TokenLabelModel):
-        return (_saved(model, shape, batch)[0],) * 2
-    was = model.grad_checkpointing
+        return (_activations(model, shape),) * 2
+    was, found = model.grad_checkpointing, []
     try:
-        model.set_grad_checkpointing(False)
-        plain, within = _saved(model, shape, batch)
-        model.set_grad_checkpointing(True)
-        least, before = _saved(model, shape, batch)
+        for recompute in (False, True):
+            model.set_grad_checkpointing(recompute)
+            found.append(_activations(model, shape))
     finally:
         model.set_grad_checkpointing(was)
-    # A block is computed again after those behind it have been released.
-    again = (held + size for (held, _), (_, size) in zip(before, within, strict=True))
-    return plain, max(least, *again)
+    return found[0], found[1]
 
 
-def _saved(model: nn.Module, shape: StepShape, batch: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return the bytes that autograd keeps of a forward pass and its loss; for each block, before it and within it.
+def _activations(model: nn.Module, shape: StepShape) -> Activations:
+    few, many = (step_peak(model, shape, batch) for batch in (16, 32))
+    # What does not grow with the batch is the weights in the type of autocast and gradients that are there already.
+    return Activations(2 * few - many, (many - few) / 16)
 
-    The loss is that with the most memory: logits in float32, and gradients of their size.
-    """
-    saved: dict[int, int] = {}  # storage -> bytes; all are held by the graph until the end
-    blocks: list[tuple[int, int]] = []
-    with FakeTensorMode(), ExitStack() as stack:
+
+def step_peak(model: nn.Module, shape: StepShape, batch: int) -> int:
+    """Return the most bytes that a step without contents holds at a time, beside weights and images."""
+    kind = shape.device_type
+    with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
         values = [*model.named_parameters(), *model.named_buffers()]
-        state = {name: _without_contents(value, shape.device_type) for name, value in values}
-        images = torch.empty(batch, *shape.input_size, device=shape.device_type)
-        known = {tensor.untyped_storage()._cdata for tensor in (*state.values(), images)}
-
-        def save(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                saved[storage._cdata] = storage.nbytes()
-            return tensor
-
-        def begin(*_: Any) -> None:
-            blocks.append((sum(saved.values()), 0))
-
-        def end(*_: Any) -> None:
-            blocks[-1] = (blocks[-1][0], sum(saved.values()) - blocks[-1][0])
-
-        for _, block in model.named_blocks() if isinstance(model, TokenLabelModel) else ():
-            stack.callback(block.register_forward_pre_hook(begin).remove)
-            stack.callback(block.register_forward_hook(end).remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(saved_tensors_hooks(save, lambda tensor: tensor))
-        with torch.autocast(shape.device_type, dtype=shape.amp_dtype, enabled=shape.amp_dtype is not None):
-            options = {"dense": True} if shape.dense else {}
-            outputs = torch.func.functional_call(model, state, (images,), options)
-            logits = [each.float() for each in (outputs if isinstance(outputs, tuple) else (outputs,))]
-            losses = [each.logsumexp(-1) for each in logits]
-        gradients = sum(each.numel() * each.element_size() for each in logits)
-        del losses
-    return sum(saved.values()) + gradients, blocks
+        state = {f"model.{name}": torch.empty(value.shape, dtype=value.dtype, device=kind) for name, value in values}
+        for name, value in values:
+            state[f"model.{name}"].requires_grad_(value.requires_grad)
+        images = torch.empty(batch, *shape.input_size, device=kind)
+        with _PeakMemory(*state.values(), images) as memory:
+            torch.func.functional_call(_Step(model, shape), state, (images,))
+    return memory.peak
 
 
-def _without_contents(value: Tensor, device_type: str) -> Tensor:
-    empty = torch.empty(tuple(value.shape), dtype=value.dtype, device=device_type)
-    return empty.requires_grad_(value.requires_grad)
+class _Step(nn.Module):
+    """A step as one module, because the tensors of a functional call are in its model as long as it runs."""
+
+    def __init__(self, model: nn.Module, shape: StepShape) -> None:
+        super().__init__()
+        self.model, self.shape = model, shape
+
+    def forward(self, images: Tensor) -> None:
+        """Run both passes, with the loss that takes the most memory: logits and their gradients in float32."""
+        dtype, options = self.shape.amp_dtype, {"dense": True} if self.shape.dense else {}
+        with torch.autocast(self.shape.device_type, dtype=dtype, enabled=dtype is not None):
+            outputs = self.model(images, **options)
+            losses = [each.float().logsumexp(-1).mean() for each in tree_leaves(outputs)]
+        del outputs
+        torch.stack(losses).sum().backward()
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made, from their making until nothing holds them any more.
+
+    (torch.distributed._tools.MemTracker counts the same, but not with modules that recompute in the backward pass.)
+
+    Args:
+        known: Tensors that don't count.
+    """
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._held = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._held:
+                self._held.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return made
+
+    def _free(self, storage: int, size: int) -> None:
+        self._held.discard(storage)
+        self.now -= size
 
 
 def fixed_memory(args: Namespace, model: nn.Module, device: torch.device, shards: int) -> dict[str, int]:

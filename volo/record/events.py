@@ -1,7 +1,7 @@
 """`events.jsonl`: the events of a run with time and place; every start adds to it, and nothing is ever removed.
 
 One JSON object per line: `time` (UTC, ISO 8601), `kind`, `rank`, `node`, `pid`, `epoch` (epochs finished) and
-`update` (done in the whole run) where they are known, then what belongs to the kind. docs/training.md has the table.
+`update` (done in the whole run) where they are known, then what belongs to the kind. docs/training.md lists the kinds.
 """
 
 from __future__ import annotations
@@ -10,27 +10,11 @@ import os
 import socket
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from volo.record.json_lines import LineFile, strict_json
 
 FILE = "events.jsonl"
-
-Kind = Literal[
-    "start",
-    "resume",
-    "checkpoint",
-    "checkpoint-failed",
-    "checkpoint-skipped",
-    "signal",
-    "fault",
-    "nonfinite",
-    "skipped-image",
-    "bad-label",
-    "straggler",
-    "data-wait",
-    "end",
-]
 
 
 def utc_now() -> str:
@@ -62,31 +46,22 @@ class EventLog:
         self._file.path = directory / FILE
         self._file.flush()
 
-    def add(self, kind: Kind, **fields: Any) -> None:
+    def add(self, kind: str, **fields: Any) -> None:
         """Add an event. Never raises for a file that can't be written."""
         record = {"time": utc_now(), "kind": kind, "rank": self.rank, "node": socket.gethostname(), "pid": os.getpid()}
         self._file.append(strict_json(record | fields))
 
 
-def exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a program that ends with `error` (None: success), as in `volo.commands.console`."""
+def outcome(error: BaseException | None) -> tuple[int, str]:
+    """Return the exit code of a program that ends with `error` (None: success), as in `volo.commands.console`, and in
+    one line why it ends."""
     if error is None:
-        return 0
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        return 0, "done"
     if isinstance(error, KeyboardInterrupt):
-        return 130
-    if isinstance(error, BrokenPipeError):
-        return 141
-    return getattr(error, "exit_code", 1)
-
-
-def reason(error: BaseException | None) -> str:
-    """Return in one line why a program ends."""
-    if error is None:
-        return "done"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted from the keyboard"
+        return 130, "interrupted from the keyboard"
     if hasattr(error, "exit_code"):
-        return str(error)
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+        return error.exit_code, str(error)
+    code = 141 if isinstance(error, BrokenPipeError) else 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    return code, f"{type(error).__name__}: {error}".splitlines()[0]

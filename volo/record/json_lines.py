@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -69,37 +70,23 @@ class LineFile:
         """Write the waiting lines, if possible."""
         if self.path is None:
             return
+        self.error = None
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
-            try:
-                self._write(descriptor)
-            finally:
-                os.close(descriptor)
+            with open(self.path, "a+b", buffering=0) as file:
+                while self._pending:
+                    # It is taken out first, because a signal handler or another thread may append in the meantime.
+                    self._write(file.fileno(), self._pending.popleft())
         except OSError as error:
             self.error = error
-        else:
-            self.error = None
 
-    def _write(self, descriptor: int) -> None:
-        torn = _is_torn(descriptor)
-        while self._pending:
-            # The line is removed first, because a signal handler or another thread may append in the meantime.
-            line = self._pending.popleft()
-            whole = b"\n" + line if torn else line
-            torn = False
-            try:
-                written = os.write(descriptor, whole)
-            except OSError:
-                self._pending.appendleft(line)
-                raise
-            if written < len(whole):
-                self._pending.appendleft(line)
-                torn = written > 0
-                if not torn:
-                    raise OSError("nothing could be written")
-
-
-def _is_torn(descriptor: int) -> bool:
-    """Whether the file ends within a line, because the machine or the disk failed during a write."""
-    size = os.fstat(descriptor).st_size
-    return size > 0 and read_at(descriptor, 1, size - 1) != b"\n"
+    def _write(self, descriptor: int, line: bytes) -> None:
+        # The file may end within a line, because the machine or the disk failed during a write.
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and read_at(descriptor, 1, size - 1) != b"\n"
+        whole = b"\n" + line if is_torn else line
+        try:
+            if os.write(descriptor, whole) < len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._pending.appendleft(line)
+            raise

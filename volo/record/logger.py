@@ -16,8 +16,9 @@ from tqdm import tqdm
 from tlt.data.batch import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
-from volo.record.events import EventLog, Kind, duration, exit_code, reason, utc_now
-from volo.record.machine_use import Arithmetic, MachineUse
+from volo.record.events import EventLog, duration, outcome, utc_now
+from volo.record.json_lines import LineFile
+from volo.record.machine_use import Arithmetic, gpu_use
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.run_directory import RunDirectory
 from volo.record.trackers import FOLDER as TRACKERS
@@ -36,13 +37,12 @@ class Logger:
         self.directory: RunDirectory | None = None
         self.events = EventLog(world.rank)
         self.trackers = Trackers()
-        self._machine = MachineUse(world.device)
         self._arithmetic: Arithmetic | None = None
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
         self._curve_failed = False
-        self._before: list[str] = []  # lines for log.txt from before `open`
+        self._lines = LineFile()  # log.txt; it keeps the lines from before `open`
         self._seconds, self._updates = 0.0, 0
 
     def open(self, directory: RunDirectory, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
@@ -53,10 +53,8 @@ class Logger:
             arithmetic: Of a step; None where it can't be counted.
         """
         self.directory, self._total_updates, self._arithmetic = directory, total_updates, arithmetic
-        self._machine.look()  # what follows is measured from here
-        for text in self._before:
-            directory.log(text)
-        self._before.clear()
+        self._lines.path = directory.path / "log.txt"
+        self._lines.flush()
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
         """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
@@ -77,7 +75,7 @@ class Logger:
         """Write events to the existing `directory` from now on; every rank calls it."""
         self.events.open(directory)
 
-    def event(self, kind: Kind, **fields: Any) -> None:
+    def event(self, kind: str, **fields: Any) -> None:
         """Add an event to events.jsonl on any rank; `epoch` and `update` are added unless given."""
         self.events.add(kind, **self._at | fields)
 
@@ -98,9 +96,10 @@ class Logger:
             failure = error
             raise
         finally:
+            code, reason = outcome(failure)
             if self.world.is_primary or failure is not None:
-                self.event("end", exit_code=exit_code(failure), reason=reason(failure))
-            self.trackers.close(exit_code(failure))
+                self.event("end", exit_code=code, reason=reason)
+            self.trackers.close(code)
 
     def line(self, text: str) -> None:
         """Print a line on rank 0, and add it to log.txt."""
@@ -113,11 +112,7 @@ class Logger:
         self._log(text)
 
     def _log(self, text: str) -> None:
-        stamped = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {safe_text(text)}"
-        if self.directory is not None:
-            self.directory.log(stamped)
-        else:
-            self._before.append(stamped)
+        self._lines.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {safe_text(text)}")
 
     def skipped(self, kind: Literal["skipped-image", "bad-label"], skipped: Iterable[Skipped]) -> None:
         """Print and record what this rank could not read; every rank does so, because each reads other images."""
@@ -172,7 +167,7 @@ class Logger:
             self._log(text)
             rate = f"{interval.images_per_second:.0f} images/s"
             self._bar.set_postfix_str(f"loss {interval.loss:.3f}, {rate}, ETA {duration(remaining)}")
-        use = self._machine.look() | (self._arithmetic.use(per_device) if self._arithmetic else {})
+        use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **more})
         self._warn_of(self.trackers.failures())
@@ -213,8 +208,7 @@ class Logger:
             }
         if best is not None:
             row["best"] = best
-        self.directory.summary(row)
-        self.directory.metrics({"event": "epoch", **row, "time": utc_now()})
+        self.directory.epoch(row)
 
     def sync(self) -> None:
         """Write the records to the disk; call it before a checkpoint is saved, which must not outlive them."""

@@ -1,10 +1,9 @@
-"""How busy the machine of rank 0 is: its CPUs and its GPU, and what share of the GPU's arithmetic a run uses."""
+"""How busy the GPU of rank 0 is, and what share of its arithmetic a run uses."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -43,39 +42,15 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
     return next((1e12 * peak for name, peak in _PEAKS.items() if set(name.split()) <= set(words)), None)
 
 
-class MachineUse:
-    """Measures from one look to the next.
+def gpu_use(device: torch.device) -> dict[str, float]:
+    """Return what this rank's GPU tells; nothing on other devices.
 
-    Args:
-        stat: The file in which Linux counts the time of its CPUs.
+    - `gpu_memory_bytes`: the most that tensors have occupied in the whole run;
+    - `gpu_share`: of the last moment's time in which it was busy, in [0, 1]; needs nvidia-ml-py.
     """
-
-    def __init__(self, device: torch.device, stat: Path = Path("/proc/stat")) -> None:
-        self._device, self._stat = device, stat
-        self._before = self._cpu_ticks()
-
-    def look(self) -> dict[str, float]:
-        """Return what has been measured since the last look; what the system doesn't tell is left out.
-
-        - `cpu_share`: of all CPUs of the machine, in [0, 1];
-        - `gpu_memory_bytes`: the most that tensors have occupied on this rank's GPU in the whole run;
-        - `gpu_share`: of the last moment's time in which this rank's GPU was busy, in [0, 1]; needs nvidia-ml-py.
-        """
-        (idle_before, all_before), self._before = self._before, self._cpu_ticks()
-        idle, ticks = self._before
-        found = {}
-        if ticks > all_before:
-            found["cpu_share"] = 1 - (idle - idle_before) / (ticks - all_before)
-        if self._device.type == "cuda":
-            found["gpu_memory_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
-            with suppress(Exception):  # the library is missing or older than the driver: no run may end because of it
-                found["gpu_share"] = torch.cuda.utilization(self._device) / 100
-        return found
-
-    def _cpu_ticks(self) -> tuple[int, int]:
-        """Return the idle and all time of all CPUs since the system started, zeros where it doesn't tell."""
-        with suppress(OSError, ValueError, IndexError):
-            # user, nice, system, idle, waiting for a disk, interrupts (2), stolen; the rest is part of the first two
-            fields = [int(n) for n in self._stat.read_text().splitlines()[0].split()[1:9]]
-            return fields[3] + fields[4], sum(fields)
-        return 0, 0
+    if device.type != "cuda":
+        return {}
+    found = {"gpu_memory_bytes": float(torch.cuda.max_memory_allocated(device))}
+    with suppress(Exception):  # the library is missing or older than the driver: no run may end because of it
+        found["gpu_share"] = torch.cuda.utilization(device) / 100
+    return found

@@ -5,7 +5,7 @@ run.json         one record per start: command line, versions, host, world size
 log.txt          the lines of the console
 events.jsonl     events with time and place (`volo.record.events`; every rank writes)
 metrics.jsonl    one record per report and per epoch
-summary.csv      one row per epoch
+summary.csv      one row per epoch, from metrics.jsonl
 superseded-metrics.jsonl   records of updates that a resumed run does again
 curve.png        learning curves (where matplotlib is installed)
 first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
@@ -41,23 +41,19 @@ from tlt.errors import UserError
 from volo.cluster.ranks import launch_id
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
-from volo.record.json_lines import LineFile, strict_json
+from volo.record.events import utc_now
+from volo.record.json_lines import LineFile, read_json_lines, strict_json
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
 SUPERSEDED = "superseded-metrics.jsonl"
 DEFAULT_ROOT = "output/train"
-_NOT_A_SETTING = {
-    "config",
-    "notes",
-    "local_rank",
-    "debug",
-    "resume",
-    "no_resume_opt",
-    "allow_changed_data",
-    "start_epoch",
-    "dry_run",
+_CURVES = {
+    "loss": ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"),
+    "accuracy (%)": ("eval_top1", "eval_top5", "eval_top1_ema"),
 }
-
+# Arguments that only say how a run was started.
+_NOT_SETTINGS = {"config", "notes", "local_rank", "debug", "dry_run", "resume", "no_resume_opt", "start_epoch"}
+_NOT_SETTINGS |= {"allow_changed_data"}
 
 # The settings that define an experiment, without places of files and without the machines.
 _OF_EXPERIMENT = {
@@ -199,8 +195,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._log, self._metrics = LineFile(path / "log.txt"), LineFile(path / METRICS)
-        self._rows: list[dict[str, Any]] = []  # of summary.csv, not written yet because of an error
+        self._metrics = LineFile(path / METRICS)
         self._started: dict[str, bytes] = {}  # contents of the files that a start writes
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -258,21 +253,16 @@ class RunDirectory:
         Raises:
             UserError: The files can't be written.
         """
-        metrics, summary = self.path / METRICS, self.path / SUMMARY
-        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
-        kept: list[bytes] = []
-        dropped: list[bytes] = []
-        for line in lines:
-            whole = line.endswith(b"\n")
-            (kept if whole and _is_before(line, epoch, update) else dropped).append(line if whole else line + b"\n")
-        rows = read_summary(summary)
+        file = self.path / METRICS
+        lines = [line + b"\n" for line in file.read_bytes().splitlines()] if file.is_file() else []
+        kept = [line for line in lines if _is_before(line, epoch, update)]
+        dropped = [line for line in lines if not _is_before(line, epoch, update)]
         try:
             if dropped:
-                with (self.path / SUPERSEDED).open("ab") as file:
-                    file.write(b"".join(dropped))
-                _write(metrics, b"".join(kept))
-            if any(int(row["epoch"]) >= epoch for row in rows):
-                _write(summary, _as_csv([row for row in rows if int(row["epoch"]) < epoch]))
+                with (self.path / SUPERSEDED).open("ab") as again:
+                    again.write(b"".join(dropped))
+                _write(file, b"".join(kept))
+                self._write_summary()
         except OSError as error:
             raise UserError(f"{self.path}: the records can't be written ({error.strerror}): make room there") from error
         return len(dropped)
@@ -289,24 +279,24 @@ class RunDirectory:
             with suppress(OSError), (self.path / name).open("rb") as file:
                 os.fsync(file.fileno())
 
-    def log(self, line: str) -> None:
-        """Add a line to log.txt."""
-        self._log.append(line)
-
     def metrics(self, record: dict[str, Any]) -> None:
         """Add a record to metrics.jsonl."""
         self._metrics.append(strict_json(record))
 
-    def summary(self, row: dict[str, Any]) -> None:
-        """Add the row of an epoch to summary.csv; rows of the same or later epochs, from before a resume, are dropped.
-
-        While the disk is full, rows are kept for the next call.
-        """
-        self._rows.append({k: str(v) for k, v in row.items()})
-        file, first = self.path / SUMMARY, int(self._rows[0]["epoch"])
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Add the record of an epoch to metrics.jsonl, and write summary.csv anew from all of them if possible."""
+        self.metrics({"event": "epoch", **row, "time": utc_now()})
         with suppress(OSError):
-            _write(file, _as_csv([r for r in read_summary(file) if int(r["epoch"]) < first] + self._rows))
-            self._rows.clear()
+            self._write_summary()
+
+    def _write_summary(self) -> None:
+        records = [record for record in read_json_lines(self.path / METRICS)[0] if record.get("event") == "epoch"]
+        rows = [{k: v for k, v in record.items() if k not in ("event", "time")} for record in records]
+        out = io.StringIO(newline="")
+        writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        _write(self.path / SUMMARY, out.getvalue().encode())
 
     def draw_curve(self) -> Path:
         """Draw curve.png from summary.csv. Raises whatever matplotlib raises."""
@@ -320,7 +310,7 @@ def versions() -> dict[str, str]:
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """Return the arguments that define the run, as plain types, without those that only say how it was started."""
-    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_A_SETTING})
+    return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_SETTINGS})
 
 
 def read_summary(file: Path) -> list[dict[str, str]]:
@@ -330,14 +320,6 @@ def read_summary(file: Path) -> list[dict[str, str]]:
     with file.open(newline="", encoding="utf-8", errors="replace") as lines:
         rows = csv.DictReader(line.replace("\0", "") for line in lines)
         return [row for row in rows if (row.get("epoch") or "").isdecimal()]
-
-
-def _as_csv(rows: list[dict[str, str]]) -> bytes:
-    out = io.StringIO(newline="")
-    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().encode()
 
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:
@@ -364,19 +346,11 @@ def _draw(rows: list[dict[str, str]], file: Path) -> Path:
     from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    losses, accuracy = figure.subplots(1, 2)
-    for axes, names, label in (
-        (losses, ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"), "loss"),
-        (accuracy, ("eval_top1", "eval_top5", "eval_top1_ema"), "accuracy (%)"),
-    ):
+    for axes, label, names in zip(figure.subplots(1, 2), _CURVES, _CURVES.values(), strict=True):
         for name in names:
-            points = [(int(r["epoch"]) + 1, float(r[name])) for r in rows if r.get(name)]
-            flat = len({value for _, value in points}) < 2 and name not in ("train_loss", "eval_loss", "eval_top1")
-            same = name == "train_cls_loss" and all(r.get(name) == r.get("train_loss") for r in rows)
-            if points and not same and (not flat or len(points) == 1 and points[0][1]):
-                axes.plot(
-                    *zip(*points, strict=True), label=name.replace("_", " "), marker="." if len(points) < 30 else ""
-                )
+            points = [(int(row["epoch"]) + 1, float(row[name])) for row in rows if row.get(name)]
+            if any(value for _, value in points):
+                axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".")
         axes.set(xlabel="epoch", ylabel=label)
         axes.grid(alpha=0.3)
         if axes.lines:

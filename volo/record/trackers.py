@@ -16,15 +16,13 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -32,7 +30,7 @@ import yaml
 METRICS, ARGUMENTS, PICTURE, FOLDER = "metrics.jsonl", "args.yaml", "first_batch.png", "trackers"
 DEFAULT_PROJECT = "volo-tlt"
 POLL_S = 1.0
-FINISH_S = 60  # that a tracker has after the end of the run, to send what is left
+CALL_S = 120  # that a call of a library may take, before its process ends
 WAIT_S = 30.0  # that a run waits for it after its last update
 _POSITION = {"event", "time", "epoch", "update", "update_in_epoch", "updates_per_epoch", "updates"}
 _OFF = "off: "  # begins the line that says why a process has ended
@@ -67,7 +65,7 @@ class Trackers:
         return [self._why(name, self._running.pop(name).returncode) for name in ended]
 
     def close(self, exit_code: int) -> None:
-        """Tell the trackers how the run has ended; they send what is left and end by themselves, within FINISH_S."""
+        """Tell the trackers how the run has ended; they send what is left and end by themselves."""
         for process in self._running.values():
             assert process.stdin is not None
             with suppress(OSError), process.stdin as pipe:
@@ -81,7 +79,7 @@ class Trackers:
                 if code := process.wait(max(0.0, until - time.monotonic())):
                     warnings.append(self._why(name, code))
             except subprocess.TimeoutExpired:
-                warnings.append(f"--log-{name} is still sending; it goes on without this run, for {FINISH_S} s at most")
+                warnings.append(f"--log-{name} is still sending; it goes on without this run")
         return warnings
 
     def _why(self, name: str, code: int) -> str:
@@ -91,44 +89,21 @@ class Trackers:
         return f"--log-{name} is {reason} ({log})"
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a tracker is opened with.
+class Start(NamedTuple):
+    """What a tracker is opened with."""
 
-    Attributes:
-        run: The run directory, whose name is the run's name.
-        id: The tracker's `id` of an earlier start; "" for a new run.
-        step: The last update that was sent.
-        config: The run's arguments.
-    """
-
-    run: Path
-    id: str
-    step: int
+    run: Path  # its name is the run's
+    id: str  # the tracker's `id` of an earlier start; "" for a new run
+    step: int  # the last update that was sent
     project: str
     tags: Sequence[str]
-    config: dict[str, Any]
+    config: dict[str, Any]  # the run's arguments
 
 
-class Tracker(Protocol):
-    """One library. Every method may raise whatever the library raises, and may take its time.
-
-    Attributes:
-        id: What `Start.id` needs to continue this run.
-    """
-
-    id: str
-
-    def __init__(self, start: Start) -> None: ...
-
-    def log(self, values: dict[str, float], step: int, seconds: float) -> None:
-        """Send the values of an update; `seconds` is the time of the record, since 1970."""
-
-    def picture(self, file: Path, step: int) -> None:
-        """Send the picture of the first batch."""
-
-    def finish(self, exit_code: int) -> None:
-        """Send what is left, and how the run has ended."""
+# A tracker is made of a `Start`. Its methods may raise whatever the library raises, and may take their time:
+# `log(values, step, seconds)` sends the values of an update, recorded so many seconds after 1970; `picture(file, step)`
+# the picture of the first batch; `finish(exit_code)` what is left, and how the run has ended. `id` is what `Start.id`
+# needs to continue this run.
 
 
 class WandB:
@@ -245,7 +220,7 @@ class Trackio:
         self._run.finish()
 
 
-TRACKERS: dict[str, type[Tracker]] = {"wandb": WandB, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
+TRACKERS: dict[str, Any] = {"wandb": WandB, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
 
 
 class Sent:
@@ -290,7 +265,7 @@ def values_of(record: dict[str, Any]) -> dict[str, float]:
     return {f"{event}/{key}": float(values[key]) for key in sorted(values)}
 
 
-def send(tracker: Tracker, records: list[dict[str, Any]], sent: Sent, picture: Path) -> None:
+def send(tracker: Any, records: list[dict[str, Any]], sent: Sent, picture: Path) -> None:
     """Send the records that come after `sent.last`, and the picture before the first of them."""
     step = sent.last[2]
     for record in records:
@@ -301,47 +276,40 @@ def send(tracker: Tracker, records: list[dict[str, Any]], sent: Sent, picture: P
         if not sent.picture and picture.is_file():
             tracker.picture(picture, step)
             sent.picture = True
+        signal.alarm(CALL_S)
         tracker.log(values_of(record), step, datetime.fromisoformat(record["time"]).timestamp())
         sent.last = place
         sent.save()
 
 
-class End:
-    """Waits for the end of the run in a thread of its own; FINISH_S later the process ends, whatever it does then."""
+def how_it_ended(training: int) -> int | None:
+    """Wait POLL_S at most; return the exit code of the run, or None while it goes on.
 
-    def __init__(self) -> None:
-        self.exit_code = 1
-        self._training, self._seen = os.getppid(), threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        # A data worker may hold the other end of the pipe longer than the process that trains lives.
-        while not (told := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == self._training:
-            pass
-        signal.alarm(FINISH_S)
-        self.exit_code = int(os.read(sys.stdin.fileno(), 16) or 1) if told else 1
-        self._seen.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait so long at most; return whether the run has ended."""
-        return self._seen.wait(seconds)
+    Args:
+        training: The process that trains. A data worker may hold the other end of the pipe longer than it lives.
+    """
+    if select.select([sys.stdin], [], [], POLL_S)[0]:
+        return int(os.read(sys.stdin.fileno(), 16) or 1)
+    return 1 if os.getppid() != training else None
 
 
 def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
     """Send the records of a run until it ends; its exit code comes through stdin."""
-    end = End()
+    training, code = os.getppid(), None
+    signal.alarm(CALL_S)
     sent = Sent(run / FOLDER / f"{name}.json")
     config = yaml.safe_load((run / ARGUMENTS).read_bytes())
     tracker = TRACKERS[name](Start(run, sent.id, sent.last[2], project, tags, config))
     sent.id = tracker.id
     sent.save()
-    ended = False
     for records in new_records(run / METRICS):
+        signal.alarm(CALL_S)
         send(tracker, records, sent, run / PICTURE)
-        if ended:
+        if code is not None:
             break
-        ended = end.wait(POLL_S)
-    tracker.finish(end.exit_code)
+        code = how_it_ended(training)
+    signal.alarm(CALL_S)
+    tracker.finish(code)
 
 
 def main() -> None:
