@@ -40,7 +40,7 @@ def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(batch_watch, "_IMAGES", 1)
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(batch_watch, "first_batch_drawer", lambda *_: lambda *_: None)
+        monkeypatch.setattr(batch_watch, "_draw", lambda *_: None)
         monkeypatch.setattr(Logger, "curve", lambda _: None)
 
 

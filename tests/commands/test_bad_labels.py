@@ -8,7 +8,6 @@ an archive (`tests/labels/test_archive.py`), what makes a label file unusable an
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +17,11 @@ import timm
 import torch
 
 from tests.commands.conftest import QUICK, Ended, metrics
-from tlt.data.sources.folder import scan_folder
-from tlt.labels.store import open_labels
 from tlt.tools.cli import main as tlt_command
 from volo.checkpoint.saver import Saver
 
 Call = Callable[..., Ended]
 Train = Callable[..., Ended]
-VALUES = "values.npy"
 
 
 @pytest.fixture
@@ -153,18 +149,6 @@ def test_label_tree_deleted_in_mid_run(
     assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out
 
 
-def test_label_archive_truncated_in_mid_run(
-    train: Train, call: Call, data: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = (archive / VALUES).read_bytes()
-    _after_first_epoch(monkeypatch, lambda: os.truncate(archive / VALUES, 100))
-    ended = train(data, archive, "--epochs 3 -j 2")
-    assert (ended.code, ended.err.count("\n")) == (2, 1) and f"{VALUES} has been cut: row" in ended.err
-    _keeps_the_first_epoch(call, data, tmp_path / "run")
-    (archive / VALUES).write_bytes(whole)
-    assert train(data, archive, "--epochs 3 -j 2 --resume auto").code == 0
-
-
 def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path, tree: Path) -> None:
     said = "the token labels name the class of {} % of 16 sampled images"
     assert (
@@ -175,33 +159,6 @@ def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path
         entry[1] = (entry[1] + 1) % 4
         torch.save(entry, label)
     assert f"warning: {said.format('0.0')}" in train(data, tree, "--dry-run").out
-
-
-ODD_FOLDERS = ("birds/001.Black_footed", "birds/ünï cødé", "a.b/c.d/deep", "日本")
-ODD_NAMES = ("img.v1.001.jpg", "img.v1.002.jpg", "img.jpg", "two words.jpg", "ñ.jpg", os.fsdecode(b"bad\xff\xfe.jpg"))
-
-
-def test_dotted_nested_and_non_ascii_names(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
-    odd, made, unpacked = tmp_path / "odd", tmp_path / "made", tmp_path / "tree"
-    images = sorted(data.glob("train/*/*.jpg"))
-    for number, folder in enumerate(ODD_FOLDERS):
-        for place, name in enumerate(ODD_NAMES):
-            (odd / "train" / folder).mkdir(parents=True, exist_ok=True)
-            shutil.copy(images[(4 * number + place) % 16], odd / "train" / folder / name)
-        (odd / "validation" / folder).mkdir(parents=True)
-        shutil.copy(images[number], odd / "validation" / folder / "v.1.jpg")
-    assert call("label", _annotator(tmp_path), odd, made).code == 0
-    assert tlt_command(["unpack", str(made), str(unpacked)]) == 0
-    assert tlt_command(["check", str(odd), str(made)]) == 0
-    names = scan_folder(str(odd / "train")).paths
-    tree, archive = open_labels(unpacked, names), open_labels(made, names)
-    assert len({tree.reader.source(index) for index in range(24)}) == 24
-    assert all((tree.read(index).values == archive.read(index, 40, 36).values).all() for index in range(24))
-    losses = []
-    for labels in (made, unpacked):
-        assert train(odd, labels, "-j 2", run=f"run-{labels.name}").code == 0
-        losses.append([record["loss"] for record in metrics(tmp_path / f"run-{labels.name}")])
-    assert losses[0] == losses[1]
 
 
 def test_images_without_labels(train: Train, data: Path, archive: Path, tmp_path: Path) -> None:

@@ -193,21 +193,6 @@ def test_token_maps_show_what_the_dense_head_says(
         np.testing.assert_allclose(pixels, ((image * std + mean) * 255).permute(1, 2, 0).numpy(), atol=0.51)
 
 
-@pytest.mark.parametrize("dense_head", [True, False])
-def test_token_maps_of_a_timm_model_that_was_trained_with_token_labels(
-    call: Call, photos: Path, trained: Callable[..., tuple[nn.Module, Path]], tmp_path: Path, dense_head: bool
-) -> None:
-    model, checkpoint = trained("test_resnet")
-    content = torch.load(checkpoint)
-    weight, bias = torch.randn(6, model.num_features), torch.zeros(6)  # type: ignore[call-overload]
-    content["dense_head"] = {"aux_head.weight": weight, "aux_head.bias": bias}
-    content["model_config"]["dense_head"] = dense_head  # False: --token-label-size 1 trains none
-    torch.save(content, checkpoint)
-    ended = call("predict", f"--checkpoint {checkpoint} {FLAGS} --token-maps {tmp_path}/maps", photos / "b9.jpg")
-    assert (ended.code == 0) == dense_head == (tmp_path / "maps" / "b9.jpg.png").exists()
-    assert dense_head or "--token-maps: test_resnet has no trained dense head" in ended.err
-
-
 def test_a_run_says_everything_and_its_best_epochs_average_is_taken(
     call: Call, trained_run: TrainedRun, tmp_path: Path
 ) -> None:

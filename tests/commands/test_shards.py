@@ -10,33 +10,8 @@ import pytest
 import timm
 import torch
 
-from tests.commands.conftest import QUICK, Ended, metrics
 from tlt.tools.cli import main
 from volo import cli
-
-
-def test_programs_do_on_shards_what_they_do_on_the_folder(
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    data, packed = make_dataset(), tmp_path / "packed"
-    labels = make_labels(data)
-    assert main(["pack-images", str(data), str(packed), "--labels", str(labels), "--workers", "1"]) == 0
-    weights = []
-    for name, images, maps in (("folder", data, labels), ("shards", packed, packed)):
-        flags = f"{QUICK} --epochs 1 --lr 2e-3 --token-label --token-label-data {maps} --output {tmp_path}"
-        ended = call("train", f"{images} {flags} --experiment {name}")
-        assert ended.code == 0, ended.err
-        last = tmp_path / name / "last.pth.tar"
-        weights.append(torch.load(last, weights_only=True)["state_dict"])
-        ended = call("validate", f"{images} -b 4 -j 0 --checkpoint {last}")
-        assert ended.code == 0 and "over 8 images" in ended.out, ended.err
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    records = [[record["loss"] for record in metrics(tmp_path / name)] for name in ("folder", "shards")]
-    assert records[0] == records[1] and records[0]
 
 
 def test_annotator_labels_shards(make_dataset: Callable[..., Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import math
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,16 +178,22 @@ def run(args: Namespace) -> int:
         say([write_folder(trained, args.checkpoint, Path(args.to_hf), args.licence, args.origin_url)])
         return 0
     path = Path(args.output)
-    check_path(path)
+    refuse_existing(path, "-o")
+    if not path.parent.is_dir():
+        raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
     kind = FORMATS[args.format]
     for package in kind.packages:
         require(package, extra="onnx")
     trained = load_model(args, args.checkpoint or None, args.dense)
     say(trained.notes)
-    check_dense(trained, args.dense)
+    if args.dense and not getattr(trained.model, "dense_head", False):
+        raise UserError(f"--dense: {trained.args.model} has no trained dense head here; leave the flag out")
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width
-    images = check_images(shape)
+    generator = torch.Generator().manual_seed(0)
+    images = [
+        torch.randn(count, *shape, generator=generator) for count in BATCHES
+    ]  # of noise
     expected = run_all(ExportModule(trained.model, args.dense), images)
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
@@ -207,33 +213,6 @@ def run(args: Namespace) -> int:
     what = f"{trained.args.model} in {args.model_dtype}, any number of images of {' x '.join(map(str, shape))}"
     print(f"wrote {printable(str(path))}: {what}, {path.stat().st_size / 2**20:.1f} MiB")
     return 0
-
-
-def check_path(path: Path) -> None:
-    """Refuse to overwrite a file, or to write into a folder that does not exist.
-
-    Raises:
-        UserError: The file already exists, or its folder does not.
-    """
-    refuse_existing(path, "-o")
-    if not path.parent.is_dir():
-        raise UserError(f"-o {path}: there is no folder {path.parent}: make it first")
-
-
-def check_dense(trained: TrainedModel, dense: bool) -> None:
-    """Refuse `--dense` for a model whose dense head is missing or was never trained.
-
-    Raises:
-        UserError: There is no trained dense head.
-    """
-    if dense and not getattr(trained.model, "dense_head", False):
-        raise UserError(f"--dense: {trained.args.model} has no trained dense head here; leave the flag out")
-
-
-def check_images(shape: Sequence[int]) -> list[Tensor]:
-    """Batches of noise (B, channels, H, W) to compare file and model on, the same in every run."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(count, *shape, generator=generator) for count in BATCHES]
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from volo.checkpoint.model_config import class_names
 from volo.cluster.distributed import World, choose_device, limit_threads
 from volo.commands.attention import TOP, View, answers_page
 from volo.commands.console import say
-from volo.commands.predictions import Table, prediction_rows, prediction_table, write_embeddings, write_predictions
+from volo.commands.predictions import prediction_rows, prediction_table, write_embeddings, write_predictions
 from volo.record.run_directory import check_writable
 from volo.train.convolutions import check_convolutions
 from volo.train.data import validation_loader
@@ -59,11 +59,10 @@ class Found(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What was found: `read` are the numbers of the images that could be read, a row of the tables each."""
+    """What was found: `read` are the numbers of the images that could be read, a row of each tensor."""
 
     read: list[int]
-    best: Table  # `probability` and `class_id` (N, k)
-    features: Table  # as of `Answer`
+    tensors: dict[str, list[Tensor]]  # by batch: `probability` and `class_id` (N, k), and `Answer.features`
 
 
 class Answer(NamedTuple):
@@ -222,16 +221,16 @@ def predict(
     Raises:
         UserError: Not one image can be read, or the model doesn't have the features asked for.
     """
-    found = Results([], Table(len(files)), Table(len(files)))
+    found = Results([], defaultdict(list))
     progress = Progress("predicting", len(files))
     try:
         for batch in loader:
             answer, indices = look(trained.model, batch.images, args, precision), batch.indices.tolist()
             if answer.probabilities is not None:
                 best = answer.probabilities.topk(min(args.topk, answer.probabilities.shape[1]))
-                found.best.add({"probability": best.values, "class_id": best.indices})
-            if answer.features:
-                found.features.add(answer.features)
+                answer.features.update(probability=best.values, class_id=best.indices)
+            for name, rows in answer.features.items():
+                found.tensors[name].append(rows)
             if answer.token_classes is not None:
                 draw_token_maps(args.token_maps, batch.images, answer, trained, [files[i] for i in indices], names)
             found.read.extend(indices)
@@ -330,9 +329,9 @@ def report(args: Namespace, paths: list[str], names: list[str], results: Results
     Raises:
         NotWrittenError: A file can't be written.
     """
-    best, features = results.best.tensors(), results.features.tensors()
-    if best:
-        rows = prediction_rows(paths, best["class_id"], best["probability"], names)
+    features = {name: torch.cat(results.tensors.pop(name)) for name in [*results.tensors]}
+    if "class_id" in features:
+        rows = prediction_rows(paths, features.pop("class_id"), features.pop("probability"), names)
         if len(paths) <= FEW or not (args.output or args.embeddings or args.token_maps):
             print(*prediction_table(rows), sep="\n")
         if args.output:

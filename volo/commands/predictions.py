@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.errors import UserError, require
+from tlt.errors import require
 from tlt.io.text import table
 from tlt.tools.drawing import shorten
 from volo.checkpoint.checkpoint_file import explained, install
@@ -21,44 +20,6 @@ from volo.checkpoint.checkpoint_file import explained, install
 COLUMNS = ("path", "rank", "class_id", "class_name", "probability")
 Rows = Sequence[tuple[str, int, int, str, float]]
 _WIDTH = 60  # characters of a class name on the terminal
-
-
-class Table:
-    """Rows of several tensors, in memory that is taken once.
-
-    Args:
-        most: Number of rows that there is room for.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most, self.count = most, 0
-        self._tensors: dict[str, Tensor] = {}
-
-    def add(self, rows: dict[str, Tensor]) -> None:
-        """Append B rows to each tensor, all of them (B, ...). Raises UserError if the machine has too little memory."""
-        for name, values in rows.items():
-            if name not in self._tensors:
-                self._tensors[name] = self._room(name, values)
-            self._tensors[name][self.count : self.count + len(values)] = values
-        self.count += len(next(iter(rows.values())))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The rows added so far, by name; nothing if none was."""
-        return {name: tensor[: self.count] for name, tensor in self._tensors.items()}
-
-    def _room(self, name: str, values: Tensor) -> Tensor:
-        shape = (self.most, *values.shape[1:])
-        gib = float(np.prod(shape, dtype=np.float64)) * values.element_size() / 2**30
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        told = f"{name} of {self.most} images take {gib:,.1f} GiB of memory"
-        if gib > memory:
-            raise UserError(
-                f"--embeddings: {told}, this machine has {memory:,.1f}: --embeddings-pooled-only leaves the tokens "
-                "out; or take fewer images at a time"
-            )
-        if gib > 1:
-            print(told, flush=True)
-        return torch.empty(shape, dtype=values.dtype)
 
 
 def prediction_rows(paths: Sequence[str], ids: Tensor, probabilities: Tensor, names: Sequence[str]) -> Rows:
