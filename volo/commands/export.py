@@ -191,9 +191,7 @@ def run(args: Namespace) -> int:
 
     shape = tuple(trained.settings["input_size"])  # channels, height, width
     generator = torch.Generator().manual_seed(0)
-    images = [
-        torch.randn(count, *shape, generator=generator) for count in BATCHES
-    ]  # of noise
+    images = [torch.randn(count, *shape, generator=generator) for count in BATCHES]  # of noise
     expected = run_all(ExportModule(trained.model, args.dense), images)
     config = json.dumps(recorded_config(trained, args.dense))
     fold_batchnorm(trained.model)
