@@ -59,7 +59,7 @@ _ROWS: dict[type[nn.Module], str] = {
     ClassAttention: "class attention: what the class token looks at",
 }
 _ACROSS = 3  # layers of each kind: the first, a middle and the last one
-_SIDE, _LINES = 3.4, 0.8  # inches: width of a picture, and what stands above it
+_SIDE, _LINES = 3.4, 0.55  # inches: width of a picture, and what stands above it
 _LEGEND = "Means over the heads, from the smallest value (blue) to the largest (yellow). Cyan: the query."
 
 

@@ -11,11 +11,12 @@ import copy
 import difflib
 import math
 import os
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn
 
 from tlt._version import __version__
@@ -214,7 +215,8 @@ class FlagParser(argparse.ArgumentParser):
         name = _started_as(program)
         told = "Values in brackets are the defaults, words in parentheses what happens without the flag."
         told += " --no-X turns a switch off that a recipe turns on." if undo else ""
-        super().__init__(name, f"{name} {usage}", description, told, formatter_class=_Columns, allow_abbrev=False)
+        columns = partial(argparse.HelpFormatter, max_help_position=34, width=min(get_terminal_size().columns, 120) - 2)
+        super().__init__(name, f"{name} {usage}", description, told, formatter_class=columns, allow_abbrev=False)
         self.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
         self.flags: dict[str, Flag] = {}
         for group in groups:
@@ -257,13 +259,6 @@ class FlagParser(argparse.ArgumentParser):
         known = [name for row in self.flags.values() for name in row.names if name.startswith("-")]
         near = nearest(name, ["--help", "--version", *known])
         return f"unknown flag {name}" + (f", did you mean {near}?" if near else "")
-
-
-class _Columns(argparse.HelpFormatter):
-    """Two columns over the width of the terminal, at most 118 characters."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=min(shutil.get_terminal_size().columns, 120) - 2)
 
 
 @dataclass(frozen=True)
