@@ -1,20 +1,19 @@
-"""Dense logits from an annotator network: what it sees at every place of its last feature map.
+"""Dense logits from an annotator network: what it sees at every position of its last feature map.
 
-A network that averages its last map and puts a linear layer on the mean can put that layer on every place instead: the
-mean of these dense logits is then its ordinary output. This holds for most ConvNets, for Swin, and for vision
+A network that averages its last map and puts a linear layer on the mean can put that layer on every position instead:
+the mean of these dense logits is then its ordinary output. This holds for most ConvNets, for Swin, and for vision
 transformers that normalise before they average.
 
 Where a layer norm or RMS norm stands between the average and the linear layer (ConvNeXt, most vision transformers with
-average pooling), the head is not linear, and the mean of what it says of each place alone is not its output. Such a
-norm is linear but for one number, the deviation it divides by; and the network has computed that number, from the
-average. Dense logits here divide every place by this deviation of its image. Their mean is the output, exactly; a
-place's logits differ from those that the head would give it alone by one positive factor before the constant term, so
-that what is dim in the image stays dim.
+average pooling), the head is linear but for one number: the deviation of the average, by which the norm divides. Dense
+logits here divide every position by this deviation of its image, so that their mean is the output, exactly; a position's
+logits differ from those that the head would give it alone by one positive factor before the constant term.
 
 Where neither holds (an activation behind the pooling, attention pooling, a class token) there are no exact dense
-logits, and `check_dense` refuses the network. Models with a dense head were trained to label their places, and use it.
+logits, and `check_dense` refuses the network. Models with a dense head were trained to label their positions, and use
+it.
 
-Shapes: B images, C classes, maps of `h x w` places, `channels` features.
+Shapes: B images, C classes, maps of `h x w` positions, `channels` features.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def dense_logits(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
-    """What the places of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It may
-    reach outside, where a place looks at padding."""
+    """What the positions of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It
+    reaches outside where a position looks at padding."""
     if isinstance(model, TOKEN_LABEL_MODELS):
         return model.token_places(img_size).window(model.token_grid(img_size), img_size)
     found = find_tokens(model, img_size)
@@ -74,7 +73,7 @@ class Annotation(NamedTuple):
 
     Attributes:
         values, ids: (B, k, h, w) float16 and int32, as of `top_classes`.
-        log_sum_exp: (B, h, w) float32, of all logits of a place, where those listed count as rounded in `values`.
+        log_sum_exp: (B, h, w) float32, of all logits of a position, where those listed count as rounded in `values`.
     """
 
     values: Tensor
@@ -145,7 +144,7 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         features, tokens = _features(model, images)
         # Untrained or small features can leave a nonlinear head in its nearly linear range, and small images can leave
-        # a map of one place: large features of both signs do neither.
+        # a map of one position: large features of both signs do neither.
         probe = torch.randn((2, 3, 3, features.shape[-1]), generator=torch.Generator().manual_seed(0)).to(features)
         pairs = [
             (model(images), _classify(model, features, tokens)),
@@ -167,8 +166,8 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
 
 
 def top_classes(dense: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of every place of (B, h, w, C), or all C where there are fewer classes: values (B, k, h, w)
-    float16 and ids (B, k, h, w) int32, the largest first."""
+    """The k largest logits of every position of (B, h, w, C), or all C where there are fewer classes, the largest
+    first: values (B, k, h, w) float16 and ids (B, k, h, w) int32."""
     values, ids = dense.float().topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
     return values.permute(0, 3, 1, 2).half(), ids.permute(0, 3, 1, 2).int()
 
@@ -207,7 +206,7 @@ def _head(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
 
 
 def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
-    """(B, h, w, channels) -> (B, h, w, C): the head applied to every place, see the module's description."""
+    """(B, h, w, channels) -> (B, h, w, C): the head applied to every position, see the module's description."""
     if isinstance(model, TokenLabelModel):
         return model.aux_head(features)
     if isinstance(model, WithDenseHead):
@@ -221,6 +220,6 @@ def _classify(model: nn.Module, features: Tensor, tokens: bool) -> Tensor:
                 f"classifier; {_SUGGESTION}"
             )
         return classifier(norm_with_scale_of(norm, features, features.mean((1, 2))).to(features.dtype))
-    # As if every place were an image of its own, so that whatever the head does is done.
+    # As if every position were an image of its own, so that whatever the head does is done.
     batch, h, w, channels = features.shape
     return _head(model, features.reshape(batch * h * w, 1, 1, channels), tokens).view(batch, h, w, -1)

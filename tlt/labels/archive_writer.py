@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tlt.errors import UserError
 from tlt.io.files import write_whole
 from tlt.io.names import Names
 from tlt.io.output_folder import OutputFolder
+from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import Agreement
@@ -40,7 +41,6 @@ class ArchiveWriter:
 
     Attributes:
         complete: The same command has written the archive before; then no row may be written.
-        begun: The same command has begun to write it before.
 
     Raises:
         UserError: The folder holds something else, another archive, or can't be written.
@@ -57,23 +57,23 @@ class ArchiveWriter:
     ) -> None:
         self.root, self.info = Path(root), info
         self.names = names if isinstance(names, Names) else Names(names)
-        self.complete = self.begun = False
+        self.complete = False
         try:
             self._folder = self._begin(overwrite, large_ids) if first else None
         except OSError as error:
             raise self._unwritable(error) from error
         self._rows = Rows(root, info, len(names), writable=not self.complete)
 
-    def pending(self, step: Callable[[], None] = lambda: None) -> list[int]:
-        """The rows that have no label yet; `step` is called once per row."""
-        if self.complete:
-            return []
-        rows = []
-        for row, (done, crc32) in enumerate(zip(*self._rows.states(), strict=True)):
-            if done != LABEL or self._rows.read(row, int(crc32)) is None:
-                rows.append(row)
-            step()
-        return rows
+    def pending(self) -> list[int]:
+        """The rows that have no label yet. Those that are said to have one are read again."""
+        done, crc32 = self._rows.states()
+        if len(written := np.flatnonzero(done == LABEL).tolist()):
+            progress = Progress("checking labels", len(written), "label")
+            for row in written:
+                done[row] = LABEL if self._rows.read(row, int(crc32[row])) is not None else 0
+                progress.step()
+            progress.close()
+        return np.flatnonzero(done != LABEL).tolist()
 
     def write(self, row: int, label_map: LabelMap) -> None:
         """Write a map into a row.
@@ -152,7 +152,7 @@ class ArchiveWriter:
         settings = {"format": FORMAT, **described, "records": len(self.names), "names_crc32": names_crc(block, ends)}
         columns = ("values", "ids", "lse", "crc32", "done", "names", "name_ends")
         folder = OutputFolder(self.root, META_NAME, settings, [f"{name}.npy" for name in columns], overwrite)
-        self.begun, self.complete = folder.begun, folder.complete
+        self.complete = folder.complete
         if folder.complete:
             return folder
         for name, array in (("names", block), ("name_ends", ends)):

@@ -1,13 +1,13 @@
-"""Make token labels: for every place of every image in a folder, the classes that an annotator network finds there.
+"""Make token labels: for every position of every image in a folder, the classes that an annotator network finds there.
 
     python generate_label.py DATA OUT --model dm_nfnet_f6 --pretrained --img-size 576 -b 32
     python generate_label.py DATA OUT --checkpoint runs/annotator/model_best.pth.tar
     ./distributed_generate_label.sh 8 DATA OUT ...                                   one process per GPU
 
 DATA is a folder of class folders, or holds one called `train` (`--split` names another): then that one is annotated.
-OUT becomes a label archive (docs/token_label_archive.md) of the k largest logits of every place and their classes; `tlt
-unpack` makes files as published of it. The whole image is shown to the annotator, squashed to its input size, so that
-every crop of it has labels. The annotator is a timm ConvNet, Swin or vision transformer with average pooling, or a
+OUT becomes a label archive (docs/token_label_archive.md) of the k largest logits of every position and their classes;
+`tlt unpack` makes files as published of it. The whole image is shown to the annotator, squashed to its input size, so
+that every crop of it has labels. The annotator is a timm ConvNet, Swin or vision transformer with average pooling, or a
 model with a dense head: VOLO, LV-ViT, and whatever was trained with token labels.
 
 The same command continues after any interruption, with any number of processes. The last bits of a network's output
@@ -84,7 +84,9 @@ def label_folder(args: Namespace, world: World) -> None:
     if from_primary(writer.complete):
         writer.close()
         return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)
-    pending = from_primary(find_pending(writer) if world.is_primary else [])
+    pending = from_primary(writer.pending() if first else [])
+    if len(pending) < len(folder):
+        say([f"{len(folder) - len(pending)} of {len(folder)} images are labelled already"], first)
     make_labels(trained, folder, writer, pending, annotator, world)
 
 
@@ -156,18 +158,6 @@ def describe(trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) 
         transfer=args.transfer,
         log_sum_exp=not args.no_log_sum_exp,
     )
-
-
-def find_pending(writer: ArchiveWriter) -> list[int]:
-    """Return the rows of the folder that have no labels yet, and print how many have."""
-    images = len(writer.names)
-    if not writer.begun:
-        return list(range(images))
-    progress = Progress("checking labels", images)
-    pending = writer.pending(progress.step)
-    progress.close()
-    print(f"{images - len(pending)} of {images} images are labelled already", flush=True)
-    return pending
 
 
 def make_labels(
@@ -277,7 +267,7 @@ def finish(
     agreement = writer.finish([folder.paths[row] for row in skipped], None if args.transfer else folder.classes)
     info = writer.info
     print(
-        f"{len(pending) - len(skipped)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} places "
+        f"{len(pending) - len(skipped)} label maps of {info.k} classes on {info.grid[0]} x {info.grid[1]} cells "
         f"made in {args.token_label_root}, for {len(folder)} images",
         flush=True,
     )

@@ -133,7 +133,7 @@ _GENERATE_LABEL = (
     Group("Model", *MODEL),
     Group(
         "Labels",
-        flag("--top-k", POSITIVE, 5, "classes kept per place of the map"),
+        flag("--top-k", POSITIVE, 5, "classes kept per cell of the map"),
         switch("--no-log-sum-exp", "without what --label-tail exact needs, a sixth smaller"),
         switch("--transfer", "the annotator's classes are not the folder's: measure no accuracy"),
         switch("--overwrite", "replace the archive in OUT, and nothing else"),
