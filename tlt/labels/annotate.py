@@ -6,8 +6,8 @@ transformers that normalise before they average.
 
 Where a layer norm or RMS norm stands between the average and the linear layer (ConvNeXt, most vision transformers with
 average pooling), the head is linear but for one number: the deviation of the average, by which the norm divides. Dense
-logits here divide every position by this deviation of its image, so that their mean is the output, exactly; a position's
-logits differ from those that the head would give it alone by one positive factor before the constant term.
+logits here divide every position by this deviation of its image, so that their mean is the output, exactly; those of a
+position differ from what the head would say of it alone by one positive factor before the constant term.
 
 Where neither holds (an activation behind the pooling, attention pooling, a class token) there are no exact dense
 logits, and `check_dense` refuses the network. Models with a dense head were trained to label their positions, and use

@@ -206,11 +206,11 @@ class ArchiveReader:
     """
 
     def __init__(self, root: str, names: Names) -> None:
-        self.root, self._names, meta = root, names, read_meta(root)
-        self.info, self._stored = meta.info, read_names(root, meta)
-        self.rows = Rows(root, meta.info, meta.records)
+        self.root, self._names, self._meta = root, names, read_meta(root)
+        self.info = self._meta.info
+        self.rows = Rows(root, self.info, self._meta.records)
         self._done, self._crc32 = self.rows.states()
-        self._row_of = _match(names, self._stored, root)  # (images,) -1: none
+        self._row_of = _match(names, read_names(root, self._meta), root)  # (images,) -1: none
         self._row_of[self._done[self._row_of] == NO_LABEL] = -1
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
@@ -231,7 +231,8 @@ class ArchiveReader:
     def extra(self) -> list[str]:
         unused = self._done == LABEL
         unused[self._row_of[self._row_of >= 0]] = False
-        return [self._stored[row] for row in np.flatnonzero(unused).tolist()]
+        stored = read_names(self.root, self._meta)
+        return [stored[row] for row in np.flatnonzero(unused).tolist()]
 
 
 def _match(names: Names, stored: Names, root: str) -> np.ndarray:
