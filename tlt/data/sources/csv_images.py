@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
 from tlt.data.sources.folder import ImageFolder, split_names
-from tlt.data.sources.source import renumber
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import Names, leads_out
 from tlt.io.natural import natural_sorted
 from tlt.io.text import printable, some_names
 
 
-def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None, _found: object) -> ImageFolder:
+def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
     """The images of a table, in its order.
 
     Args:
@@ -24,7 +22,6 @@ def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None
             file below `data`, and counts from there.
         data: Folder of the data set.
         split: Which rows, where there is a column `split`: those with this name or one of its synonyms.
-        class_names: Imposed class list; None: all classes of the table in natural order.
 
     Raises:
         UserError: The file can't be read, has other columns or a row of other fields, names an image twice, one that is
@@ -44,8 +41,7 @@ def open_csv(name: str, data: str, split: str, class_names: Sequence[str] | None
         raise UserError(f"{shown} names {what}: paths count from {printable(data)}")
     own = natural_sorted({row["class"] for row in rows})
     number = {name: row for row, name in enumerate(own)}
-    classes, known = renumber(np.array([number[row["class"]] for row in mine]), own, class_names, shown)
-    return ImageFolder(data, Names(paths), classes, known, own)
+    return ImageFolder(data, Names(paths), np.array([number[row["class"]] for row in mine]), own, own)
 
 
 def _rows(file: str) -> list[dict[str, str]]:

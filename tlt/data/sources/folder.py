@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tlt.data.sources.source import Found, ImageSource
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import Names
 from tlt.io.natural import natural_sorted
-from tlt.io.text import NAMES_SHOWN, printable, some_names
+from tlt.io.text import printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
@@ -45,22 +45,12 @@ class ImageFolder(ImageSource):
         return cls(paths=Names.packed(arrays["names"].data, arrays["name_ends"]), classes=arrays["classes"], **plain)
 
 
-def scan_folder(
-    root: str | os.PathLike[str],
-    class_names: Sequence[str] | None = None,
-    found: Found | None = None,
-) -> ImageFolder:
-    """Find all images under `root`.
-
-    Args:
-        root: Folder of class folders, at any depth.
-        class_names: Imposed class list (the training set's, or a class map's); None: the folders found, in natural
-            order, those without images included.
-        found: See `list_folder`.
+def scan_folder(root: str | os.PathLike[str], found: Found | None = None) -> ImageFolder:
+    """Find all images under `root`, a folder of class folders, at any depth. The classes are the folders found, in
+    natural order, those without images included.
 
     Raises:
-        UserError: Missing or unreadable folder, no images, two class folders of one name, a folder that is not in
-            `class_names`.
+        UserError: Missing or unreadable folder, no images, two class folders of one name.
     """
     listing = list_folder(root, found)
     shown, folders = printable(listing.root), dict[str, str]()
@@ -71,13 +61,8 @@ def scan_folder(
                 f"two class folders named {printable(os.path.basename(folder))!r} in {shown}: {printable(first)} and "
                 f"{printable(folder)}; the folder's own name is the class, so give each its own"
             )
-    names = natural_sorted(folders) if class_names is None else list(class_names)
+    names = natural_sorted(folders)
     index = {name: number for number, name in enumerate(names)}
-    if unknown := [name for name in folders if name not in index]:
-        raise UserError(
-            f"{shown} has {len(unknown)} class folders that are not in the class list of the training set or class "
-            f"map: {some_names(unknown)}"
-        )
     if not len(listing.names):
         notes = "".join(f"; {line}" for line in listing.warnings)
         raise UserError(
@@ -85,12 +70,9 @@ def scan_folder(
             f"Pillow reads){notes}"
         )
     classes = np.array([index[os.path.basename(folder)] for folder in listing.leaves], np.int64)[listing.leaf]
-    empty = np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0).tolist()
     warnings = [*listing.warnings]
-    if empty:
-        numbers = ", ".join(f"{printable(names[number])!r} (class {number})" for number in empty[:NAMES_SHOWN])
-        more = f" and {len(empty) - NAMES_SHOWN} more" if len(empty) > NAMES_SHOWN else ""
-        warnings.append(f"{shown}: {len(empty)} classes without images keep their number: {numbers}{more}")
+    if empty := [names[number] for number in np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0)]:
+        warnings.append(f"{shown}: {len(empty)} classes without images keep their number: {some_names(empty)}")
     return ImageFolder(listing.root, listing.names, classes, names, list(folders), warnings)
 
 

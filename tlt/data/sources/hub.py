@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length, read_file
-from tlt.data.sources.source import ImageSource, numbered_names, renumber
+from tlt.data.sources.source import ImageSource, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.text import printable
 
@@ -35,9 +34,7 @@ class HubImages(ImageSource):
         return bytearray(data)
 
 
-def open_hub_dataset(
-    name: str, data: str | None, split: str, class_names: Sequence[str] | None, _found: object
-) -> HubImages:
+def open_hub_dataset(name: str, data: str | None, split: str, _found: object) -> HubImages:
     """A data set with one column of images and one of classes.
 
     Args:
@@ -59,12 +56,11 @@ def open_hub_dataset(
     image = _column(table.features, datasets.Image, "image", shown)
     label = _column(table.features, datasets.ClassLabel, "label", shown)
     own = list(table.features[label].names)
-    numbers = np.asarray(table.select_columns(label).with_format("numpy")[label][:])
-    classes, names = renumber(numbers, own, class_names, f"{shown}, split {printable(split)},")
+    classes = np.asarray(table.select_columns(label).with_format("numpy")[label][:], np.int64)
     # As Arrow's values, which are views of the mapped file: a length is known before anything is copied.
     table = table.select_columns(image).cast_column(image, datasets.Image(decode=False)).with_format("arrow")
-    paths = numbered_names(own[number] for number in numbers)
-    return HubImages(f"{name}/{split}", paths, classes, names, own, table=table)
+    paths = numbered_names(own[number] for number in classes)
+    return HubImages(f"{name}/{split}", paths, classes, own, own, table=table)
 
 
 def _column(features: Any, kind: type, preferred: str, shown: str) -> str:

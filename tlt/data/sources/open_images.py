@@ -8,7 +8,7 @@ from importlib import import_module
 
 from tlt.data.sources.dataset_kinds import OPENERS, needs_folder, parse_kind
 from tlt.data.sources.folder import find_split, scan_folder
-from tlt.data.sources.source import Found, ImageSource
+from tlt.data.sources.source import Found, ImageSource, check_classes
 from tlt.data.sources.tar_shards import PACKING, TABLE, open_shards
 from tlt.errors import MissingSplit, UserError
 from tlt.io.text import printable
@@ -45,15 +45,17 @@ def open_images(
         if kind:
             module, _, function = OPENERS[kind].partition(".")
             opener = getattr(import_module(f"tlt.data.sources.{module}"), function)
-            images: ImageSource = opener(name, data, split, class_names, found)
-            return images
-        folder = find_split(data or "", split, allow_root)
-        if _is_sharded(folder):
-            return open_shards(folder, class_names, found)
-        return scan_folder(folder, class_names, found)
+            images: ImageSource = opener(name, data, split, found)
+        else:
+            folder = find_split(data or "", split, allow_root)
+            images = open_shards(folder, found) if _is_sharded(folder) else scan_folder(folder, found)
     except MissingSplit as error:
         held_out = "; --val-fraction 0.1 makes a split" if split_flag in ("--train-split", "--val-split") else ""
         raise UserError(f"{error} ({split_flag}){held_out}") from error
+    check_classes(images.classes, images.class_names, printable(images.root))
+    if class_names is not None:
+        images.number_by(class_names)
+    return images
 
 
 def _is_sharded(folder: str) -> bool:

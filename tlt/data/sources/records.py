@@ -29,7 +29,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length
-from tlt.data.sources.source import Found, ImageSource, left_out_lines, renumber
+from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import UserError
 from tlt.io.files import READ_FLAGS, read_into, with_retries, write_whole
 from tlt.io.names import Names, leads_out
@@ -97,7 +97,6 @@ def open_records(
     table: str,
     scan: Callable[[str], FileRecords],
     contents: Callable[[list[FileRecords]], Contents],
-    class_names: Sequence[str] | None = None,
     found: Found | None = None,
 ) -> RecordImages:
     """The images in large files; their table is made first where there is none, by one process at a time.
@@ -107,11 +106,10 @@ def open_records(
         table: Path of their table, without an ending.
         scan: Reads a file, every byte of it. Raises UserError: it is cut, damaged or something else.
         contents: What the scanned files hold together.
-        class_names: Imposed class list; None: the table's own.
         found: Called often, with what is done and how many files were read; None: lines are printed.
 
     Raises:
-        UserError: A file is missing, cut, damaged, or not the one of the table; classes that are not in `class_names`.
+        UserError: A file is missing, cut, damaged, or not the one of the table.
     """
     shown = f"{printable(table)}.json"
     if not os.path.isfile(f"{table}.json"):
@@ -130,7 +128,7 @@ def open_records(
                 f"{shown} can't be written ({error}): where the data set is read-only, make a folder with links to its "
                 "files, and give that as DATA"
             ) from error
-    images = RecordImages(table, class_names)
+    images = RecordImages(table)
     if other := {*map(os.path.abspath, images.files)} ^ {*map(os.path.abspath, paths)}:
         raise UserError(
             f"{shown} is of {len(images.files)} files, not of the {len(paths)} that are there "
@@ -219,7 +217,6 @@ class RecordImages(ImageSource):
 
     Args:
         table: Path of the table, without an ending.
-        class_names: Imposed class list; None: the table's own.
 
     Attributes:
         rows: (N,) of `ROW`.
@@ -227,13 +224,12 @@ class RecordImages(ImageSource):
         about: What `write_table` was given to keep.
 
     Raises:
-        UserError: The table is cut, damaged or something else; a file is missing or of another length; `class_names`
-            lacks a class.
+        UserError: The table is cut, damaged or something else; a file is missing or of another length.
     """
 
     paths: Names
 
-    def __init__(self, table: str, class_names: Sequence[str] | None = None) -> None:
+    def __init__(self, table: str) -> None:
         shown = f"{printable(table)}.json"
         remedy = "copy the files again, or remove it: it is then made anew"
         try:
@@ -262,19 +258,14 @@ class RecordImages(ImageSource):
                     f"{printable(path)} {what}: copy it again, or remove {shown}: the table is then made anew"
                 )
         self.about = description["about"]
-        own, with_images = description["class_names"], description["folder_names"]
-        unnamed = own == [str(number) for number in range(len(own))]
-        if class_names is not None and unnamed and len(own) <= len(class_names):
-            with_images, own = [class_names[int(number)] for number in with_images], list(class_names)
-        classes, known = renumber(self.rows["class"], own, class_names, shown)
+        paths, classes = Names.packed(block.data, self.rows["name_end"]), self.rows["class"].astype(np.int64)
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
-        paths = Names.packed(block.data, self.rows["name_end"])
-        super().__init__(folder, paths, classes, known, with_images, warnings)
+        super().__init__(folder, paths, classes, description["class_names"], description["folder_names"], warnings)
         self._table = table
         self._open: dict[int, int] = {}
 
-    def __reduce__(self) -> tuple[type[RecordImages], tuple[str, list[str]]]:
-        return RecordImages, (self._table, self.class_names)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecordImages, (self._table,), {"classes": self.classes, "class_names": self.class_names}
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_open", {}).values():

@@ -7,6 +7,7 @@ sets of Hugging Face (`hub.py`) and of torchvision (`torch_datasets.py`).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,22 @@ class ImageSource:
         pixels."""
         return read_size(self.read(index, max_pixels), max_pixels)
 
+    def number_by(self, class_names: Sequence[str]) -> None:
+        """Number the classes as in another class list: the training set's, or a class map. Classes that are numbers
+        without names are taken for those of the list. Raises UserError: it lacks a class."""
+        own = self.class_names
+        if own == [str(number) for number in range(len(own))] and len(own) <= len(class_names):
+            self.folder_names = [class_names[int(number)] for number in self.folder_names]
+        elif own != list(class_names):
+            numbers = {name: number for number, name in enumerate(class_names)}
+            if unknown := [own[number] for number in np.unique(self.classes) if own[number] not in numbers]:
+                raise UserError(
+                    f"{printable(self.root)} has {len(unknown)} classes that are not in the class list of the training "
+                    f"set or class map: {some_names(unknown)}"
+                )
+            self.classes = np.array([numbers.get(name, -1) for name in own], np.int64)[self.classes]
+        self.class_names = list(class_names)
+
     def select(self, rows: Sequence[int] | np.ndarray) -> ImageSource:
         """The images `rows` in that order, as a source of their own."""
         return SelectedImages.of(self, np.asarray(rows, np.int64))
@@ -92,41 +109,17 @@ class SelectedImages(ImageSource):
         return self.whole.read(int(self.rows[index]), max_pixels)
 
 
-def renumber(
-    classes: np.ndarray, own: Sequence[str], imposed: Sequence[str] | None, where: str
-) -> tuple[np.ndarray, list[str]]:
-    """Class of each image and the class list, by the numbers of an imposed list.
-
-    Args:
-        classes: (N,) numbers in `own`.
-        imposed: Class list of the training set or a class map; None: `own`.
-        where: The data set, for messages.
-
-    Returns:
-        (N,) int64, and the class list.
-
-    Raises:
-        UserError: A number that `own` doesn't have, two classes of one name, or one that `imposed` doesn't have.
-    """
-    classes = np.asarray(classes, np.int64)
+def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -> None:
+    """Raise UserError, which names `where`: no images, a number without a name, or two classes of one name."""
     if len(classes) == 0:
         raise UserError(f"{where} holds no images")
-    if classes.min() < 0 or classes.max() >= len(own):
-        bad = classes.min() if classes.min() < 0 else classes.max()
-        raise UserError(f"{where}: an image is of class {bad}, but there are {len(own)} classes: take a labelled split")
-    if len(set(own)) < len(own):
-        twice = next(name for name in own if list(own).count(name) > 1)
-        raise UserError(f"{where}: two classes are named {printable(twice)!r}: give each a name of its own")
-    if imposed is None or list(imposed) == list(own):
-        return classes, list(own)
-    numbers = {name: number for number, name in enumerate(imposed)}
-    unknown = [own[number] for number in np.unique(classes) if own[number] not in numbers]
-    if unknown:
+    if outside := [int(each) for each in (classes.min(), classes.max()) if not 0 <= each < len(class_names)]:
+        known = len(class_names)
         raise UserError(
-            f"{where} has {len(unknown)} classes that are not in the class list of the training set or class map, "
-            f"such as {printable(unknown[0])}"
+            f"{where}: an image is of class {outside[0]}, but there are {known} classes: take a labelled split"
         )
-    return np.array([numbers.get(name, -1) for name in own], np.int64)[classes], list(imposed)
+    if twice := [name for name, count in Counter(class_names).items() if count > 1]:
+        raise UserError(f"{where}: two classes are named {printable(twice[0])!r}: give each a name of its own")
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,11 +45,11 @@ class ByteRange(NamedTuple):
 Samples = dict[str, dict[str, ByteRange]]  # key -> extension -> where
 
 
-def open_shards(folder: str, class_names: Sequence[str] | None = None, found: Found | None = None) -> RecordImages:
+def open_shards(folder: str, found: Found | None = None) -> RecordImages:
     """The images in the tar files of a folder, but the hidden ones that a killed writer left."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
     paths = [os.path.join(folder, name) for name in names]
-    return open_records(paths, os.path.join(folder, TABLE), scan_tar, tar_contents, class_names, found)
+    return open_records(paths, os.path.join(folder, TABLE), scan_tar, tar_contents, found)
 
 
 def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:

@@ -23,7 +23,7 @@ import numpy as np
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.image_file import most_bytes
 from tlt.data.sources.records import ROW, Contents, FileRecords, RecordImages, checked_name, concatenated, open_records
-from tlt.data.sources.source import Found, class_folder, numbered_names, renumber
+from tlt.data.sources.source import Found, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.names import leads_out
 from tlt.io.natural import natural_key, natural_sorted
@@ -60,9 +60,7 @@ message_type { name: "Example"
 Features = dict[str, list[bytes | int]]
 
 
-def open_tfrecords(
-    _name: str, data: str, split: str, class_names: Sequence[str] | None, found: Found | None
-) -> RecordImages:
+def open_tfrecords(_name: str, data: str, split: str, found: Found | None) -> RecordImages:
     """The images in the TFRecord files of a split: those in its folder, or those whose names hold its name. Classes are
     named by `label.labels.txt` beside the files, where it is there.
 
@@ -78,7 +76,7 @@ def open_tfrecords(
         if files:
             contents = partial(record_contents, class_names=_class_names(os.path.join(folder, "label.labels.txt")))
             paths = _whole(folder, files)
-            return open_records(paths, os.path.join(folder, table), scan_records, contents, class_names, found)
+            return open_records(paths, os.path.join(folder, table), scan_records, contents, found)
     searched = ", ".join(map(printable, split_names(split)))
     raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
@@ -86,7 +84,7 @@ def open_tfrecords(
     )
 
 
-def open_tfds(name: str, data: str, split: str, class_names: Sequence[str] | None, found: Found | None) -> RecordImages:
+def open_tfds(name: str, data: str, split: str, found: Found | None) -> RecordImages:
     """The images of a split that tensorflow_datasets prepared.
 
     Args:
@@ -106,7 +104,7 @@ def open_tfds(name: str, data: str, split: str, class_names: Sequence[str] | Non
             f"--dataset tfds/{name}: no version {printable(version)} in {printable(folder)}, which holds "
             f"{some_names(sorted(os.listdir(folder)))}: give NAME[/CONFIG][:VERSION]"
         )
-    return open_tfrecords("", os.path.join(folder, version or versions[-1]), split, class_names, found)
+    return open_tfrecords("", os.path.join(folder, version or versions[-1]), split, found)
 
 
 def _class_names(path: str) -> list[str] | None:
@@ -153,7 +151,7 @@ def record_contents(found: list[FileRecords], class_names: list[str] | None = No
         rows["class"] = [numbers[text] for text in texts]
     else:
         own = [str(number) for number in range(max(classes, default=-1) + 1)]
-    renumber(rows["class"], own, None, printable(os.path.dirname(found[0].path)))
+    check_classes(rows["class"], own, printable(os.path.dirname(found[0].path)))
     files = [name for file in found for name in file.names]
     names = [f"{class_folder(own[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
     if all(files) and len({*names}) == len(names):

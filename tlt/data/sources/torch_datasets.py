@@ -6,7 +6,6 @@ is downloaded. The pixels lie in the memory of the main process, which forked wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +13,7 @@ from torchvision import datasets
 
 from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
-from tlt.data.sources.source import ImageSource, numbered_names, renumber
+from tlt.data.sources.source import ImageSource, numbered_names
 from tlt.errors import UserError
 from tlt.io.text import printable
 
@@ -30,9 +29,7 @@ class ArrayImages(ImageSource):
         return bytearray(b"P6\n%d %d\n255\n" % (width, height) + self.pixels[index].tobytes())
 
 
-def open_torch_dataset(
-    name: str, data: str, split: str, class_names: Sequence[str] | None, _found: object
-) -> ArrayImages:
+def open_torch_dataset(name: str, data: str, split: str, _found: object) -> ArrayImages:
     """A data set in torchvision's layout.
 
     Args:
@@ -51,7 +48,6 @@ def open_torch_dataset(
         dataset = reader(data, train=split in TRAIN_SPLITS)
     except RuntimeError as error:
         raise UserError(f"{shown}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
-    own, numbers = list(dataset.classes), np.asarray(dataset.targets)
-    classes, names = renumber(numbers, own, class_names, shown)
-    paths = numbered_names((own[number] for number in numbers), ".ppm")
-    return ArrayImages(data, paths, classes, names, own, pixels=np.asarray(dataset.data))
+    own, classes = list(dataset.classes), np.asarray(dataset.targets, np.int64)
+    paths = numbered_names((own[number] for number in classes), ".ppm")
+    return ArrayImages(data, paths, classes, own, own, pixels=np.asarray(dataset.data))

@@ -30,9 +30,7 @@ _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _MOST_SHARDS = 1_000_000
 
 
-def open_webdataset(
-    _name: str, data: str, split: str, class_names: Sequence[str] | None, found: Found | None
-) -> RecordImages:
+def open_webdataset(_name: str, data: str, split: str, found: Found | None) -> RecordImages:
     """The images in the shards of a split.
 
     Raises:
@@ -54,7 +52,7 @@ def open_webdataset(
     if missing or not files:
         raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
     table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
-    return open_records(paths, table, scan, tar_contents, class_names, found)
+    return open_records(paths, table, scan, tar_contents, found)
 
 
 def expand_braces(pattern: str) -> list[str]:
