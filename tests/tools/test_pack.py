@@ -107,21 +107,15 @@ def test_unpacking_gives_files_with_the_same_maps(tree: Path, images: Path, tmp_
         assert found is not None and (found.area, found.annotator, found.num_classes) == (info.area, {"model": "r"}, 5)
     loaded = torch.load(tmp_path / "known" / "a" / "0.pt", weights_only=True)
     assert torch.equal(loaded, entry(0))  # as published: half precision, [2, k, H, W]
-
-
-def test_unpacking_replaces_a_tree_alone(tree: Path, tmp_path: Path) -> None:
-    pack(str(tree), str(tmp_path / "out.tlt"))
-    unpack(str(tmp_path / "out.tlt"), str(tmp_path / "back"))
-    (tmp_path / "back" / "a" / "0.pt").write_bytes(b"cut")
-    (tmp_path / "back" / "notes.txt").write_text("kept")
+    (tmp_path / "known" / "notes.txt").write_text("kept")
+    archive, before = str(tmp_path / "known.tlt"), {path: path.read_bytes() for path in tree.rglob("*.pt")}
     with pytest.raises(UserError, match="is not empty: choose another folder, or --overwrite"):
-        unpack(str(tmp_path / "out.tlt"), str(tmp_path / "back"))
-    unpack(str(tmp_path / "out.tlt"), str(tmp_path / "back"), overwrite=True)
-    check_same(open_labels(tmp_path / "back", NAMES), open_labels(tree, NAMES))
-    assert (tmp_path / "back" / "notes.txt").read_text() == "kept"
-    before = {path: path.read_bytes() for path in tree.rglob("*.pt")}
+        unpack(archive, str(tmp_path / "known"))
+    unpack(archive, str(tmp_path / "known"), overwrite=True)
+    (tree / "labels.json").unlink()
     with pytest.raises(UserError, match="holds other things than a label tree"):
-        unpack(str(tmp_path / "out.tlt"), str(tree), overwrite=True)
+        unpack(archive, str(tree), overwrite=True)
+    assert (tmp_path / "known" / "notes.txt").exists()
     assert before == {path: path.read_bytes() for path in tree.rglob("*.pt")}
 
 

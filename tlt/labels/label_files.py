@@ -68,10 +68,11 @@ def rows_of(names: Names, stored: Names) -> np.ndarray:
     return np.array([row_of.get(name, -1) for name in names], np.int64)
 
 
-def label_files_below(tree: str) -> tuple[list[str], list[str]]:
-    """Label files and other files below a folder, relative to it, in natural order."""
-    found = (os.path.relpath(os.path.join(folder, name), tree) for folder, _, files in os.walk(tree) for name in files)
-    paths = sorted(found, key=lambda path: (natural_key(path), path))
-    # A hidden file was left behind by a killed writer.
-    labels = [path for path in paths if path.endswith(".pt") and not os.path.basename(path).startswith(".")]
-    return labels, sorted({*paths} - {*labels})
+def label_files_below(tree: str) -> list[str]:
+    """Label files below a folder, relative to it, in natural order."""
+    paths = []
+    for folder, _, files in os.walk(tree):
+        # A hidden file was left behind by a killed writer.
+        names = [name for name in files if name.endswith(".pt") and not name.startswith(".")]
+        paths += [os.path.normpath(os.path.join(os.path.relpath(folder, tree), name)) for name in names]
+    return sorted(paths, key=lambda path: (natural_key(path), path))

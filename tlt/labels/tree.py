@@ -169,7 +169,7 @@ class TreeReader:
 
     def extra(self) -> list[str]:
         used = set(self.files)
-        return [label for label in label_files_below(self.root)[0] if label not in used]
+        return [label for label in label_files_below(self.root) if label not in used]
 
     def _label(self, index: int) -> str:
         return self.files[index] or usual_label_name(self._names[index])

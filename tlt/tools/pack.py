@@ -88,13 +88,11 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
     Raises:
         UserError: No labels at all, or one of them fits two images.
     """
-    files, other = label_files_below(tree)
-    other = [name for name in other if name != INFO_NAME]
-    notes = [f"left out {len(other)} files that are no labels, such as {printable(other[0])}"] if other else []
+    files, notes = label_files_below(tree), []
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
     if folder is None:
-        return files, files, np.full(len(files), -1), notes
+        return files, files, np.full(len(files), -1), []
     found = list(find_labels(folder.paths, tree_listing(tree), tree))
     images = [row for row, label in enumerate(found) if label]
     if not images:
