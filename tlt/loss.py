@@ -49,7 +49,7 @@ class TokenLabelLoss:
         gt_weight_agree, gt_weight_disagree: The folder class's share in that blend where the label map's top class is
             the folder class, and where it is not. The defaults are the published numbers.
         uncovered: The target of tokens without a known label, see `tlt.targets.make_targets`.
-        window: The part of an image that the tokens cover (`tlt.models.token_places`).
+        window: The part of an image that the tokens cover (`tlt.models.token_positions`).
     """
 
     grid: tuple[int, int]
@@ -78,7 +78,7 @@ class TokenLabelLoss:
         if not isinstance(model, TOKEN_LABEL_MODELS):
             raise UserError(f"{type(model).__name__} has no dense head: call tlt.with_dense_head(model, img_size)")
         grid = model.token_grid(img_size)
-        return cls(grid, model.num_classes, window=model.token_places(img_size).window(grid, img_size), **settings)
+        return cls(grid, model.num_classes, window=model.token_positions(img_size).window(grid, img_size), **settings)
 
     def targets(self, batch: Batch) -> Targets:
         """Return the targets of a batch, whose images are not mixed yet, on its device."""

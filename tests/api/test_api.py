@@ -147,7 +147,7 @@ def test_a_criterion_of_a_model_knows_where_its_tokens_lie() -> None:
     model = tlt.with_dense_head(timm.create_model("test_resnet", num_classes=4), (64, 64))
     criterion = tlt.TokenLabelLoss.of(model, (64, 64), dense_weight=0.25)
     assert criterion.grid == model.token_grid((64, 64)) and criterion.dense_weight == 0.25
-    assert criterion.window == model.token_places((64, 64)).window(criterion.grid, (64, 64)) != (0, 0, 1, 1)
+    assert criterion.window == model.token_positions((64, 64)).window(criterion.grid, (64, 64)) != (0, 0, 1, 1)
     assert replace(criterion, num_classes=5).window == criterion.window
 
 

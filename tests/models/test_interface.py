@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from timm.optim import create_optimizer_v2
 
 from tlt.errors import UserError
@@ -224,40 +223,6 @@ def test_intermediates_equal_timms(fill, make_images):
     nhwc = ours.forward_intermediates(x, indices=[3], output_fmt="NHWC", intermediates_only=True)
     nchw = ours.forward_intermediates(x, indices=[3], intermediates_only=True)
     torch.testing.assert_close(nhwc[0].permute(0, 3, 1, 2), nchw[0])
-
-
-def test_intermediate_layers_as_dino_has_them(make_images):
-    ours, theirs = (timm.create_model(n, img_size=64, **k).eval() for n, k in (("lvvit_test", {}), ("test_vit", {})))
-    x = make_images(2, 64, 64)
-    flat = ours.get_intermediate_layers(x, n=2, return_prefix_tokens=True, norm=True)
-    like = theirs.get_intermediate_layers(x, n=2, return_prefix_tokens=True, norm=True)
-    assert [type(pair) for pair in flat] == [type(pair) for pair in like] == [tuple, tuple]
-    tokens, prefix = flat[-1]
-    torch.testing.assert_close(torch.cat((prefix, tokens), 1), ours.forward_features(x))
-    assert like[-1][0].ndim == tokens.ndim and like[-1][1].shape[1] == prefix.shape[1] == 1
-    maps = ours.get_intermediate_layers(x, n=[-1], reshape=True, norm=True)
-    torch.testing.assert_close(maps[0].flatten(2).mT, tokens)
-    volo_maps = build("volo_test").get_intermediate_layers(x, return_prefix_tokens=True)  # its class token comes later
-    assert volo_maps[0].shape == (2, 16, 64)
-
-
-def test_other_patches(name, make_images):
-    model = build(name)
-    old, tokens = model.patch_embed.proj.weight.clone(), model.token_grid()
-    model.set_input_size(patch_size=2 * model.patch_size)
-    assert model.token_grid() == (tokens[0] // 2, tokens[1] // 2)
-    assert model(make_images(2, 64)).shape == (2, model.num_classes)
-    # What FlexiViT's resize keeps: an image made larger as the patches were looks the same to them.
-    fine = torch.randn(1, old.shape[1], *old.shape[2:])
-    coarse = F.interpolate(fine, scale_factor=2, mode="bicubic", antialias=True)
-    torch.testing.assert_close(
-        (model.patch_embed.proj.weight * coarse).sum((1, 2, 3)), (old * fine).sum((1, 2, 3)), rtol=1e-3, atol=1e-4
-    )
-    assert model.feature_info[-1]["reduction"] == 2 * build(name).feature_info[-1]["reduction"]
-    with pytest.raises(UserError, match="patch size"):
-        model.set_input_size(patch_size=7)
-    with pytest.raises(UserError, match="too small"):
-        model(make_images(1, 16))
 
 
 def test_device_and_type_of_the_factory(name):

@@ -9,7 +9,6 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-import tlt.models.pretrained as pretrained
 from tlt.errors import UserError
 
 
@@ -18,9 +17,8 @@ def no_network(monkeypatch, tmp_path):
     def refuse(*args, **kwargs):
         raise urllib.error.URLError("no route to host")
 
-    monkeypatch.setattr(pretrained, "urlopen", refuse)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(pretrained, "_hub_cache", lambda hub_id: [])
     (tmp_path / "checkpoints").mkdir()
     return tmp_path / "checkpoints"
 
@@ -34,21 +32,6 @@ def test_without_a_network_the_message_names_the_file_and_its_place(no_network, 
     message = str(raised.value)
     assert "\n" not in message and str(no_network / file) in message and "--initial-checkpoint" in message
     assert "no route to host" in message and "https://github.com/" in message
-
-
-def test_the_hugging_face_cache_is_searched_too(monkeypatch, tmp_path, make_images):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    torch.manual_seed(2)
-    source = timm.create_model("volo_d1", img_size=32)
-    save_file({name: tensor.contiguous() for name, tensor in source.state_dict().items()}, tmp_path / "cached")
-
-    def cached(hub_id, name):
-        found = (hub_id, name) == ("timm/volo_d1_224.sail_in1k", "model.safetensors")
-        return str(tmp_path / "cached") if found else None
-
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
-    loaded = timm.create_model("volo_d1", pretrained=True, img_size=32)
-    torch.testing.assert_close(loaded.state_dict(), source.state_dict())
 
 
 def test_models_without_published_weights(no_network):

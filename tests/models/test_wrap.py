@@ -177,7 +177,7 @@ def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
 def test_a_box_mixes_the_cells_that_lie_where_its_tokens_do(name: str, size: int) -> None:
     """The pixels of a cell are those that its gradient is not 0 at."""
     model = with_dense_head(timm.create_model(name, num_classes=CLASSES).eval(), (size, size))
-    point, (rows, _), places = model.mix_point, model.token_grid(size), model.token_places(size)
+    point, (rows, _), positions = model.mix_point, model.token_grid(size), model.token_positions(size)
     pixels = images(1, (size, size)).requires_grad_()
     _, output = layer_output(getattr(model, point.layer), model.forward_features, pixels)
     cells = output[0].movedim(0, -1) if point.layout == "NCHW" else output[0]  # (H, W, C)
@@ -187,7 +187,10 @@ def test_a_box_mixes_the_cells_that_lie_where_its_tokens_do(name: str, size: int
         lines = seen[0].abs().amax((0, 2)).nonzero()
         if lines.min() > 0 and lines.max() < size - 1 and 0 < token < rows - 1:
             middle = (lines.min() + lines.max() + 1) / 2
-            assert abs(middle - places.first[0] - token * places.pitch[0]) <= places.pitch[0] / 2 + 1, (row, token)
+            assert abs(middle - positions.first[0] - token * positions.pitch[0]) <= positions.pitch[0] / 2 + 1, (
+                row,
+                token,
+            )
     # Those on padding, and those that no token is made of, go with the nearest.
     assert {0, rows - 1} <= set(model._tokens(size).cells.tokens(0, cells.shape[0], pixels.device).tolist())
 

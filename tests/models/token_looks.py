@@ -1,11 +1,11 @@
-"""Where the tokens of a model look, to be compared with where `token_places` says that they are.
+"""Where the tokens of a model look, to be compared with where `token_positions` says that they are.
 
-The place that a token sees is measured as the centroid, over the pixels of a noise image, of the squared gradient of
+The position that a token sees is measured as the centroid, over the pixels of a noise image, of the squared gradient of
 its features in a random direction; over tokens, directions and random weights. Edges cut off a token's field of view,
 so the image is larger by a multiple of every pitch, which changes no remainder, and tokens of its middle are taken.
 Attention to the whole image pulls the centroid to the centre, in proportion to the distance from it; this part is
 removed by a fit. Kernels are made equal to their mirror images and activations are removed; both move no token and
-reduce the noise. Gates that depend on the whole image (squeeze and excite) are held constant, as they have no place.
+reduce the noise. Gates that depend on the whole image (squeeze and excite) are held constant, as they have no position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import volo.models  # noqa: F401, registers them with timm, which `import volo` leaves to programs
 from tlt.models.spatial import feature_map
 from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.token_places import Size, TokenPlaces
+from tlt.models.token_positions import Size, TokenGrid
 from tlt.models.wrap import find_tokens
 
 _GATES = ("SelectiveKernelAttn", "SE", "Squeeze", "EffectiveSE", "Eca", "GlobalContext")
@@ -33,11 +33,11 @@ _LARGER, _MIDDLE = 256, 1  # px; tokens on each side of the centre
 
 
 class FamilyRow(NamedTuple):
-    """The distance in pixels between the measured and the stated places of a model's tokens, and its standard error."""
+    """The distance in pixels between the measured and the stated positions of tokens, and its standard error."""
 
     model: str
     size: int
-    places: TokenPlaces
+    positions: TokenGrid
     off: float
     error: float
 
@@ -48,40 +48,40 @@ def measure(name: str, size: int, branches: bool = True) -> FamilyRow:
     Args:
         branches: Give residual branches that are nearly zero at the start a weight of 1, as training may.
     """
-    generator, positions, found = torch.Generator().manual_seed(1), torch.zeros(0), torch.zeros(0)
+    generator, shares, found = torch.Generator().manual_seed(1), torch.zeros(0), torch.zeros(0)
     off, error, canvas = 0.0, math.inf, size + _LARGER
     model = _random_model(name, 0, branches)
-    _, places = _tokens(model, size)
+    _, positions = _tokens(model, size)
     grid, there = _tokens(model, canvas)
-    if places != there:
-        raise ValueError(f"{name}: {places} at {size} px, {there} at {canvas}")
+    if positions != there:
+        raise ValueError(f"{name}: {positions} at {size} px, {there} at {canvas}")
     for seed in range(_ROUNDS):
         model = _random_model(name, seed, branches)
         with gates_held(model):
             tokens, centroids = looks(model, (canvas, canvas), grid, generator)
-        centres = torch.tensor(places.first) + tokens * torch.tensor(places.pitch)
-        positions = torch.cat([positions, (tokens / (torch.tensor(grid) - 1) - 0.5).flatten()])
+        centres = torch.tensor(positions.first) + tokens * torch.tensor(positions.pitch)
+        shares = torch.cat([shares, (tokens / (torch.tensor(grid) - 1) - 0.5).flatten()])
         found = torch.cat([found, (centroids - centres).flatten()])
-        off, error = _at_centre(positions, found)
+        off, error = _at_centre(shares, found)
         if seed and error < _ENOUGH:
             break
-    return FamilyRow(name, size, places, off, error)
+    return FamilyRow(name, size, positions, off, error)
 
 
-def _at_centre(positions: Tensor, found: Tensor) -> tuple[float, float]:
-    """Return `found` at the centre, by a linear fit over the position, and its standard error."""
-    terms = torch.stack([torch.ones_like(positions), positions], 1).double()
+def _at_centre(shares: Tensor, found: Tensor) -> tuple[float, float]:
+    """Return `found` at the centre, by a linear fit over the share of the side, and its standard error."""
+    terms = torch.stack([torch.ones_like(shares), shares], 1).double()
     inverse = torch.linalg.pinv(terms.T @ terms)
     fitted = inverse @ terms.T @ found.double()
     variance = (found - terms @ fitted).square().sum() / (len(found) - 2)
     return float(fitted[0]), float((variance * inverse[0, 0]).sqrt())
 
 
-def _tokens(model: Any, size: int) -> tuple[Size, TokenPlaces]:
+def _tokens(model: Any, size: int) -> tuple[Size, TokenGrid]:
     if isinstance(model, TokenLabelModel):
-        return model.token_grid(size), model.token_places(size)
-    grid, places, *_ = find_tokens(model, (size, size))
-    return grid, places
+        return model.token_grid(size), model.token_positions(size)
+    grid, positions, *_ = find_tokens(model, (size, size))
+    return grid, positions
 
 
 def _random_model(name: str, seed: int, branches: bool) -> Any:

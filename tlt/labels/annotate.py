@@ -63,9 +63,9 @@ def labelled_area(model: nn.Module, img_size: tuple[int, int]) -> Area:
     """What the positions of `dense_logits` cover in images of (H, W), in shares of the image: `(x0, y0, x1, y1)`. It
     reaches outside where a position looks at padding."""
     if isinstance(model, TOKEN_LABEL_MODELS):
-        return model.token_places(img_size).window(model.token_grid(img_size), img_size)
+        return model.token_positions(img_size).window(model.token_grid(img_size), img_size)
     found = find_tokens(model, img_size)
-    return found.places.window(found.grid, img_size)
+    return found.positions.window(found.grid, img_size)
 
 
 class Annotation(NamedTuple):

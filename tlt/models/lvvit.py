@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
-from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
+from tlt.models.pretrained import Entrypoint, create, published_cfgs, register
 from tlt.models.token_labeling import RunBlock, TokenLabelModel
 
 STEM_STRIDE = 2
@@ -186,42 +185,26 @@ class LVViT(TokenLabelModel):
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
 
-RELEASE = "https://github.com/zihangJiang/TokenLabeling/releases/download"
-# (model, image size) -> file of the releases
+_RELEASE = "https://github.com/zihangJiang/TokenLabeling/releases/download"
+# (model, image size) -> file
 WEIGHTS = {
-    ("lvvit_t", 224): "v0.2.0/lvvit_t.pth",
-    ("lvvit_s", 224): "1.0/lvvit_s-26M-224-83.3.pth.tar",
-    ("lvvit_s", 384): "1.0/lvvit_s-26M-384-84.4.pth.tar",
-    ("lvvit_m", 224): "1.0/lvvit_m-56M-224-84.0.pth.tar",
-    ("lvvit_m", 384): "1.0/lvvit_m-56M-384-85.4.pth.tar",
-    ("lvvit_m", 448): "1.1/lvvit_m-56M-448-85.5.pth.tar",
-    ("lvvit_l", 448): "1.0/lvvit_l-150M-448-86.2.pth.tar",
-    ("lvvit_l", 512): "1.0/lvvit_l-150M-512-86.4.pth.tar",
+    ("lvvit_t", 224): f"{_RELEASE}/v0.2.0/lvvit_t.pth",
+    ("lvvit_s", 224): f"{_RELEASE}/1.0/lvvit_s-26M-224-83.3.pth.tar",
+    ("lvvit_s", 384): f"{_RELEASE}/1.0/lvvit_s-26M-384-84.4.pth.tar",
+    ("lvvit_m", 224): f"{_RELEASE}/1.0/lvvit_m-56M-224-84.0.pth.tar",
+    ("lvvit_m", 384): f"{_RELEASE}/1.0/lvvit_m-56M-384-85.4.pth.tar",
+    ("lvvit_m", 448): f"{_RELEASE}/1.1/lvvit_m-56M-448-85.5.pth.tar",
+    ("lvvit_l", 448): f"{_RELEASE}/1.0/lvvit_l-150M-448-86.2.pth.tar",
+    ("lvvit_l", 512): f"{_RELEASE}/1.0/lvvit_l-150M-512-86.4.pth.tar",
 }
-
-
-def _cfg(row: Variant, size: int, **source: str) -> dict[str, Any]:
-    return imagenet_cfg(
-        size,
-        row.crop_pct,
-        "patch_embed.conv1",
-        "arXiv:2104.10858",
-        "https://github.com/zihangJiang/TokenLabeling",
-        **source,
-    )
-
-
-def _default_cfgs() -> dict[str, dict[str, Any]]:
-    cfgs = {}
-    for (name, size), file in WEIGHTS.items():
-        tag = "in1k" if size == VARIANTS[name].img_size else f"in1k_{size}"
-        cfgs[f"{name}.{tag}"] = _cfg(VARIANTS[name], size, url=f"{RELEASE}/{file}")
-    without = [name for name in VARIANTS if f"{name}.in1k" not in cfgs]
-    # The star makes the size of the table the default although only other sizes have weights (lvvit_l).
-    return cfgs | {f"{name}.*": _cfg(VARIANTS[name], VARIANTS[name].img_size) for name in without}
-
-
-default_cfgs = generate_default_cfgs(_default_cfgs())
+default_cfgs = published_cfgs(
+    VARIANTS,
+    WEIGHTS,
+    "in1k",
+    "patch_embed.conv1",
+    paper_ids="arXiv:2104.10858",
+    origin_url="https://github.com/zihangJiang/TokenLabeling",
+)
 
 
 def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:

@@ -1,6 +1,6 @@
 """Where in a timm model MixToken mixes: behind the last layer that sees the whole image before the blocks.
 
-Shapes: B images, a final map of `h x w` places.
+Shapes: B images, a final map of `h x w` tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_cells, mix_tokens
-from tlt.models.token_places import Shrinking, Size, places_of, shrinking_layers
+from tlt.models.token_positions import Shrinking, Size, positions_of, shrinking_layers
 
 # Names that timm gives to that layer, in the order in which they are looked for.
 _EMBEDDINGS = ("patch_embed", "stem", "maxpool", "bn1")
@@ -73,8 +73,8 @@ class MixPoint:
         if self.layout == "NLC":
             return None
         rows = self.layout.index("H")
-        tokens = places_of(layers, grid, img_size)
-        cells = places_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
+        tokens = positions_of(layers, grid, img_size)
+        cells = positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
         pitch_y, pitch_x = (far / near for far, near in zip(tokens.pitch, cells.pitch, strict=True))
         start_y, start_x = (
             (token - cell) / near + 0.5 - pitch / 2
@@ -89,7 +89,7 @@ class MixPoint:
 
 
 def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPoint:
-    """Hook a `MixPoint` to the embedding of a model and test it: a box of all places must show the partner's image.
+    """Hook a `MixPoint` to the embedding of a model and test it: a box of all tokens must show the partner's image.
 
     Args:
         features: Of `model`, in evaluation mode.
@@ -106,12 +106,9 @@ def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPo
     with shrinking_layers(model) as layers:
         partner, output = layer_output(layer, features, images.flip(0))
     grid, size = (partner.shape[1], partner.shape[2]), (images.shape[2], images.shape[3])
-    layouts = _layouts(name, layer, output, grid, {step.size for step in layers})
-    if len(layouts) > 1:  # as many channels as rows and columns
-        lower = images.flip(0)
-        lower[:, :, images.shape[2] // 2 :] *= -1
-        layouts = _by_reach(layouts, output, layer_output(layer, features, lower)[1])
-    point = MixPoint(name, layouts[0])
+    lower = images.flip(0)
+    lower[:, :, images.shape[2] // 2 :] *= -1
+    point = MixPoint(name, _layout(name, layer, grid, output, layer_output(layer, features, lower)[1]))
     handle = layer.register_forward_hook(point)
     point.box, point.cells = (0, 0, *grid), point.cells_of(output, layers, grid, size)
     mixed = features(images)
@@ -136,12 +133,11 @@ def layer_output(layer: nn.Module, features: Features, images: Tensor) -> tuple[
     return result, outputs[0] if len(outputs) == 1 else None
 
 
-def _layouts(name: str, layer: nn.Module, output: Any, grid: Size, sizes: set[Size]) -> list[str]:
-    """Layouts as which the output of `layer` can be read, of the maps of `sizes` that the network makes: one, or two
-    where nothing tells channels from rows.
+def _layout(name: str, layer: nn.Module, grid: Size, output: Any, lower: Any) -> str:
+    """The layout of the `output` of `layer`, of which `lower` is that for images with another lower half.
 
     Raises:
-        UserError: It can't be read as a map at all.
+        UserError: It can't be read as a map.
     """
     if not isinstance(output, Tensor) or output.ndim not in (3, 4):
         raise UserError(f"its {name} does not give one map of the image, for MixToken to mix")
@@ -150,23 +146,11 @@ def _layouts(name: str, layer: nn.Module, output: Any, grid: Size, sizes: set[Si
             raise UserError(
                 f"its {name} gives {output.shape[1]} tokens, not the {grid[0]} x {grid[1]} that MixToken mixes"
             )
-        return ["NLC"]
-    stated = str(getattr(layer, "output_fmt", "")).rpartition(".")[2].upper()
-    found = []
-    for layout, size in (("NCHW", tuple(output.shape[2:])), ("NHWC", tuple(output.shape[1:3]))):
-        if stated in ("", layout) and size in sizes:
-            found.append(layout)
-    if not found:
-        raise UserError(f"its {name} gives {tuple(output.shape[1:])}, which is no map of its layers")
-    return found
-
-
-def _by_reach(layouts: list[str], output: Tensor, lower: Tensor) -> list[str]:
-    """Sort by how little the upper half of the rows changes from images to those with another lower half."""
+        return "NLC"
     change = (output - lower).abs()
 
     def above(layout: str) -> float:
-        axis = layout.index("H")
-        return float(change.narrow(axis, 0, change.shape[axis] // 2).sum())
+        rows = layout.index("H")
+        return float(change.narrow(rows, 0, change.shape[rows] // 2).sum())
 
-    return sorted(layouts, key=above)
+    return min("NCHW", "NHWC", key=above)  # what stays in the upper half of its rows

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
-from urllib.error import HTTPError
 from urllib.parse import urlparse
-from urllib.request import Request, urlopen
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
     build_model_with_cfg,
+    generate_default_cfgs,
     list_models,
     load_pretrained,
-    load_state_dict_from_hf,
     register_model,
     resolve_pretrained_cfg,
 )
@@ -32,8 +28,6 @@ from tlt.io.weights import read_checkpoint, state_dict_of
 from tlt.models.fit_weights import adapt_state_dict, source_grid
 
 Entrypoint: TypeAlias = Callable[..., nn.Module]
-
-PROBE_SECONDS = 10
 
 
 def register(module: str, names: Iterable[str], build: Entrypoint) -> dict[str, Entrypoint]:
@@ -99,58 +93,28 @@ def create(
 
 
 def published_weights(cfg: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights of a `pretrained_cfg`: torch's hub folder, else the Hugging Face hub, else the release they came from.
+    """Weights of a `pretrained_cfg`, from torch's hub folder, else from the release they came from.
 
     Raises:
-        UserError: There are none, or none can be fetched; the message says where to put the file.
+        UserError: There are none, or they can't be fetched; the message says where to put the file.
     """
-    url, hub_id = cfg.get("url"), cfg.get("hf_hub_id")
-    name = ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
+    url, name = cfg.get("url"), ".".join(filter(None, (cfg.get("architecture"), cfg.get("tag"))))
     if not url:
         tags = list_models(f"{cfg['architecture']}.*", pretrained=True)
         instead = f"there are {' and '.join(tags)}" if tags else "build the model with pretrained=False"
         raise UserError(f"{name}: no weights are published under this name; {instead}")
     file = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
-    hub_id = hub_id if importlib.util.find_spec("huggingface_hub") else None
-    for local in (file, *(_hub_cache(hub_id) if hub_id else ())):
-        if local.is_file():
-            return state_dict_of(read_checkpoint(local))
     try:
-        if hub_id:
-            _probe(import_module("huggingface_hub").constants.ENDPOINT)
-            return load_state_dict_from_hf(hub_id)
-        _probe(url)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(url, str(file), progress=False)
-    except _network_errors() as error:
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(file), progress=False)
+    except OSError as error:  # urllib's and ssl's are among them
         reason = " ".join(str(error).split())[:120]
         raise UserError(
             f"{name}: the weights can't be fetched ({type(error).__name__}: {reason}). "
             f"Download {url} and save it as {file}, or give the file with --initial-checkpoint"
         ) from error
     return state_dict_of(read_checkpoint(file))
-
-
-def _hub_cache(hub_id: str) -> list[Path]:
-    """Files of the model that the Hugging Face hub's own cache holds."""
-    hub = import_module("huggingface_hub")
-    files = (hub.try_to_load_from_cache(hub_id, name) for name in ("model.safetensors", "pytorch_model.bin"))
-    return [Path(file) for file in files if isinstance(file, str)]
-
-
-def _probe(url: str) -> None:
-    """Fail within seconds where there is no network; the hub's client alone would retry for most of a minute."""
-    try:
-        urlopen(Request(url, method="HEAD"), timeout=PROBE_SECONDS).close()
-    except HTTPError:
-        return  # the server answered; whether it has the file is for the download to find out
-
-
-def _network_errors() -> tuple[type[Exception], ...]:
-    """What a failed download raises: OSError covers urllib, requests and sockets; the hub's client may be httpx."""
-    if importlib.util.find_spec("httpx"):
-        return OSError, import_module("httpx").HTTPError
-    return (OSError,)
 
 
 def _build_loaded(
@@ -173,22 +137,38 @@ def _to_model_size(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tenso
     return adapt_state_dict(model, state_dict, grid)[0]
 
 
-def imagenet_cfg(
-    size: int, crop_pct: float, first_conv: str, paper_id: str, origin_url: str, **source: str
+def published_cfgs(
+    variants: Mapping[str, Any], weights: Mapping[tuple[str, int], str], tag: str, first_conv: str, **about: str
 ) -> dict[str, Any]:
-    """timm's configuration of a model with two heads at `size` pixels; `source` is that of its ImageNet weights."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, size, size),
-        "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
-        "crop_pct": crop_pct,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "first_conv": first_conv,
-        "classifier": ("head", "aux_head"),
-        "license": "apache-2.0",
-        "paper_ids": paper_id,
-        "origin_url": origin_url,
-        **source,
-    }
+    """timm's `default_cfgs` of models with two heads.
+
+    Args:
+        variants: Rows with `img_size` and `crop_pct`.
+        weights: (model, image size) -> URL. Those of the size in the row have `tag`, others `tag`_SIZE.
+        first_conv: The input convolution.
+        about: The same entry for all.
+    """
+
+    def cfg(name: str, size: int, **source: str) -> dict[str, Any]:
+        return {
+            "num_classes": 1000,
+            "input_size": (3, size, size),
+            "fixed_input_size": True,  # timm then passes the size of the tag to the constructor
+            "crop_pct": variants[name].crop_pct,
+            "interpolation": "bicubic",
+            "mean": IMAGENET_DEFAULT_MEAN,
+            "std": IMAGENET_DEFAULT_STD,
+            "first_conv": first_conv,
+            "classifier": ("head", "aux_head"),
+            "license": "apache-2.0",
+            **about,
+            **source,
+        }
+
+    cfgs = {}
+    for (name, size), url in weights.items():
+        own = size == variants[name].img_size
+        cfgs[f"{name}.{tag}" if own else f"{name}.{tag}_{size}"] = cfg(name, size, url=url)
+    without = [name for name in variants if f"{name}.{tag}" not in cfgs]
+    # The star makes the size of the table the default although only other sizes have weights (lvvit_l).
+    return generate_default_cfgs(cfgs | {f"{name}.*": cfg(name, variants[name].img_size) for name in without})

@@ -1,6 +1,6 @@
 """Where a timm model keeps its image: the map of its last features, whatever its architecture calls it.
 
-Shapes: B images of (H, W) pixels, maps of `h x w` places, C channels, P prefix tokens (class token, registers).
+Shapes: B images of (H, W) pixels, maps of `h x w` tokens, C channels, P prefix tokens (class token, registers).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def norm_after_pooling(model: nn.Module) -> nn.Module | None:
 def norm_with_scale_of(norm: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
     """Normalise `x` by `norm`, dividing by the deviation of `reference` in place of its own.
 
-    With `reference` the mean of `x` over its places this is an affine function of `x` at every place, and its mean over
-    the places is `norm(reference)`: centring is linear, and the divisor is one number per image.
+    With `reference` the mean of `x` over its tokens this is an affine function of each token, whose mean over the
+    tokens is `norm(reference)`: centring is linear, and the divisor is one number per image.
 
     Args:
         norm: From `norm_after_pooling`.

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.compiler.config as compiler_config
 import torch.fx
-import torch.nn.functional as F
-from timm.layers import resample_patch_embed, to_2tuple
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,9 +22,9 @@ from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_share
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import linear
-from tlt.models.token_places import TokenPlaces, conv_stem_grid, conv_stem_places
+from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
+from tlt.models.token_positions import TokenGrid, conv_stem_grid, conv_stem_positions
 
-Grid = tuple[int, int]
 RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
 
@@ -48,7 +47,7 @@ class TokenLabelModel(nn.Module):
 
     A subclass sets `patch_embed`, `pos_grid` and `feature_info`, calls `_find_drop_paths` and `_init_heads` last and
     defines `stage`, `stage_map` and `finish`; without a convolutional stem also `embed`, `token_grid` and
-    `token_places`.
+    `token_positions`.
     """
 
     dynamic_img_size = True  # any (H, W) runs; tells timm that the size of construction does not bind
@@ -56,9 +55,9 @@ class TokenLabelModel(nn.Module):
     pos_of_class = False  # whether the position embedding has an entry for the class token, before the others
     mix_scale = 1  # cells of the embedding to one token of the final grid, along each axis
 
-    patch_embed: Any  # with a convolution `proj` that makes the patches
+    patch_embed: Any
     patch_size: int  # pixels to a cell of the embedding
-    stem_stride: int  # pixels to a cell of what `patch_embed.proj` takes
+    stem_stride: int  # pixels to a cell of what the patches are made of
     pos_embed: nn.Parameter | None
     pos_grid: tuple[int, int]  # rows and columns of pos_embed
     feature_info: list[dict[str, Any]]
@@ -118,9 +117,9 @@ class TokenLabelModel(nn.Module):
         """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size)."""
         return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, self.mix_scale)
 
-    def token_places(self, img_size: int | tuple[int, int] | None = None) -> TokenPlaces:
+    def token_positions(self, img_size: int | tuple[int, int] | None = None) -> TokenGrid:
         """Where the tokens lie in an image, whatever its size."""
-        return conv_stem_places(self.stem_stride, self.patch_size, self.mix_scale)
+        return conv_stem_positions(self.stem_stride, self.patch_size, self.mix_scale)
 
     # Forward -------------------------------------------------------------------------------------------------------
 
@@ -137,12 +136,14 @@ class TokenLabelModel(nn.Module):
             (B, K); with `dense` (B, K) and (B, N, K). Features instead of logits where `num_classes` is 0.
 
         Raises:
-            UserError: `dense` although the dense head is switched off.
+            UserError: `dense` although the dense head is switched off, or there is no pooling.
         """
         if isinstance(x, torch.fx.Proxy):  # torch.fx traces `model(x)`
             return self.forward_head(self.forward_features(x))
-        if dense:
-            self._check_dense()
+        if dense and not self.dense_head:
+            raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
+        if dense and not self.global_pool:
+            raise UserError("dense=True needs global_pool 'token' or 'avg', not ''")
         tokens = self.forward_features(x, mix_box)
         if not dense:
             return self.forward_head(tokens)
@@ -222,26 +223,6 @@ class TokenLabelModel(nn.Module):
         if intermediates_only:
             return maps
         return (self.finish(x, run) if stages == len(self.feature_info) else x), maps
-
-    def get_intermediate_layers(
-        self,
-        x: Tensor,
-        n: int | list[int] | None = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-    ) -> list[Any]:
-        """`forward_intermediates` under DINO's name and arguments: tokens (B, N, C), or maps with `reshape`."""
-        found = self.forward_intermediates(
-            x,
-            n,
-            norm=norm,
-            output_fmt="NCHW" if reshape else "NLC",
-            intermediates_only=True,
-            return_prefix_tokens=return_prefix_tokens,
-        )
-        assert isinstance(found, list)
-        return found
 
     def wanted_stages(self, indices: int | list[int] | None) -> tuple[list[int], int]:
         """Stages that timm's `indices` name (last n, a list with negatives from the end, or all), and the last one."""
@@ -351,32 +332,20 @@ class TokenLabelModel(nn.Module):
         if not (torch.compiler.is_compiling() or torch.jit.is_tracing() or isinstance(x, torch.fx.Proxy)):
             self.token_grid((x.shape[-2], x.shape[-1]))
 
-    def _check_dense(self) -> None:
-        if not self.dense_head:
-            raise UserError("dense=True needs the dense head, which is switched off: call set_dense_head(True)")
-        if not self.global_pool:
-            raise UserError("dense=True needs global_pool 'token' or 'avg', not ''")
-
     # Image size ----------------------------------------------------------------------------------------------------
 
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
-    ) -> None:
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Make (H, W) the model's own image size: the position embedding is resized for good.
 
-        Parameters are replaced by new ones, so call this before the optimizer is built.
+        It is replaced by a new parameter, so call this before the optimizer is built.
 
         Args:
-            img_size: A side or (H, W) in pixels; None leaves it.
-            patch_size: As in the constructor; the convolution that makes the patches is resampled as timm does
-                (FlexiViT, arXiv 2212.08013). None leaves it.
+            img_size: A side or (H, W) in pixels.
 
         Raises:
-            UserError: The patch is not square or no multiple of the stem's stride, or not one token is left.
+            UserError: Not one token is left.
         """
-        if patch_size is not None:
-            self._set_patch_size(to_2tuple(patch_size))
-        self.img_size = self.img_size if img_size is None else to_2tuple(img_size)
+        self.img_size = to_2tuple(img_size)
         grid = self.token_grid()
         if self.pos_embed is not None:
             resized = self.resized_pos_embed(grid).detach().clone()
@@ -391,20 +360,6 @@ class TokenLabelModel(nn.Module):
         if getattr(self, "pretrained_cfg", None):
             size = (self.in_chans, *self.img_size)
             self.pretrained_cfg = self.default_cfg = {**self.pretrained_cfg, "input_size": size}
-
-    def _set_patch_size(self, patch_size: tuple[int, int]) -> None:
-        side, old = patch_size[0], self.patch_embed.proj  # (C, stem channels, kernel, kernel)
-        if side != patch_size[1] or side % self.stem_stride:
-            raise UserError(f"patch size {patch_size}: it must be square and a multiple of {self.stem_stride}")
-        kernel = side // self.stem_stride
-        proj = nn.Conv2d(old.in_channels, old.out_channels, kernel, stride=kernel)
-        proj.to(old.weight).requires_grad_(old.weight.requires_grad)
-        with torch.no_grad():
-            proj.load_state_dict({**old.state_dict(), "weight": resample_patch_embed(old.weight, [kernel, kernel])})
-        self.patch_embed.proj = proj
-        for stage in self.feature_info:
-            stage["reduction"] = stage["reduction"] * side // self.patch_size
-        self.patch_size = side
 
     def resized_pos_embed(self, grid: tuple[int, int]) -> Tensor:
         """The position embedding for another grid: (1, rows, columns, C) or (1, 1 + N, C), as the model keeps it."""
@@ -430,22 +385,3 @@ def _checked_pool(global_pool: str) -> str:
     if global_pool not in ("token", "avg", ""):
         raise UserError(f"global_pool (--gp) is token, avg or '', not {global_pool!r}")
     return global_pool
-
-
-# At run time, in `set_input_size`, and when weights are loaded.
-def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
-    """Resize position embeddings (1, H, W, C) to (1, rows, columns, C) as published: bicubic, pixel centres at +0.5, no
-    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`."""
-    if tuple(pos.shape[1:3]) == tuple(grid):
-        return pos
-    wide = pos if pos.dtype == torch.float64 else pos.float()
-    resized = F.interpolate(wide.permute(0, 3, 1, 2), size=tuple(grid), mode="bicubic", align_corners=False)
-    return resized.permute(0, 2, 3, 1).to(pos.dtype)
-
-
-def resize_token_pos_embed(pos: Tensor, grid: Grid, target: Grid) -> Tensor:
-    """Like `resize_pos_embed` for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry is unchanged."""
-    if tuple(grid) == tuple(target):
-        return pos
-    resized = resize_pos_embed(pos[:, 1:].unflatten(1, grid), target)
-    return torch.cat((pos[:, :1], resized.flatten(1, 2)), dim=1)

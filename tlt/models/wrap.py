@@ -6,7 +6,7 @@ normalises only after pooling), and the class of a subclass made for it; its par
 stays timm's own forward pass. In checkpoints the dense head is an entry of its own beside the weights, which plain timm
 does not look at.
 
-Shapes: B images, maps of `h x w` places, N = h * w tokens, C channels, K classes.
+Shapes: B images, maps of `h x w` tokens, N = h * w tokens, C channels, K classes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tlt.models.layers import init_linear
 from tlt.models.mix_point import EmbeddingCells, MixPoint, add_mix_point, layer_output
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
-from tlt.models.token_places import Size, TokenPlaces, places_of, shrinking_layers
+from tlt.models.token_positions import Size, TokenGrid, positions_of, shrinking_layers
 from tlt.models.transformers_vit import from_transformers
 
 # Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     of them the cells belong to that MixToken mixes."""
 
     grid: Size
-    places: TokenPlaces
+    positions: TokenGrid
     channels: int
     cells: EmbeddingCells | None = None
 
@@ -78,11 +78,11 @@ class WithDenseHead(nn.Module):
         logits = self.forward_head(features)
         if not dense:
             return logits
-        places = feature_map(self, features, (x.shape[-2], x.shape[-1]))  # (B, h, w, C)
+        tokens = feature_map(self, features, (x.shape[-2], x.shape[-1]))  # (B, h, w, C)
         if mix_box is not None:
-            # The head works place by place: un-mixing its input is un-mixing its output, at C instead of K channels.
-            places = mix_tokens(places, mix_box)
-        return logits, self.aux_head(self.aux_norm(places)).flatten(1, 2)
+            # The head works token by token: un-mixing its input is un-mixing its output, at C instead of K channels.
+            tokens = mix_tokens(tokens, mix_box)
+        return logits, self.aux_head(self.aux_norm(tokens)).flatten(1, 2)
 
     def _mixed_features(self, x: Tensor, box: Box) -> Tensor:
         self.check_mix_token()
@@ -101,16 +101,16 @@ class WithDenseHead(nn.Module):
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
         """Rows and columns of the last map for images of (H, W) pixels (default: the model's own size).
 
-        Found by running the model, once for each size, as are its `token_places`.
+        Found by running the model, once for each size, as are its `token_positions`.
 
         Raises:
             UserError: The model does not take this size.
         """
         return self._tokens(img_size).grid
 
-    def token_places(self, img_size: int | Size | None = None) -> TokenPlaces:
+    def token_positions(self, img_size: int | Size | None = None) -> TokenGrid:
         """Where the tokens lie in images of (H, W) pixels (default: the model's own size). Raises as `token_grid`."""
-        return self._tokens(img_size).places
+        return self._tokens(img_size).positions
 
     def _tokens(self, img_size: int | Size | None) -> Tokens:
         size = _own_size(self) if img_size is None else img_size
@@ -186,7 +186,7 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
         found, output = layer_output(layer, features, _probe(model, 1, size))
     grid = found.shape[1], found.shape[2]
     cells = mix_point.cells_of(output, layers, grid, size) if mix_point else None
-    return Tokens(grid, places_of(layers, grid, size), found.shape[3], cells)
+    return Tokens(grid, positions_of(layers, grid, size), found.shape[3], cells)
 
 
 @functools.cache

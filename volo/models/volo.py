@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
-from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 
 from tlt.models.layers import Stage, TransformerBlock, init_linear
-from tlt.models.pretrained import Entrypoint, create, imagenet_cfg, register
+from tlt.models.pretrained import Entrypoint, create, published_cfgs, register
 from tlt.models.token_labeling import RunBlock, TokenLabelModel
 from volo.models.blocks import ClassBlock, Downsample, OutlookAttention, Outlooker, PatchEmbed
 
@@ -205,39 +204,29 @@ def _feature_info(dims: tuple[int, ...], patch_size: int) -> list[dict[str, Any]
     return info
 
 
-RELEASE = "https://github.com/sail-sg/volo/releases/download/volo_1"
-# (model, image size) -> file of the release
+_RELEASE = "https://github.com/sail-sg/volo/releases/download/volo_1"
+# (model, image size) -> file
 WEIGHTS = {
-    ("volo_d1", 224): "d1_224_84.2.pth.tar",
-    ("volo_d1", 384): "d1_384_85.2.pth.tar",
-    ("volo_d2", 224): "d2_224_85.2.pth.tar",
-    ("volo_d2", 384): "d2_384_86.0.pth.tar",
-    ("volo_d3", 224): "d3_224_85.4.pth.tar",
-    ("volo_d3", 448): "d3_448_86.3.pth.tar",
-    ("volo_d4", 224): "d4_224_85.7.pth.tar",
-    ("volo_d4", 448): "d4_448_86.79.pth.tar",
-    ("volo_d5", 224): "d5_224_86.10.pth.tar",
-    ("volo_d5", 448): "d5_448_87.0.pth.tar",
-    ("volo_d5", 512): "d5_512_87.07.pth.tar",
+    ("volo_d1", 224): f"{_RELEASE}/d1_224_84.2.pth.tar",
+    ("volo_d1", 384): f"{_RELEASE}/d1_384_85.2.pth.tar",
+    ("volo_d2", 224): f"{_RELEASE}/d2_224_85.2.pth.tar",
+    ("volo_d2", 384): f"{_RELEASE}/d2_384_86.0.pth.tar",
+    ("volo_d3", 224): f"{_RELEASE}/d3_224_85.4.pth.tar",
+    ("volo_d3", 448): f"{_RELEASE}/d3_448_86.3.pth.tar",
+    ("volo_d4", 224): f"{_RELEASE}/d4_224_85.7.pth.tar",
+    ("volo_d4", 448): f"{_RELEASE}/d4_448_86.79.pth.tar",
+    ("volo_d5", 224): f"{_RELEASE}/d5_224_86.10.pth.tar",
+    ("volo_d5", 448): f"{_RELEASE}/d5_448_87.0.pth.tar",
+    ("volo_d5", 512): f"{_RELEASE}/d5_512_87.07.pth.tar",
 }
-
-
-def _cfg(row: Variant, size: int, **source: str) -> dict[str, Any]:
-    return imagenet_cfg(
-        size, row.crop_pct, "patch_embed.conv.0", "arXiv:2106.13112", "https://github.com/sail-sg/volo", **source
-    )
-
-
-def _default_cfgs() -> dict[str, dict[str, Any]]:
-    cfgs = {name: _cfg(row, row.img_size) for name, row in VARIANTS.items() if (name, row.img_size) not in WEIGHTS}
-    for (name, size), file in WEIGHTS.items():
-        tag = "sail_in1k" if size == VARIANTS[name].img_size else f"sail_in1k_{size}"
-        hub = f"timm/{name}_{size}.sail_in1k"  # timm keeps one model name per size
-        cfgs[f"{name}.{tag}"] = _cfg(VARIANTS[name], size, url=f"{RELEASE}/{file}", hf_hub_id=hub)
-    return cfgs
-
-
-default_cfgs = generate_default_cfgs(_default_cfgs())
+default_cfgs = published_cfgs(
+    VARIANTS,
+    WEIGHTS,
+    "sail_in1k",
+    "patch_embed.conv.0",
+    paper_ids="arXiv:2106.13112",
+    origin_url="https://github.com/sail-sg/volo",
+)
 
 
 def _create(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:

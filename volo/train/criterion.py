@@ -158,7 +158,7 @@ def make_criterion(
         mix_token=not args.no_mix_token,
         mix=_mixup(args, model.num_classes),
         uncovered=args.uncovered,
-        window=model.token_places(image_size).window(grid, image_size),
+        window=model.token_positions(image_size).window(grid, image_size),
         published_sum="target-sum" in (args.compat or ()),
         teacher=teacher,
         amp_dtype=amp_dtype,

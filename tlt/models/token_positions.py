@@ -1,7 +1,7 @@
 """Where the tokens of a network lie in its image, in pixels, as the layers say that shrink the image.
 
 A convolution or pooling of stride s, kernel k and padding p puts the centre of its output i at s * i + k / 2 - p of its
-input (cell i covers [i, i + 1]). Layers that keep the size keep the places. So the places of the tokens follow from the
+input (cell i covers [i, i + 1]). Layers that keep the size keep the positions. So those of the tokens follow from the
 layers that don't, from the last one back to the image, with what is dropped at an edge (6 of 230 pixels by a stride of
 16) and what padding moves (16 pixels up and left in a ResNet). docs/alignment.md compares them with gradients.
 """
@@ -27,8 +27,8 @@ _SAME = (Conv2dSame, AvgPool2dSame, MaxPool2dSame)
 _PADDED = 4  # cells that a network may append to a map before it is shrunk
 
 
-class TokenPlaces(NamedTuple):
-    """Where the tokens of a grid lie in an image.
+class TokenGrid(NamedTuple):
+    """Positions of tokens in an image.
 
     Attributes:
         pitch: Pixels from one token to the next, (down, across).
@@ -83,8 +83,8 @@ def shrinking_layers(model: nn.Module) -> Iterator[list[Shrinking]]:
             handle.remove()
 
 
-def places_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenPlaces:
-    """The places of `grid` in images of (H, W) pixels, of a network with these layers.
+def positions_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenGrid:
+    """The positions of `grid` in images of (H, W) pixels, of a network with these layers.
 
     Where no layer makes a map of the next larger one (Swin's merging of patches), it is taken to be cut into equal
     cells from its first on. Of layers side by side those count that average, as the shortcuts of ResNet-D: they carry
@@ -92,7 +92,7 @@ def places_of(layers: list[Shrinking], grid: Size, img_size: Size) -> TokenPlace
     """
     axes = [_along(layers, axis, grid[axis], img_size[axis]) for axis in (0, 1)]
     (pitch_y, first_y), (pitch_x, first_x) = axes
-    return TokenPlaces((pitch_y, pitch_x), (first_y, first_x))
+    return TokenGrid((pitch_y, pitch_x), (first_y, first_x))
 
 
 def _along(layers: list[Shrinking], axis: int, size: int, image: int) -> tuple[float, float]:
@@ -159,9 +159,9 @@ def conv_stem_grid(
     return rows, cols
 
 
-def conv_stem_places(stem_stride: int, patch_size: int, pooling: int = 1) -> TokenPlaces:
+def conv_stem_positions(stem_stride: int, patch_size: int, pooling: int = 1) -> TokenGrid:
     """Where the tokens of `conv_stem_grid` lie: the first cell of the stem has its centre at 0.5 pixels, and a token
     that of the cells it is made of."""
     pitch = patch_size * pooling
     first = (pitch - stem_stride) / 2 + 0.5
-    return TokenPlaces((pitch, pitch), (first, first))
+    return TokenGrid((pitch, pitch), (first, first))

@@ -15,7 +15,7 @@ from tests.labels.brute_force import brute_force
 from tests.models.token_looks import measure
 from tlt.label_map import FULL_AREA, LabelBatch
 from tlt.mix import MixRatios
-from tlt.models.token_places import TokenPlaces, places_of, shrinking_layers
+from tlt.models.token_positions import TokenGrid, positions_of, shrinking_layers
 from tlt.models.wrap import with_dense_head
 from tlt.targets import make_targets
 
@@ -31,16 +31,16 @@ from tlt.targets import make_targets
         ("test_convnext", 120, 20.0),
     ],
 )
-def test_tokens_look_at_their_places(name: str, size: int, equal_part: float) -> None:
+def test_tokens_look_at_their_positions(name: str, size: int, equal_part: float) -> None:
     # The shortcuts of a ResNet-D average where its branches stride: tokens look in between, nearer to either.
     found = measure(name, size, branches=name != "resnet18d")
     assert abs(found.off) < max(0.5, 2 * found.error), found
     model = timm.create_model(name, num_classes=4)
     grid = with_dense_head(model, (size, size)).token_grid(size)
-    last = found.places.first[0] + (grid[0] - 1) * found.places.pitch[0]
+    last = found.positions.first[0] + (grid[0] - 1) * found.positions.pitch[0]
     away = [
-        abs(place - (token + 0.5) * size / grid[0])
-        for token, place in ((0, found.places.first[0]), (grid[0] - 1, last))
+        abs(position - (token + 0.5) * size / grid[0])
+        for token, position in ((0, found.positions.first[0]), (grid[0] - 1, last))
     ]
     assert max(away) == pytest.approx(equal_part, abs=0.01)  # where the labels were taken from once
 
@@ -60,7 +60,7 @@ BESIDE = {"resnet18d": -12.65, "seresnext26d_32x4d": -1.52, "hgnetv2_b0": 0.97}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES.split())
-def test_tokens_of_every_family_look_at_their_places(name: str) -> None:
+def test_tokens_of_every_family_look_at_their_positions(name: str) -> None:
     found = measure(name, 230)
     assert abs(found.off - BESIDE.get(name, 0.0)) < max(0.5, 2 * found.error), found
 
@@ -71,9 +71,9 @@ def test_a_map_that_is_padded_and_made_small_again_is_not_gone_through_for_ever(
     )
     with shrinking_layers(layers) as found:
         grid = layers(torch.zeros(1, 3, 64, 64)).shape[2:]
-    places = places_of(found, (grid[0], grid[1]), (64, 64))
+    positions = positions_of(found, (grid[0], grid[1]), (64, 64))
     # The second convolution sees half a cell of 2 px to the right.
-    assert (places.pitch, places.first) == ((4.0, 4.0), (1.5, 1.5))
+    assert (positions.pitch, positions.first) == ((4.0, 4.0), (1.5, 1.5))
 
 
 def _random_layers(draw: random.Random) -> nn.Sequential:
@@ -86,7 +86,7 @@ def _random_layers(draw: random.Random) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_places_are_the_middle_of_what_a_token_sees(seed: int) -> None:
+def test_positions_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     draw = random.Random(seed)
     layers = _random_layers(draw).double()
     size = draw.randint(90, 130), draw.randint(90, 130)
@@ -94,7 +94,7 @@ def test_places_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     with shrinking_layers(layers) as found:
         output = layers(images)
     grid = output.shape[2], output.shape[3]
-    places = places_of(found, grid, size)
+    positions = positions_of(found, grid, size)
     row, column = grid[0] // 2, grid[1] // 2
     output[0, :, row, column].sum().backward()
     assert images.grad is not None
@@ -102,14 +102,14 @@ def test_places_are_the_middle_of_what_a_token_sees(seed: int) -> None:
     for axis, token in ((0, row), (1, column)):
         lines = seen.any(1 - axis).nonzero()
         middle = (int(lines.min()) + int(lines.max()) + 1) / 2
-        assert places.first[axis] + token * places.pitch[axis] == middle
+        assert positions.first[axis] + token * positions.pitch[axis] == middle
     assert not layers[0]._forward_hooks
 
 
 def test_volo_drops_six_of_230_pixels() -> None:
     model = timm.create_model("volo_d1", img_size=224)
-    assert model.token_places() == TokenPlaces((16, 16), (7.5, 7.5))
-    window = model.token_places((230, 300)).window(model.token_grid((230, 300)), (230, 300))
+    assert model.token_positions() == TokenGrid((16, 16), (7.5, 7.5))
+    window = model.token_positions((230, 300)).window(model.token_grid((230, 300)), (230, 300))
     assert window == pytest.approx((-0.5 / 300, -0.5 / 230, 287.5 / 300, 223.5 / 230))
 
 
