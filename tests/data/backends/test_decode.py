@@ -146,16 +146,6 @@ def test_fault_40_pixel_bomb_is_refused_by_its_header(tmp_path: Path, monkeypatc
         monkeypatch.undo()
 
 
-def test_size_that_differs_from_the_header_is_bad(tmp_path: Path) -> None:
-    for suffix in ("jpg", "png"):
-        path = saved(picture(), tmp_path / f"x.{suffix}")
-        for name in BACKENDS:
-            backend = create_backend(name)
-            honest = backend.open(path)
-            with pytest.raises(BadImage, match="differs from the header"):
-                backend.decode(Encoded(path, honest.data, 95, 72), None, (8, 8), "bilinear")
-
-
 def test_postscript_is_never_run(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     picture().save(buffer, "EPS")
