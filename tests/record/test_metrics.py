@@ -20,14 +20,9 @@ def test_top_k_counts_equal_a_sort() -> None:
     assert [int(c) for c in counted] == expected
 
 
-def test_fewer_classes_than_k() -> None:
-    logits = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
-    top1, top5 = correct_in_top(logits, torch.tensor([0, 0]))
-    assert (int(top1), int(top5)) == (1, 2)
-
-
-def test_unlabelled_images_are_never_correct() -> None:
-    assert [int(c) for c in correct_in_top(torch.ones(3, 4), torch.full((3,), -1))] == [0, 0]
+def test_fewer_classes_than_k_and_images_without_class() -> None:
+    logits = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]])
+    assert [int(count) for count in correct_in_top(logits, torch.tensor([0, 0, -1]))] == [1, 2]
 
 
 def test_sums_add_up_in_float64() -> None:

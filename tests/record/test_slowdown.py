@@ -30,7 +30,7 @@ def _interval(epoch: int, waited: float, seconds: float = 10.0) -> Interval:
 
 @pytest.mark.parametrize(
     ("seconds", "slow"),
-    [([1.0, 1.0, 1.0], None), ([1.0, 2.0, 1.1], 1), ([0.01, 0.02], None), ([1.0], None), ([1.4, 1.0, 1.0], None)],
+    [([1.0, 2.0, 1.1], 1), ([0.01, 0.02], None), ([1.0], None), ([1.4, 1.0, 1.0], None)],
 )
 def test_a_straggler_takes_much_longer_than_the_median_of_the_others(seconds: list[float], slow: int | None) -> None:
     assert straggler(seconds, interval=4.0) == slow

@@ -1,18 +1,13 @@
 """`events.jsonl`: the events of a run with time and place; every start adds to it, and nothing is ever removed.
 
-One JSON object per line: `time` (UTC, ISO 8601), `kind`, `rank`, `node`, `pid`, `epoch` (epochs finished) and
-`update` (done in the whole run) where they are known, then what belongs to the kind. docs/training.md lists the kinds.
+One JSON object per line, by `volo.record.logger.Logger.event`: `time` (UTC, ISO 8601), `kind`, `rank`, `node`, `pid`,
+`epoch` (epochs finished) and `update` (done in the whole run) where they are known, then what belongs to the kind.
+docs/training.md lists the kinds.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
-
-from volo.record.json_lines import LineFile, strict_json
 
 FILE = "events.jsonl"
 
@@ -29,27 +24,6 @@ def duration(seconds: float) -> str:
     days, hour = divmod(hours, 24)
     clock = f"{hour:02d}:{minute:02d}:{second:02d}" if hours or days else f"{minute:02d}:{second:02d}"
     return f"{days}d {clock}" if days else clock
-
-
-class EventLog:
-    """Writes the events of one process to events.jsonl. Events before `open` are kept and written then.
-
-    Events of ranks on other machines are lost unless the run directory is shared.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._file = LineFile()
-
-    def open(self, directory: Path) -> None:
-        """Write to the file in `directory` from now on; it must exist."""
-        self._file.path = directory / FILE
-        self._file.flush()
-
-    def add(self, kind: str, **fields: Any) -> None:
-        """Add an event. Never raises for a file that can't be written."""
-        record = {"time": utc_now(), "kind": kind, "rank": self.rank, "node": socket.gethostname(), "pid": os.getpid()}
-        self._file.append(strict_json(record | fields))
 
 
 def outcome(error: BaseException | None) -> tuple[int, str]:

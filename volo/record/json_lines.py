@@ -61,6 +61,11 @@ class LineFile:
         self.error: OSError | None = None
         self._pending: deque[bytes] = deque(maxlen=_MOST_PENDING)
 
+    def open(self, path: Path) -> None:
+        """Write to this file from now on, the waiting lines first."""
+        self.path = path
+        self.flush()
+
     def append(self, line: str) -> None:
         """Write a line after the waiting ones."""
         self._pending.append(line.encode(errors="backslashreplace") + b"\n")

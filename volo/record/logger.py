@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +18,9 @@ from tqdm import tqdm
 from tlt.data.batch import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
-from volo.record.events import EventLog, duration, outcome, utc_now
-from volo.record.json_lines import LineFile
+from volo.record.events import FILE as EVENTS
+from volo.record.events import duration, outcome, utc_now
+from volo.record.json_lines import LineFile, strict_json
 from volo.record.machine_use import Arithmetic, gpu_use
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.run_directory import RunDirectory
@@ -35,7 +38,7 @@ class Logger:
     def __init__(self, world: World) -> None:
         self.world = world
         self.directory: RunDirectory | None = None
-        self.events = EventLog(world.rank)
+        self._events = LineFile()  # events.jsonl; it keeps those from before `open_events`
         self.trackers = Trackers()
         self._arithmetic: Arithmetic | None = None
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
@@ -53,8 +56,7 @@ class Logger:
             arithmetic: Of a step; None where it can't be counted.
         """
         self.directory, self._total_updates, self._arithmetic = directory, total_updates, arithmetic
-        self._lines.path = directory.path / "log.txt"
-        self._lines.flush()
+        self._lines.open(directory.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
         """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
@@ -72,12 +74,19 @@ class Logger:
         self._warn_of(self.trackers.wait())
 
     def open_events(self, directory: Path) -> None:
-        """Write events to the existing `directory` from now on; every rank calls it."""
-        self.events.open(directory)
+        """Write events to the existing `directory` from now on; every rank calls it.
+
+        Events of ranks on other machines are lost unless the directory is shared.
+        """
+        self._events.open(directory / EVENTS)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add an event to events.jsonl on any rank; `epoch` and `update` are added unless given."""
-        self.events.add(kind, **self._at | fields)
+        """Add an event to events.jsonl on any rank; `epoch` and `update` are added unless given.
+
+        Never raises for a file that can't be written.
+        """
+        where = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
+        self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._at, **fields}))
 
     def at(self, epoch: int, update: int) -> None:
         """Set the position of the run: epochs and updates done."""
