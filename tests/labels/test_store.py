@@ -220,7 +220,7 @@ VALID = '{"format": "volo-tlt label tree, version 1", "k": 2, "grid": [3, 4]'
     [
         *("", "[]", '{"format": "other"}', '{"format": "volo-tlt label tree, version 1"}', "[" * 100_000),
         *(f'{VALID}, "area": {area}}}' for area in ('"left"', "[0.5, 0, 0.5, 1]", "[0, 0, 2, 1]", "3")),
-        *(f"{VALID}, {entry}}}" for entry in ('"k": 0', '"num_classes": 1e99', '"class_names": 7', '"skipped": [1]')),
+        *(f"{VALID}, {entry}}}" for entry in ('"k": 0', '"num_classes": 1e99', '"class_names": 0', '"skipped": [1]')),
     ],
 )
 def test_other_descriptions_are_refused(tmp_path: Path, text: str) -> None:

@@ -77,7 +77,8 @@ class LabelInfo:
             counts = [*info.shape, *(each for each in (info.num_classes, info.max_id) if each is not None)]
             if not all(isinstance(each, int) and 0 <= each < 2**31 for each in counts) or 0 in info.shape:
                 raise ValueError(f"its counts {counts} can't be those of label maps")
-            if not all(isinstance(each, str) for each in [*(info.class_names or ()), *info.skipped]):
+            names = [*(() if info.class_names is None else info.class_names), *info.skipped]
+            if not all(isinstance(each, str) for each in names):
                 raise ValueError("a name is no text")
             return info
         except (TypeError, ValueError) as error:
