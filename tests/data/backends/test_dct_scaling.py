@@ -110,7 +110,7 @@ def test_truncated_and_mismatched_images_are_bad(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["", "--full-decode"])
-def test_training_scales_unless_told_not_to_and_validation_never(tmp_path: Path, flag: str) -> None:
+def test_training_scales_but_for_full_decode_and_validation_never(tmp_path: Path, flag: str) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "c").mkdir(parents=True)
         for i in range(4):

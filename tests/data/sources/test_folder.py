@@ -1,4 +1,4 @@
-"""Class folders: order and classes as timm finds them, and what timm passes over in silence is told or refused."""
+"""Class folders: order and classes as timm finds them, and what timm passes over in silence is reported or refused."""
 
 from __future__ import annotations
 

@@ -90,10 +90,10 @@ class _Walk:
     def _visit(self, folder: str, linked: bool) -> Iterator[str]:
         images, links = self._entries(folder)
         if self.classes and not folder:
-            self.left_out["images outside of any class folder"] += sorted(images)
+            self.left_out["images outside of any class folder"] += images
             images = []
         folders = {}  # name -> whether it was reached through a link
-        for name, is_link in links.items():
+        for name, is_link in sorted(links.items()):
             path, through_link = os.path.join(folder, name), linked or is_link
             if through_link and self._is_read_elsewhere(path):
                 self.left_out["links to folders already read"].append(path)
@@ -124,17 +124,16 @@ class _Walk:
     def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
         """The names of the images in a folder, and of its folders with whether they are links."""
         path = os.path.join(self.root, folder)
-        images, others = [], []
+        images, links = [], {}
         try:
             with os.scandir(path) as entries:
                 for entry in entries:
                     name = entry.name
                     if name[name.rfind(".") :].lower() in self.extensions and name[0] != "." and entry.is_file():
                         images.append(name)
-                    else:
-                        others.append(entry)
-            others.sort(key=lambda entry: entry.name)
-            return images, {each.name: each.is_symlink() for each in others if self._is_folder(folder, each)}
+                    elif self._is_folder(folder, entry):
+                        links[name] = entry.is_symlink()
+            return images, links
         except OSError as error:
             where = printable(error.filename or path)
             raise UserError(

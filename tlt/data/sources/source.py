@@ -124,7 +124,7 @@ def check_classes(classes: np.ndarray, class_names: Sequence[str], where: str) -
 
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
     """A line for each kind of what was found and is no image."""
-    return [f"left out {len(names)} {kind}: {some_names(names)}" for kind, names in left_out.items() if names]
+    return [f"left out {len(names)} {kind}: {some_names(sorted(names))}" for kind, names in left_out.items() if names]
 
 
 def class_folder(name: str) -> str:
