@@ -149,7 +149,7 @@ def test_an_optimizer_goes_on_where_it_was(opt: str) -> None:
     torch.save(first_optimizer.state_dict(), file)
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     state = checked_optimizer_state(second, second_optimizer, saved, "file.pth", type(first_optimizer).__name__)
-    assert load_optimizer_state(second_optimizer, state) == []
+    load_optimizer_state(second_optimizer, state)
     second.load_state_dict(first.state_dict())
     train(second, second_optimizer, range(4, 9))
     for name, weight in whole.state_dict().items():

@@ -45,19 +45,27 @@ def rank(entries: Iterable[RankedCheckpoint], by: str) -> list[RankedCheckpoint]
 
 @dataclass
 class Save:
-    """A planned save: the content of the file, and what happens to the other files.
+    """A save: the content of the file, what happens to the other files, and how it goes (`volo.checkpoint.saver`).
 
     Attributes:
         payload: Shares its tensors with the model, unless it was copied.
         epoch: Counted from 0; after an epoch, which gets a ranked `checkpoint-N.pth.tar`. None: only `last` is written.
         best: The kept checkpoints, best first.
         outdated: The files that are not kept any more.
+        reason: For the log.
+        blocked: Seconds for which training waited.
+        seconds: Of the newest attempt to write it.
     """
 
     payload: dict[str, Any]
     epoch: int | None
     best: list[RankedCheckpoint]
     outdated: list[str]
+    reason: str = ""
+    blocked: float = 0.0
+    attempts: int = 0
+    seconds: float = 0.0
+    error: BaseException | None = None
 
     @property
     def update(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from tlt.upstream.rows import ROWS
 from volo.checkpoint.checkpoint import LAST, NAMES
 from volo.cluster.ranks import restarts
 from volo.config.recipes import GONE
-from volo.record.run_directory import DEFAULT_ROOT, launch_record
+from volo.record.run_directory import launch_record
 
 
 @dataclass(frozen=True)
@@ -114,20 +113,24 @@ class RestartedRun(NamedTuple):
     resume: str
 
 
-def continued_run(args: Namespace) -> RestartedRun | None:
-    """Return the run that this launch has begun; None for a first start, or if there was no directory yet."""
+def restarted_run(root: Path, experiment: str, resume: str) -> RestartedRun | None:
+    """Return the run that this launch has begun; None for a first start, or if there was no directory yet.
+
+    Args:
+        root: Holds the directories of runs (`--output`).
+        experiment, resume: As the flags of these names.
+    """
     launch = launch_record()
     if not restarts() or launch is None:
         return None
-    root = Path(args.output or DEFAULT_ROOT)
-    records = [root / args.experiment / "run.json"] if args.experiment else [*root.glob("*/run.json")]
-    if args.resume not in ("", "auto"):
-        records.append(Path(args.resume).parent / "run.json")
+    records = [root / experiment / "run.json"] if experiment else [*root.glob("*/run.json")]
+    if resume not in ("", "auto"):
+        records.append(Path(resume).parent / "run.json")
     begun = [file for file in records if _launch_of(file) == launch]
     if not begun:
         return None
     directory = max(begun, key=lambda file: file.stat().st_mtime).parent
-    return RestartedRun(directory, "auto" if any(directory.glob("*.pth.tar")) else args.resume)
+    return RestartedRun(directory, "auto" if any(directory.glob("*.pth.tar")) else resume)
 
 
 def _launch_of(file: Path) -> str | None:

@@ -78,16 +78,6 @@ class SavePolicy:
     max_failed: int = 10
 
 
-@dataclass
-class _Job:
-    save: Save
-    reason: str
-    blocked: float = 0.0  # seconds for which training waited
-    attempts: int = 0
-    seconds: float = 0.0  # of the newest attempt
-    error: BaseException | None = None
-
-
 class Saver:
     """Saves a run. Every rank has one and makes the same calls at the same updates; rank 0 writes.
 
@@ -112,7 +102,7 @@ class Saver:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
         self._before_write, self._on_save = before_write, on_save
         self._snapshot = HostSnapshot()
-        self._job: _Job | None = None  # in progress, or failed and waiting for another attempt
+        self._pending: Save | None = None  # in progress, or failed and waiting for another attempt
         self._thread: Thread | None = None
         self._retry_at = 0.0
         self._failures = 0  # in a row
@@ -163,8 +153,8 @@ class Saver:
         # Only rank 0 knows what is on disk, and a save needs all ranks.
         if from_primary(self._saved_at != (self.state.epoch, self.state.update)):
             self._save(reason, in_place=True)
-        if self._job is not None and self._job.error is not None:
-            raise self._job.error
+        if self._pending is not None and self._pending.error is not None:
+            raise self._pending.error
 
     def __enter__(self) -> Saver:
         return self
@@ -185,18 +175,18 @@ class Saver:
         """
         self._settle()
         for seconds in _FINAL_RETRIES:
-            if self._job is None:
+            if self._pending is None:
                 return
             time.sleep(seconds)
             self._attempt(wait=True)
-        if self._job is not None and self._job.error is not None:
-            raise self._job.error
+        if self._pending is not None and self._pending.error is not None:
+            raise self._pending.error
 
     def _poll(self) -> None:
         """Handle a save that has ended, and try a failed one again when it is due."""
         if self._thread is not None and not self._thread.is_alive():
             self._settle()
-        elif self._thread is None and self._job is not None and time.monotonic() >= self._retry_at:
+        elif self._thread is None and self._pending is not None and time.monotonic() >= self._retry_at:
             self._attempt()
 
     def _due(self) -> str | None:
@@ -219,16 +209,17 @@ class Saver:
         payload = self.state.state_dict()
         if self.checkpoints is None:
             return None
-        if self._job is not None and self._job.save.epoch is not None:
+        if self._pending is not None and self._pending.epoch is not None:
             self.logger.line(
-                f"warning: epoch {self._job.save.epoch + 1} could not be saved and is not among the kept checkpoints"
+                f"warning: epoch {self._pending.epoch + 1} could not be saved and is not among the kept checkpoints"
             )
         save = self.checkpoints.plan(self.state, payload, ranked)
         in_place = in_place or self.policy.synchronous
         if not in_place:
             self._copy(save)
         self._last_save = began
-        self._job = _Job(save, reason, blocked=time.monotonic() - began)
+        save.reason, save.blocked = reason, time.monotonic() - began
+        self._pending = save
         self._attempt(wait=in_place)
         return save
 
@@ -237,66 +228,66 @@ class Saver:
             save.payload = self._snapshot.take(save.payload)
 
     def _attempt(self, wait: bool = False) -> None:
-        assert self._job is not None
+        assert self._pending is not None
         self._before_write()
-        self._job.attempts += 1
-        self._thread = Thread(target=self._write, args=(self._job,), name="checkpoint")
+        self._pending.attempts += 1
+        self._thread = Thread(target=self._write, args=(self._pending,), name="checkpoint")
         self._thread.start()
         if wait:
             self._thread.join()
-            self._job.blocked += self._job.seconds
-            if self._job.error is not None:  # the attempts to come write what the weights are now
-                self._copy(self._job.save)
+            self._pending.blocked += self._pending.seconds
+            if self._pending.error is not None:  # the attempts to come write what the weights are now
+                self._copy(self._pending)
             self._settle()
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, save: Save) -> None:
         began = time.monotonic()
         try:
             self.logger.sync()  # a checkpoint must not outlive the records of what led to it
             self._snapshot.wait()
             assert self.checkpoints is not None
-            self.checkpoints.write(job.save)
-            job.error = None
+            self.checkpoints.write(save)
+            save.error = None
         except BaseException as error:  # raised again in the training thread
-            job.error = error
-        job.seconds = time.monotonic() - began
+            save.error = error
+        save.seconds = time.monotonic() - began
 
     def _settle(self) -> None:
         """Wait for the save in progress, report it, and raise its error unless it will be retried."""
-        if self._thread is None or self._job is None:
+        if self._thread is None or self._pending is None:
             return
         self._thread.join()
-        job, self._thread = self._job, None
-        if job.error is None:
-            self._job, self._failures = None, 0
-            job.save.commit(self.state)
-            self._saved_at = job.save.payload["epoch"] + 1, job.save.update
-            self._report(job)
-        elif isinstance(job.error, NotWrittenError):
-            self._retry_later(job, job.error)
+        save, self._thread = self._pending, None
+        if save.error is None:
+            self._pending, self._failures = None, 0
+            save.commit(self.state)
+            self._saved_at = save.payload["epoch"] + 1, save.update
+            self._report(save)
+        elif isinstance(save.error, NotWrittenError):
+            self._retry_later(save, save.error)
         else:
-            self._job = None
-            raise job.error
+            self._pending = None
+            raise save.error
 
-    def _report(self, job: _Job) -> None:
-        size = tensor_bytes(job.save.payload)
-        if job.save.epoch is None or job.attempts > 1:
+    def _report(self, save: Save) -> None:
+        size = tensor_bytes(save.payload)
+        if save.epoch is None or save.attempts > 1:
             self.logger.line(
-                f"saved {LAST} of update {job.save.update} ({job.reason}): {size / 2**20:.1f} MiB "
-                f"in {job.seconds:.2f} s, training waited {job.blocked:.2f} s"
+                f"saved {LAST} of update {save.update} ({save.reason}): {size / 2**20:.1f} MiB "
+                f"in {save.seconds:.2f} s, training waited {save.blocked:.2f} s"
             )
-        seconds = {"seconds": round(job.seconds, 3), "blocked_seconds": round(job.blocked, 3)}
-        about = {"reason": job.reason, "update": job.save.update, "bytes": size, **seconds, "attempts": job.attempts}
+        seconds = {"seconds": round(save.seconds, 3), "blocked_seconds": round(save.blocked, 3)}
+        about = {"reason": save.reason, "update": save.update, "bytes": size, **seconds, "attempts": save.attempts}
         self.logger.event("checkpoint", file=LAST, **about)
 
-    def _retry_later(self, job: _Job, error: NotWrittenError) -> None:
-        delay = min(_FIRST_RETRY * 2 ** (job.attempts - 1), _LONGEST_RETRY)
+    def _retry_later(self, save: Save, error: NotWrittenError) -> None:
+        delay = min(_FIRST_RETRY * 2 ** (save.attempts - 1), _LONGEST_RETRY)
         self._retry_at = time.monotonic() + delay
-        self._failures += job.attempts == 1
+        self._failures += save.attempts == 1
         self.logger.line(
             f"warning: {error}; training goes on, the next attempt is in {delay:.0f} s or at the next save"
         )
-        about = {"reason": str(error), "update": job.save.update, "attempt": job.attempts}
+        about = {"reason": str(error), "update": save.update, "attempt": save.attempts}
         self.logger.event("checkpoint-failed", file=LAST, **about)
         if self._failures > self.policy.max_failed:
             raise NotWrittenError(

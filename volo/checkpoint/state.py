@@ -1,7 +1,7 @@
 """The state of a training run that checkpoints save, and what is checked before one is loaded.
 
 Of the optimizer its state is loaded, but not its settings (weight decay, betas, ...): those are of the command that
-resumes, and those of the file are only compared.
+resumes, which tells how its arguments differ from the file's.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TrainState:
         load_clean(self.model, weights)
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
         if resumable and load_optimizer:
-            messages += load_optimizer_state(self.optimizer, optimizer_state)
+            load_optimizer_state(self.optimizer, optimizer_state)
             messages += self._load_scaler(checkpoint.get(SCALER_KEY))
         elif load_optimizer:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
@@ -325,23 +325,18 @@ def checked_optimizer_state(
     return own
 
 
-def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
-    """Load what `checked_optimizer_state` returned; return a line for every setting that differs in the file.
+def load_optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load what `checked_optimizer_state` returned, but not the settings in it.
 
     Tensors go to the devices of the parameters; `fused` and `foreach` keep the values of this optimizer.
     """
-    settings = {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
-    keep, compared = _GROUP_SETTINGS | settings, sorted(_numeric(optimizer.defaults) & settings - {"lr"})
-    groups, messages = [], []
+    keep = _GROUP_SETTINGS | {name for name in optimizer.defaults if not name.endswith(_COUNTER)}
+    groups = []
     for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        merged = {k: v for k, v in theirs.items() if k not in keep}
-        merged.update({k: v for k, v in own.items() if k in keep})
-        groups.append({**merged, "params": theirs["params"]})
-        changed = [k for k in compared if _differ(theirs.get(k), own[k])]
-        messages += [f"optimizer {k}: {theirs.get(k)} in the checkpoint, {own[k]} now" for k in changed]
+        kept = {k: v for k, v in theirs.items() if k not in keep} | {k: v for k, v in own.items() if k in keep}
+        groups.append(kept | {"params": theirs["params"]})
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     _match_layout(optimizer)
-    return list(dict.fromkeys(messages))
 
 
 def _match_layout(optimizer: Optimizer) -> None:
@@ -382,9 +377,3 @@ def _state_problem(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, A
 def _numeric(settings: dict[str, Any]) -> set[str]:
     """Return the names of numeric settings, which tell optimizers apart; switches change with versions of torch."""
     return {k for k, v in settings.items() if isinstance(v, (int, float, tuple, Tensor)) and not isinstance(v, bool)}
-
-
-def _differ(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor) or isinstance(second, Tensor):
-        return not torch.equal(torch.as_tensor(first), torch.as_tensor(second))
-    return (list(first) != list(second)) if isinstance(second, (tuple, list)) and first is not None else first != second

@@ -26,8 +26,8 @@ from volo.checkpoint.resume import (
     Resume,
     check_behaviour,
     check_same_data,
-    continued_run,
     find_resume,
+    restarted_run,
 )
 from volo.checkpoint.saver import SavePolicy, Saver
 from volo.checkpoint.state import TrainState, ranked_by
@@ -37,6 +37,7 @@ from volo.config.flag_rules import trackers_of
 from volo.record.logger import Logger
 from volo.record.machine_use import Arithmetic, peak_flops
 from volo.record.run_directory import (
+    DEFAULT_ROOT,
     SUPERSEDED,
     RunDirectory,
     changed_settings,
@@ -89,7 +90,7 @@ def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[
     chosen = ["", ""]
     with primary_first():
         if world.is_primary:
-            begun = continued_run(args)
+            begun = restarted_run(Path(args.output or DEFAULT_ROOT), args.experiment, args.resume)
             if begun is None:
                 size = image_size_by_name(args)
                 begun = RestartedRun(choose_directory(args, size, logger.line, not args.dry_run), args.resume)

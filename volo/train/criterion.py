@@ -8,15 +8,17 @@ random, so that a resumed run draws the same numbers.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlt.api import StepKey, draw_box
+from tlt.data.augment.on_device import send
 from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.loss import LossTerms, TokenLabelLoss
@@ -63,7 +65,7 @@ class TokenLabelCriterion(TokenLabelLoss):
     def loss(self, model: Callable[..., Any], batch: Batch, step: StepKey) -> LossTerms:
         """Return the losses of a step: means over the batch. The same arguments give the same numbers."""
         targets = self.targets(batch)
-        box = _on_device(draw_box(step, self.grid), batch.images.device) if self.mix_token else None
+        box = send(np.array(draw_box(step, self.grid), np.int32), batch.images.device) if self.mix_token else None
         images, ratios = _mixed(self.mix, batch, step)
         with autocast(batch.images.device, self.amp_dtype):
             # Class logits (B, C) and token logits (B, N, C), or the former alone.
@@ -110,12 +112,6 @@ def _mixed(mix: Mixup | None, batch: Batch, step: StepKey) -> tuple[Tensor, MixR
         return batch.images, None
     ratios = mix.draw(batch.images, step.generator(_MIXUP_STREAM))
     return ratios.blend_images(batch.images), ratios
-
-
-def _on_device(box: Sequence[int], device: torch.device) -> Tensor:
-    host = torch.tensor(box, dtype=torch.int32)
-    # A copy from pinned memory does not block the host.
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def make_criterion(

@@ -159,8 +159,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if scaled else None
         # The loss scale starts at 2^16: up to 16 halvings are calibration, not divergence.
         self.max_nonfinite = max_nonfinite + (16 if scaled else 0)
-        self._consecutive = torch.zeros((), dtype=torch.int32, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._counts = [0, 0]  # steps skipped in a row, and in the whole run, before those in `_steps`
         self._loss_broken = torch.zeros((), dtype=torch.bool, device=device)  # in a micro-batch of the current step
         self._steps: list[Tensor] = []  # (2,) bool each: gradients not finite, this rank's loss not finite
 
@@ -196,8 +195,6 @@ class Precision:
             self.scaler.unscale_(optimizer)
         norm = self._norm_of(parameters)
         broken = ~torch.isfinite(norm)
-        self._consecutive = torch.where(broken, self._consecutive + 1, 0)
-        self._skipped += broken
         self._steps.append(torch.stack([broken, self._loss_broken]))
         self._loss_broken = torch.zeros_like(self._loss_broken)
         if self.clip is not None:
@@ -215,18 +212,22 @@ class Precision:
 
         Keys count back from the newest step: -1, -2, ... Synchronises with the device, as `check`.
         """
-        steps, self._steps = self._steps, []
-        told = torch.stack(steps).tolist() if steps else []
+        self._counts, told, self._steps = self.counts(), self._told(), []
         return {number - len(told): own for number, (broken, own) in enumerate(told) if broken}
+
+    def _told(self) -> list[list[bool]]:
+        return torch.stack(self._steps).tolist() if self._steps else []
 
     def counts(self) -> list[int]:
         """Return the steps skipped in a row up to now, and in the whole run. Synchronises with the device."""
-        return torch.stack([self._consecutive, self._skipped]).tolist()
+        in_a_row, skipped = self._counts
+        for broken, _ in self._told():
+            in_a_row, skipped = (in_a_row + 1 if broken else 0), skipped + broken
+        return [in_a_row, skipped]
 
-    def restore_counts(self, consecutive: int, skipped: int) -> None:
+    def restore_counts(self, in_a_row: int, skipped: int) -> None:
         """Continue from the numbers that `counts` returned."""
-        self._consecutive.fill_(consecutive)
-        self._skipped.fill_(skipped)
+        self._counts = [in_a_row, skipped]
 
     def check(self) -> int:
         """Return how many steps were skipped in the whole run. Synchronises: call it once per log interval.
@@ -234,10 +235,10 @@ class Precision:
         Raises:
             NonFiniteError: More than `max_nonfinite` steps in a row were skipped.
         """
-        consecutive, skipped = self.counts()
-        if consecutive > self.max_nonfinite:
+        in_a_row, skipped = self.counts()
+        if in_a_row > self.max_nonfinite:
             raise NonFiniteError(
-                f"the gradients of {consecutive} steps in a row were not finite (--skip-nonfinite): weights were left "
+                f"the gradients of {in_a_row} steps in a row were not finite (--skip-nonfinite): weights were left "
                 "as they were; lower --lr, use --clip-grad 1.0 or --amp-dtype bfloat16; the images of these steps are "
                 "in events.jsonl"
             )

@@ -13,8 +13,7 @@ import pytest
 
 from tests.commands.conftest import QUICK, ROOT, Ended, metrics, storage
 from tests.conftest import LIMIT, free_port
-from volo.checkpoint.resume import continued_run
-from volo.config.args import parse_train
+from volo.checkpoint.resume import restarted_run
 
 Call = Callable[..., Ended]
 
@@ -60,11 +59,10 @@ def test_a_restart_leaves_the_runs_of_other_launches_alone(
     (record,) = (tmp_path / "out").rglob("run.json")
     starts = json.loads(record.read_text())
     restarted(1)
-    args = parse_train(flags.split())
-    assert continued_run(args) == (record.parent, "auto")
+    assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
     for launch in ("another", "none", None):
         record.write_text(json.dumps([starts[0] | {"launch": launch}]))
-        assert continued_run(args) is None
+        assert restarted_run(tmp_path / "out", "", "") is None
 
 
 def test_torchrun_restarts_a_killed_rank(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
