@@ -134,6 +134,7 @@ def test_fault_11_interrupted_on_two_ranks(
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
+@pytest.mark.slow
 def test_fault_13_resumed_on_two_ranks_with_the_global_batch_of_one(
     call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
