@@ -18,7 +18,7 @@ from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.batch import Batch, BatchKey
-from tlt.data.dataset import MAX_ATTEMPTS, EvalDataset, Fault, TrainDataset
+from tlt.data.dataset import MAX_ATTEMPTS, EvalDataset, TrainDataset
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.errors import UserError
 from tlt.label_map import LabelMap
@@ -163,8 +163,8 @@ def test_fault_27_all_images_bad_ends_with_one_line(broken: ImageFolder) -> None
     for index in range(len(broken)):
         Path(broken.path(index)).write_bytes(b"")
     fault = TrainDataset(broken, CONFIG, seed=7)[BatchKey(0, (0, 1))]
-    assert isinstance(fault, Fault) and "\n" not in fault.message
-    assert f"{MAX_ATTEMPTS + 1} images in a row can't be read" in fault.message and "(empty file)" in fault.message
+    assert isinstance(fault, UserError) and "\n" not in str(fault)
+    assert f"{MAX_ATTEMPTS + 1} images in a row can't be read" in str(fault) and "(empty file)" in str(fault)
 
 
 class Labels:
@@ -198,7 +198,8 @@ def test_bad_label_travels_as_a_fault(folder: ImageFolder) -> None:
         def read(self, index: int, width: int, height: int) -> LabelMap:
             raise UserError("label x.pt is damaged")
 
-    assert TrainDataset(folder, CONFIG, 7, Refusing())[BatchKey(0, (0,))] == Fault("label x.pt is damaged")
+    fault = TrainDataset(folder, CONFIG, 7, Refusing())[BatchKey(0, (0,))]
+    assert isinstance(fault, UserError) and str(fault) == "label x.pt is damaged"
 
 
 # Synthetic data

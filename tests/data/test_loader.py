@@ -166,8 +166,7 @@ def test_fault_24_truncated_images_are_counted_and_training_goes_on(broken: Imag
     batches = list(train_on(broken, skips, workers))
     assert [batch.size for batch in batches] == [4] * 6
     bad = {broken.path(i) for i in range(12) if os.path.getsize(broken.path(i)) == 500}
-    assert set(skips.reasons) == bad and skips.total == 3 and skips.events >= 6
-    assert skips.events == sum(len(batch.skipped) for batch in batches)
+    assert set(skips.reasons) == bad and skips.total == 3
 
 
 def test_fault_24_more_broken_images_than_allowed_stop_the_run(broken: ImageFolder) -> None:
@@ -197,7 +196,7 @@ def test_skip_limit_and_lines() -> None:
     counter.record([Skipped("a\n", "empty file"), Skipped("a\n", "empty file")])
     assert counter.take_lines() == ["left out a\\n: empty file"] and counter.take_lines() == []
     counter.record([Skipped("a\n", "empty file")])
-    assert counter.take_lines() == [] and (counter.total, counter.events) == (1, 3)
+    assert counter.take_lines() == [] and counter.total == 1
 
 
 class Hostile(SyntheticBackend):
@@ -259,14 +258,12 @@ def test_fault_22_a_worker_that_dies_while_the_model_trains_is_noticed_where_the
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_fault_22_a_worker_that_never_begins_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_22_a_worker_that_never_begins_ends_the_run_with_exit_code_5(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does whose fork waits for a lock of a thread that stayed behind."""
     real = workers._obey_main_process
     monkeypatch.setattr(workers, "_obey_main_process", lambda number: time.sleep(2 * LIMIT) if number else real(number))
-    monkeypatch.setattr(workers, "_BEGIN_S", 0.0)
-    monkeypatch.setattr(workers, "_LOOK_S", 1.0)
-    reported = refusal(loader(2, timeout=0).epoch(0))
-    assert re.fullmatch(r"a data worker has not begun after \d+ s: it hangs; start again", reported), reported
+    with pytest.raises(WorkerDied, match=r"^no batch after 2 s \(--loader-timeout\), though no file is being read: .*"):
+        list(loader(2, timeout=2).epoch(0))
 
 
 @pytest.mark.parametrize("has_threads", [False, True])

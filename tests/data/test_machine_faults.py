@@ -19,7 +19,7 @@ from tests.labels.packed import label_map, make_archive, make_tree, save_image
 from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig
 from tlt.data.batch import Batch, BatchKey
-from tlt.data.dataset import EvalDataset, Fault, TrainDataset
+from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
 from tlt.data.sources.image_file import BadImage, read_file
@@ -93,7 +93,7 @@ def test_what_stays_stops_the_run_and_names_file_and_reason(images: ImageFolder,
     reported = f"{images.path(2)} can't be read: {os.strerror(getattr(errno, code))}, 4 times in a row"
     for dataset in (TrainDataset(images, CONFIG, 3), EvalDataset(images, (16, 16))):
         fault = dataset[ALL]
-        assert isinstance(fault, Fault) and fault.message.startswith(reported) and fault.kind is MachineFault
+        assert isinstance(fault, UserError) and str(fault).startswith(reported) and type(fault) is MachineFault
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,25 +31,15 @@ from tlt.io.text import printable
 from tlt.label_map import LabelBatch, LabelMap
 
 MAX_ATTEMPTS = 20  # images tried in place of one before the data set is called unreadable
-LESS_MEMORY = "lower --workers or --batch-size, and in a container give /dev/shm more room (docker --shm-size)"
+LESS_MEMORY = (
+    "lower --workers or --batch-size, raise the limit of open files (ulimit -n), and in a container give /dev/shm more "
+    "room (docker --shm-size)"
+)
 CROP_MODES = ("center", "squash", "border")
 _REPLACEMENT_STREAM = 64  # of counter.uniform, apart from those of tlt.data.augment.plan.Stream
 _FILTERS = {BILINEAR: "bilinear", BICUBIC: "bicubic"}
 # What torch says where memory, shared memory or file descriptors have run out.
-_NO_MEMORY = re.compile("allocate memory|allocate shared memory|No space left on device|Too many open files")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A user's error that a worker met. It is returned, because DataLoader would wrap what is raised into a traceback.
-
-    Attributes:
-        kind: Class of the error.
-    """
-
-    message: str
-    kind: type[UserError] = UserError
-
+_NO_MEMORY = re.compile("allocate memory|allocate shared memory|No space left on device|[Tt]oo many open files|ancdata")
 
 # From the plan and the labels of a batch: the labels, and the affine (B, 2, 3) and visible part (B, 4) with which they
 # are read in place of the plan's.
@@ -86,17 +75,21 @@ class WorkerStatus:
         """Forget all: new workers are about to begin."""
         self._rows.fill_(-1)
 
-    def all_begun(self) -> bool:
-        """Whether every worker has noted something."""
-        return bool((self._rows[:, 1] >= 0).all())
-
     def longest(self) -> tuple[int, float] | None:
         """Index and seconds of the image that a worker has had in hand for longest; None: no worker has any."""
         begun = [(since, int(index)) for index, since in self._rows.tolist() if index >= 0]
         return (min(begun)[1], time.monotonic() - min(begun)[0]) if begun else None
 
 
-class BatchDataset(Dataset[Batch | Fault]):
+def out_of_memory(error: Exception) -> WorkerDied | None:
+    """The user's error for one that says that memory, shared memory or file descriptors have run out."""
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        reason = str(error).split("\n")[0] or "MemoryError"
+        return WorkerDied(f"a data worker has no memory left ({reason}): {LESS_MEMORY}")
+    return None
+
+
+class BatchDataset(Dataset[Batch | UserError]):
     """What training and evaluation share."""
 
     def __init__(self, source: ImageSource, backend: Backend) -> None:
@@ -113,16 +106,16 @@ class BatchDataset(Dataset[Batch | Fault]):
         """Where image `index` is, for messages."""
         return self.source.path(index % len(self))
 
-    def __getitem__(self, key: BatchKey) -> Batch | Fault:
+    def __getitem__(self, key: BatchKey) -> Batch | UserError:
+        """The batch of a key, or why there is none: DataLoader would wrap what is raised into a traceback."""
         try:
             batch = self.load(key)
             return batch.share_memory() if get_worker_info() else batch
         except UserError as error:
-            return Fault(str(error), type(error))
+            return error
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
-                reason = str(error).split("\n")[0] or "MemoryError"
-                return Fault(f"a data worker has no memory left ({reason}): {LESS_MEMORY}", WorkerDied)
+            if died := out_of_memory(error):
+                return died
             raise
         finally:
             self.worker_status.mark(-1)
@@ -168,95 +161,75 @@ class TrainDataset(BatchDataset):
         self.label_view = label_view
 
     def load(self, key: BatchKey) -> Batch:
-        slots, rows = _Slots(self, key), range(len(key.indices))
-        images, todo = torch.empty(0), list(rows)
-        encoded: dict[int, Encoded] = {}
+        skipped: list[Skipped] = []
+        candidates = [self._candidates(key.epoch, index, skipped) for index in key.indices]
+        opened: dict[int, tuple[int, Encoded]] = {}  # row -> index, image
+        images, todo = torch.empty(0), list(range(len(candidates)))
         while todo:
-            encoded |= {row: slots.open(row) for row in todo}
+            opened |= {row: self._first_readable(candidates[row], skipped) for row in todo}
             self.worker_status.mark(-1)
-            plan = self._plan(key, slots.indices, [encoded[row] for row in rows])
-            requests = self._requests([encoded[row] for row in rows], plan)
-            decoded = self.backend.decode_batch([requests[row] for row in todo], self.config.size)
-            if len(todo) == len(rows):
+            indices, encoded = zip(*(opened[row] for row in range(len(candidates))), strict=True)
+            sizes = np.array([(image.width, image.height) for image in encoded]).T
+            plan = make_plan(self.config, self.seed, key.epoch, indices, *sizes)
+            decoded = self.backend.decode_batch([self._request(encoded[row], plan, row) for row in todo], plan.size)
+            if len(todo) == len(candidates):
                 images = decoded.images
             else:
                 images[todo] = decoded.images
-            for place, error in decoded.bad.items():
-                slots.replace(todo[place], error)
+            skipped += [self._skip(indices[todo[place]], error) for place, error in decoded.bad.items()]
             todo = [todo[place] for place in decoded.bad]
-        return self._batch(key, slots, images, plan)
+        shown = [index % len(self) for index in indices]
+        return self._labelled(shown, plan, key=key, images=images, skipped=skipped)
 
     def replacement(self, epoch: int, index: int, attempt: int) -> int:
         """Index of the image that stands in for `index` in an epoch, after `attempt` (0, 1, ...) others failed."""
         draws = uniform(self.seed, epoch, [index], _REPLACEMENT_STREAM, MAX_ATTEMPTS)
         return int(draws[0, attempt] * len(self))
 
-    def _plan(self, key: BatchKey, indices: list[int], encoded: list[Encoded]) -> Plan:
-        widths, heights = [image.width for image in encoded], [image.height for image in encoded]
-        return make_plan(self.config, self.seed, key.epoch, indices, widths, heights)
+    def _candidates(self, epoch: int, index: int, skipped: list[Skipped]) -> Iterator[int]:
+        """Yield an image, then those that stand in for it, in turn."""
+        yield index
+        yield from (self.replacement(epoch, index, attempt) for attempt in range(MAX_ATTEMPTS))
+        path, reason = skipped[-1]
+        raise UserError(
+            f"{MAX_ATTEMPTS + 1} images in a row can't be read, the last one {printable(path)} ({reason}): "
+            f"check the images in {printable(self.root)}"
+        )
 
-    def _requests(self, encoded: list[Encoded], plan: Plan) -> list[Request]:
-        return [
-            Request(image, (crop[0], crop[1], crop[2], crop[3]), self.config.size, _FILTERS[interpolation])
-            for image, crop, interpolation in zip(encoded, plan.crop.tolist(), plan.interpolation.tolist(), strict=True)
-        ]
+    def _first_readable(self, candidates: Iterator[int], skipped: list[Skipped]) -> tuple[int, Encoded]:
+        """The index of the first of the images that can be opened, and that image."""
+        while True:
+            index = next(candidates)
+            try:
+                return index, self._open(index)
+            except BadImage as error:
+                skipped.append(self._skip(index, error))
 
-    def _batch(self, key: BatchKey, slots: _Slots, images: Tensor, plan: Plan) -> Batch:
-        shown = [index % len(self) for index in slots.indices]
-        labels, bad_labels = self._labels(shown, plan.source.tolist())
+    def _request(self, encoded: Encoded, plan: Plan, row: int) -> Request:
+        x, y, w, h = plan.crop[row].tolist()
+        return Request(encoded, (x, y, w, h), plan.size, _FILTERS[int(plan.interpolation[row])])
+
+    def _labelled(self, indices: list[int], plan: Plan, **found: Any) -> Batch:
+        """The batch of images, with their labels."""
+        labels, faults = None, []
         affine, visible = (torch.from_numpy(part).float() for part in (plan.normalised_affine(), plan.visible()))
-        if labels is not None and self.label_view is not None:
-            labels, affine, visible = self.label_view(plan, labels)
+        if self.labels is not None:
+            sizes = plan.source.tolist()
+            maps = [self.labels.read(index, *size) for index, size in zip(indices, sizes, strict=True)]
+            labels, faults = LabelBatch.stack(maps), self.labels.take_faults()
+            if self.label_view is not None:
+                labels, affine, visible = self.label_view(plan, labels)
         return Batch(
-            key=key,
-            images=images,
-            classes=torch.from_numpy(self.classes[shown]),
-            indices=torch.tensor(shown),
+            classes=torch.from_numpy(self.classes[indices]),
+            indices=torch.tensor(indices),
             sizes=torch.from_numpy(plan.source),
             affine=affine,
             visible=visible,
             plan=plan,
             labels=labels,
-            skipped=slots.skipped,
-            bad_labels=bad_labels,
+            bad_labels=[Skipped(*fault) for fault in faults],
+            **found,
         )
-
-    def _labels(self, indices: list[int], sizes: list[list[int]]) -> tuple[LabelBatch | None, list[Skipped]]:
-        if self.labels is None:
-            return None, []
-        maps = [self.labels.read(index, *size) for index, size in zip(indices, sizes, strict=True)]
-        return LabelBatch.stack(maps), [Skipped(*fault) for fault in self.labels.take_faults()]
-
-
-class _Slots:
-    """Which image each row of a batch has now, and which images had to be replaced."""
-
-    def __init__(self, dataset: TrainDataset, key: BatchKey) -> None:
-        self.dataset = dataset
-        self.key = key
-        self.indices = list(key.indices)
-        self.attempts = [0] * len(self.indices)
-        self.skipped: list[Skipped] = []
-
-    def open(self, row: int) -> Encoded:
-        """The file of a row's image, or of its first replacement that can be opened."""
-        while True:
-            try:
-                return self.dataset._open(self.indices[row])
-            except BadImage as error:
-                self.replace(row, error)
-
-    def replace(self, row: int, error: BadImage) -> None:
-        self.skipped.append(self.dataset._skip(self.indices[row], error))
-        attempt = self.attempts[row]
-        if attempt == MAX_ATTEMPTS:
-            path, reason = self.skipped[-1]
-            raise UserError(
-                f"{attempt + 1} images in a row can't be read, the last one {printable(path)} ({reason}): "
-                f"check the images in {printable(self.dataset.root)}"
-            )
-        self.indices[row] = self.dataset.replacement(self.key.epoch, self.key.indices[row], attempt)
-        self.attempts[row] += 1
 
 
 class EvalDataset(BatchDataset):
@@ -298,24 +271,24 @@ class EvalDataset(BatchDataset):
         self.fill = tuple(fill) if crop_mode == "border" else (0, 0, 0)
 
     def load(self, key: BatchKey) -> Batch:
-        opened: list[tuple[int, Encoded]] = []
+        opened: dict[int, Encoded] = {}
         failed: dict[int, BadImage] = {}
         for index in key.indices:
             try:
-                opened.append((index, self._open(index)))
+                opened[index] = self._open(index)
             except BadImage as error:
                 failed[index] = error
         self.worker_status.mark(-1)
-        decoded = self.backend.decode_batch([self._request(image) for _, image in opened], self.size, self.fill)
-        failed |= {opened[row][0]: error for row, error in decoded.bad.items()}
+        decoded = self.backend.decode_batch([self._request(image) for image in opened.values()], self.size, self.fill)
+        failed |= {list(opened)[row]: error for row, error in decoded.bad.items()}
         rows = [row for row in range(len(opened)) if row not in decoded.bad]
-        indices, shown = [opened[row][0] for row in rows], [opened[row][1] for row in rows]
+        indices = [index for index in opened if index not in failed]
         return Batch(
             key=key,
             images=decoded.images[rows] if decoded.bad else decoded.images,
             classes=torch.from_numpy(self.classes[np.array(indices, np.int64)]),
             indices=torch.tensor(indices, dtype=torch.int64),
-            sizes=torch.tensor([(image.width, image.height) for image in shown]).view(-1, 2),
+            sizes=torch.tensor([(image.width, image.height) for image in map(opened.__getitem__, indices)]).view(-1, 2),
             affine=torch.empty(0, 2, 3),
             visible=torch.empty(0, 4),
             labels=None,

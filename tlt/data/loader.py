@@ -19,7 +19,7 @@ from tlt.data.augment.index_stream import IndexStream, eval_indices
 from tlt.data.augment.plan import Plan
 from tlt.data.batch import Batch, BatchKey, Skipped
 from tlt.data.dataset import BatchDataset, EvalDataset, TrainDataset
-from tlt.data.workers import Keys, OneThread, Workers
+from tlt.data.workers import Workers
 from tlt.errors import UserError
 from tlt.io.text import printable
 
@@ -36,13 +36,11 @@ class SkipCounter:
         limit: How many of them may fail (`--max-bad-images`); None: 0.1 % of the images, but no fewer than 10 and no
             more than 100.
         reasons: Path -> reason of those that were met.
-        events: How often an image had to be replaced or left out.
     """
 
     images: int
     limit: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
-    events: int = 0
     _new: list[Skipped] = field(default_factory=list, repr=False)
 
     @property
@@ -59,7 +57,6 @@ class SkipCounter:
     def record(self, skipped: Iterable[Skipped]) -> None:
         """Count. Raises UserError when more than `allowed` images failed."""
         for image in skipped:
-            self.events += 1
             if image.path in self.reasons:
                 continue
             self.reasons[image.path] = image.reason
@@ -111,22 +108,18 @@ class _DeviceLoader:
         self.device = torch.device(device)
         on_cuda = self.device.type == "cuda"
         self.prefetch, pin = prefetch and on_cuda, (pin_memory or prefetch) and on_cuda
-        self._workers: Workers | OneThread
-        if dataset.backend.has_threads and workers:
-            self._workers = OneThread(dataset, pin, timeout)
-        else:
-            self._workers = Workers(dataset, workers, pin, persistent_workers, timeout)
+        self._workers = Workers(dataset, workers, pin, persistent_workers, timeout)
 
     def _finish(self, batch: Batch) -> Tensor:
         """The device stage: uint8 images on the device to float32 ones."""
         raise NotImplementedError
 
-    def _load(self, keys: Keys) -> Iterator[Batch]:
+    def _load(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         """Yield the batches of the keys. Raises UserError."""
         loaded = self._counted(keys)
         return self._one_ahead(loaded) if self.prefetch else map(self._finished, loaded)
 
-    def _counted(self, keys: Keys) -> Iterator[Batch]:
+    def _counted(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         for batch in self._workers.run(keys):
             self.skips.record(batch.skipped)
             yield batch
@@ -199,7 +192,7 @@ class TrainLoader(_DeviceLoader):
             WorkerDied: A data worker was killed or has no memory left.
             UserError: Too many unreadable images, a bad label map, a file that can't be read in time.
         """
-        for batch in self._load(functools.partial(self._keys, epoch, start_update)):
+        for batch in self._load(self._keys(epoch, start_update)):
             yield batch.key.last, batch.key.update_samples, batch
 
     def _finish(self, batch: Batch) -> Tensor:
@@ -250,7 +243,7 @@ class EvalLoader(_DeviceLoader):
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches. Raises UserError as `TrainLoader.epoch`, and where not one image can be read."""
         shown = self.left_out = 0
-        for batch in self._load(self._keys):
+        for batch in self._load(self._keys()):
             shown += batch.size
             self.left_out += len(batch.skipped)
             if batch.size:

@@ -9,38 +9,34 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler
 
 from tlt.data.batch import Batch, BatchKey
-from tlt.data.dataset import LESS_MEMORY, BatchDataset, Fault, WorkerStatus
+from tlt.data.dataset import LESS_MEMORY, BatchDataset, WorkerStatus, out_of_memory
 from tlt.errors import UserError, WorkerDied
 from tlt.io.processes import START_METHOD, end_with_main_process
 from tlt.io.text import printable
 
 PREFETCH_FACTOR = 2  # batches ready or in the making per worker
 _LOOK_S = 5.0  # between two looks whether workers live, while a batch is waited for
-_BEGIN_S = 60.0  # within which a worker begins: CPython up to 3.11 can hang in a fork beside threads of C++ libraries
 _DYING_S = 2.0  # within which a process that has closed its connections ends
 _JOIN_S = 10.0  # within which a thread finishes its batch
 
-Keys = Callable[[], Iterable[BatchKey]]
-
 
 class _Keys(Sampler[BatchKey]):
-    """The sampler of a DataLoader; `source` is set while a pass begins."""
+    """The sampler of a DataLoader: the keys of the pass that begins."""
 
-    source: Keys = tuple
+    keys: Iterator[BatchKey]
 
     def __iter__(self) -> Iterator[BatchKey]:
-        return iter(self.source())
+        return self.keys
 
 
 class Workers:
@@ -51,36 +47,49 @@ class Workers:
 
     Args:
         dataset: What to load.
-        workers: Processes; 0: this one loads.
+        workers: Processes; 0: this one loads. A backend with threads of its own is given one thread instead.
         pin_memory: Batches in page-locked memory.
         persistent: Keep the workers from pass to pass.
         timeout: Seconds to wait for a batch; 0: for ever.
     """
 
     def __init__(self, dataset: BatchDataset, workers: int, pin_memory: bool, persistent: bool, timeout: float) -> None:
-        dataset.worker_status = WorkerStatus(workers)
-        self.dataset, self.workers, self.timeout = dataset, workers, timeout
-        self.pin_memory, self.persistent = pin_memory, persistent and workers > 0
-        self._keys = _Keys()
-        self._loader = self._new_loader()
+        self.in_thread = dataset.backend.has_threads and workers > 0
+        self.workers = 0 if self.in_thread else workers
+        self.dataset, self.timeout, self.pin_memory = dataset, timeout, pin_memory
+        self.persistent = persistent and self.workers > 0
+        self._sampler = _Keys()
+        self._kept: DataLoader[Batch | UserError] | None = None
+        dataset.worker_status = WorkerStatus(self.workers)
 
-    def run(self, keys: Keys) -> Iterator[Batch]:
+    def run(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         """Yield the batches of the keys, in their order. Raises UserError."""
-        (batches, processes), complete = self._begin(keys), False
-        try:
-            while (batch := self._next(batches, processes)) is not None:
-                yield _checked(batch)
-            complete = True
-        finally:
-            if self.persistent and not complete:
-                self._loader = self._new_loader()
+        batches = self._run(keys)
+        return _from_one_thread(batches, self.dataset, self.timeout) if self.in_thread else batches
 
-    def _new_loader(self) -> DataLoader[Batch | Fault]:
+    def _run(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
+        loader, self._kept = self._new_loader() if self._kept is None else self._kept, None
+        self._sampler.keys = keys
         self.dataset.worker_status.clear()
+        try:
+            batches = _begun(loader)
+        except (RuntimeError, OSError) as error:
+            reason = str(error).split("\n")[0]
+            raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
+        processes = getattr(batches, "_workers", [])
+        weakref.finalize(batches, _kill, processes, os.getpid())  # at the latest when the program ends
+        while (batch := self._next(batches, processes)) is not None:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
+        if self.persistent:
+            self._kept = loader
+
+    def _new_loader(self) -> DataLoader[Batch | UserError]:
         return DataLoader(
             self.dataset,
             batch_size=None,
-            sampler=self._keys,
+            sampler=self._sampler,
             num_workers=self.workers,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
@@ -94,24 +103,7 @@ class Workers:
             generator=torch.Generator(),
         )
 
-    def _begin(self, keys: Keys) -> tuple[Iterator[Batch | Fault], list[BaseProcess]]:
-        """Start the workers, or tell those that were kept to go on."""
-        self._keys.source = keys
-        if not self.persistent:
-            self.dataset.worker_status.clear()
-        try:
-            with _sigchld_untouched():
-                batches = iter(self._loader)
-        except (RuntimeError, OSError) as error:
-            reason = str(error).split("\n")[0]
-            raise WorkerDied(f"data workers can't be started, or do not answer ({reason}): {LESS_MEMORY}") from error
-        finally:
-            self._keys.source = tuple  # the keys may refer to the owner
-        processes = getattr(batches, "_workers", [])
-        weakref.finalize(batches, _kill, processes, os.getpid())  # at the latest when the program ends
-        return batches, processes
-
-    def _next(self, batches: Iterator[Batch | Fault], processes: list[BaseProcess]) -> Batch | Fault | None:
+    def _next(self, batches: Iterator[Batch | UserError], processes: list[BaseProcess]) -> Batch | UserError | None:
         """Wait for the next batch; None at the end. Raises UserError."""
         began, sentinels = time.monotonic(), [process.sentinel for process in processes]
         try:
@@ -125,94 +117,68 @@ class Workers:
                     timed_out = "DataLoader timed out" in str(error)
                     if wait(sentinels, 0 if timed_out else _DYING_S):
                         raise _died(processes) from error
-                    if "open files" in str(error) or "ancdata" in str(error):
-                        message = "too many open files: raise the limit (ulimit -n) or lower --workers"
-                        raise WorkerDied(message) from error
                     if not timed_out:
-                        raise
-                waited = time.monotonic() - began
-                if waited >= _BEGIN_S and not self.dataset.worker_status.all_begun():
-                    raise WorkerDied(f"a data worker has not begun after {waited:.0f} s: it hangs; start again")
-                if self.timeout and waited >= self.timeout:
+                        raise out_of_memory(error) or error from error
+                if self.timeout and time.monotonic() - began >= self.timeout:
                     raise _hung(self.dataset, self.timeout)
         except BaseException:
             _kill(processes, os.getpid())  # nothing is loaded any more: torch would wait 10 s for each that hangs
             raise
 
 
-@contextmanager
-def _sigchld_untouched() -> Iterator[None]:
-    """Put back the handler of SIGCHLD. torch's raises for a dead worker wherever the main process is, in the middle of
-    an optimizer step say; `Workers._next` looks for dead workers itself."""
+def _begun(loader: DataLoader[Batch | UserError]) -> Iterator[Batch | UserError]:
+    """Begin a pass, and put back the handler of SIGCHLD: torch's raises for a dead worker wherever the main process is,
+    in the middle of an optimizer step say. `Workers._next` looks for dead workers itself."""
     settable = hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGCHLD) if settable else None
+    batches = iter(loader)
+    if handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
+    return batches
+
+
+def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: float) -> Iterator[Batch]:
+    """Yield the batches, which one thread makes two ahead. Raises UserError."""
+    made: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
+    free, stop = threading.Semaphore(PREFETCH_FACTOR), threading.Event()
+    # A daemon: the interpreter waits for others at its end, for ever where a file hangs.
+    thread = threading.Thread(target=_serve, args=(batches, made, free, stop), daemon=True)
+    end = weakref.finalize(thread, _end, thread, free, stop)  # at the latest when the program ends
+    thread.start()
     try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGCHLD, handler)
-
-
-class OneThread:
-    """A thread that makes the batches of one data set, two ahead; the interface of `Workers`.
-
-    Args:
-        dataset, pin_memory, timeout: As for `Workers`.
-    """
-
-    def __init__(self, dataset: BatchDataset, pin_memory: bool, timeout: float) -> None:
-        dataset.worker_status = WorkerStatus(0)
-        self.dataset, self.pin_memory, self.timeout = dataset, pin_memory, timeout
-
-    def run(self, keys: Keys) -> Iterator[Batch]:
-        """Yield the batches of the keys, in their order. Raises UserError."""
-        wanted: SimpleQueue[BatchKey | None] = SimpleQueue()
-        made: SimpleQueue[Batch | Fault | BaseException] = SimpleQueue()
-        # A daemon: the interpreter waits for others at its end, for ever where a file hangs.
-        thread = threading.Thread(target=self._serve, args=(wanted, made), daemon=True)
-        thread.start()
-        end = weakref.finalize(thread, _end_thread, thread, wanted)  # at the latest when the program ends
-        pending, source = 0, iter(keys())
-        try:
-            while True:
-                while pending < PREFETCH_FACTOR and (key := next(source, None)) is not None:
-                    wanted.put(key)
-                    pending += 1
-                if not pending:
-                    return
-                try:
-                    batch = made.get(timeout=self.timeout or None)
-                except Empty:
-                    raise _hung(self.dataset, self.timeout) from None
-                pending -= 1
-                if isinstance(batch, BaseException):
-                    raise batch
-                yield _checked(batch)
-        finally:
-            end()
-
-    def _serve(self, wanted: SimpleQueue[BatchKey | None], made: SimpleQueue[Batch | Fault | BaseException]) -> None:
-        while (key := wanted.get()) is not None:
-            try:
-                batch = self.dataset[key]
-                made.put(batch.pin_memory() if self.pin_memory and isinstance(batch, Batch) else batch)
-            except BaseException as error:
-                made.put(error)
-
-
-def _end_thread(thread: threading.Thread, wanted: SimpleQueue[BatchKey | None]) -> None:
-    """Let a thread end after the batch in hand: the interpreter must not end while it is in a library's code."""
-    with suppress(Empty):
         while True:
-            wanted.get_nowait()
-    wanted.put(None)
+            try:
+                batch = made.get(timeout=timeout or None)
+            except Empty:
+                raise _hung(dataset, timeout) from None
+            if batch is None:
+                return
+            if isinstance(batch, BaseException):
+                raise batch
+            free.release()
+            yield batch
+    finally:
+        end()
+
+
+def _serve(
+    batches: Iterator[Batch],
+    made: SimpleQueue[Batch | BaseException | None],
+    free: threading.Semaphore,
+    stop: threading.Event,
+) -> None:
+    while free.acquire() and not stop.is_set():
+        try:
+            made.put(next(batches, None))
+        except BaseException as error:
+            made.put(error)
+
+
+def _end(thread: threading.Thread, free: threading.Semaphore, stop: threading.Event) -> None:
+    """Let a thread end after the batch in hand: the interpreter must not end while it is in a library's code."""
+    stop.set()
+    free.release()
     thread.join(_JOIN_S)
-
-
-def _checked(batch: Batch | Fault) -> Batch:
-    if isinstance(batch, Fault):
-        raise batch.kind(batch.message)
-    return batch
 
 
 def _died(processes: list[BaseProcess]) -> WorkerDied:
@@ -231,8 +197,8 @@ def _hung(dataset: BatchDataset, timeout: float) -> UserError:
     """Which file is being read, where no batch has come for `timeout` seconds."""
     limit = f"no batch after {timeout:g} s (--loader-timeout)"
     longest = dataset.worker_status.longest()
-    if longest is None:
-        return WorkerDied(f"{limit}, though no file is being read: the machine may be short of memory or stopped")
+    if longest is None:  # CPython up to 3.11 can hang in a fork beside threads of C++ libraries
+        return WorkerDied(f"{limit}, though no file is being read: a worker hangs, or the machine does; start again")
     path, seconds = printable(dataset.path(longest[0])), longest[1]
     return UserError(f"{limit}: reading {path} has taken {seconds:.0f} s; check the storage, or raise the limit")
 
@@ -255,5 +221,3 @@ def _obey_main_process(worker: int) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.platform == "linux":
         end_with_main_process()
-    info: Any = get_worker_info()
-    info.dataset.worker_status.mark(-1)

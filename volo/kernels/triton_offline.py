@@ -15,7 +15,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tlt.data.augment import warp_triton
 from volo.kernels import triton_programs
 from volo.kernels.triton_outlook import PROGRAMS, block_of
 
@@ -43,32 +42,9 @@ def compile_program(name: str, architecture: int, dtype: torch.dtype, head_dim: 
     constants: dict[str, Any] = {"D": head_dim, "BLOCK": block, "WIDEN": False}
     constants = {key: value for key, value in constants.items() if key in program.arg_names}
     signature = {key: _type_of(key, TRITON_TYPES[dtype], constants) for key in program.arg_names}
-    variant = f"{TRITON_TYPES[dtype]}, {head_dim} channels"
-    return _compile(program, architecture, variant, signature, constants, warps, fusion=True)
-
-
-def compile_warp(architecture: int, cubic: bool) -> Compiled:
-    """Compile the augmentation's warp."""
-    program = warp_triton.warp_pixels
-    constants = {"CUBIC": cubic, "BLOCK": warp_triton.BLOCK}
-    kinds = {"images": "*u8", "maps": "*fp64", "out": "*u8"} | dict.fromkeys(warp_triton.SIZES, "i32")
-    signature = {key: kinds.get(key, "constexpr") for key in program.arg_names}
-    variant = "bicubic" if cubic else "bilinear"
-    return _compile(program, architecture, variant, signature, constants, warp_triton.WARPS, fusion=False)
-
-
-def _compile(
-    program: Any,
-    architecture: int,
-    variant: str,
-    signature: dict[str, str],
-    constants: dict[str, Any],
-    warps: int,
-    fusion: bool,
-) -> Compiled:
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": fusion}
+    options = {"num_warps": warps, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(made.asm["cubin"])
@@ -76,7 +52,7 @@ def _compile(
         tool = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))  # type: ignore[index]
-    name, block = program.__name__, constants["BLOCK"]
+    variant = f"{TRITON_TYPES[dtype]}, {head_dim} channels"
     return Compiled(name, architecture, variant, block, warps, registers, stack, made.metadata.shared)
 
 
@@ -94,8 +70,6 @@ def main() -> None:
     """Print a table of all programs, architectures and types."""
     print("| " + " | ".join(Compiled._fields) + " |\n|" + "---|" * len(Compiled._fields))
     for architecture in ARCHITECTURES:
-        for cubic in (False, True):
-            print("| " + " | ".join(map(str, compile_warp(architecture, cubic))) + " |", flush=True)
         for dtype in (torch.bfloat16, torch.float32):
             for head_dim in (32, 64):
                 for name in PROGRAMS:

@@ -14,11 +14,9 @@ from tlt.errors import UserError
 POLICIES = [
     "rand",
     "rand-m9-mstd0.5-inc1",
-    "rand-n3-m9-mstd0.5-inc1",
     "rand-m9-n3-mstd0.5",
     "rand-m15-mmax30-p0.8",
     "rand-m7-mstd101-inc1",
-    "rand-mstd1-tweights",
     "rand-m9-mstd0.5-inc0",
 ]
 
@@ -28,43 +26,35 @@ POLICIES = [
 def test_strings_mean_what_timm_reads(text):
     theirs = auto_augment.rand_augment_transform(text, {"translate_const": 100})
     mine, op = parse(text), theirs.ops[0]
-    assert mine.ops == tuple(one.name for one in theirs.ops)
+    assert mine.ops == tuple(one.name for one in theirs.ops) and theirs.choice_weights is None
     assert (mine.layers, mine.magnitude, mine.probability) == (theirs.num_layers, op.magnitude, op.prob)
     assert (mine.magnitude_std, mine.magnitude_max) == (op.magnitude_std, op.magnitude_max or 10)
-    assert (mine.weights is None) == (theirs.choice_weights is None)
-    if mine.weights is not None:
-        assert np.allclose(mine.weights, theirs.choice_weights)
 
 
 REJECTED = {
     "original-mstd0.5": "'original' is not available",
-    "v0": "'v0' is not available",
     "3a": "'3a' is not available",
     "augmix-m5-w4-d2": "'augmix' is not available",
-    "rand-m9-w0": "'w0' is not a section.*tweights",
+    "rand-m9-w0": "'w0' is not a section",
     "rand-m9-magnitude3": "'magnitude3' is not a section",
-    "rand-m9-mstdinf": "'mstdinf' is not a section",
     "rand-inc": "'inc' is not a section",
     "rand-m9-m5": "'m' is given twice",
-    "rand-n1-t3a": "'t3a' is not a section.*tweights",
+    "rand-n1-tweights": "'tweights' is not a section",
     "rand-m9.5": "whole numbers",
     "rand-mstd0.5x": "numbers",
-    "rand-n20-tweights": "can't draw 20 of 15",
-    "rand-mmax-1": "'mmax' is not a section",
 }
 
 
-@pytest.mark.parametrize("text", list(REJECTED))
+@pytest.mark.parametrize("text", REJECTED)
 def test_what_timm_ignores_or_this_loader_lacks_is_an_error(text):
-    with pytest.raises(UserError, match=REJECTED[text]):
+    with pytest.raises(UserError, match=f"^--aa {text}: .*{REJECTED[text]}"):
         parse(text)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("negate", [False, True])
-def test_operations_and_arguments_are_timms(name, negate, monkeypatch):
+@pytest.mark.parametrize("draw", [0.25, 0.75])
+def test_operations_and_arguments_are_timms(name, draw, monkeypatch):
     assert auto_augment.NAME_TO_OP[name].__name__.removesuffix("_rel").upper() == OPS[name].kernel.name
-    draw = 0.75 if negate else 0.25
     monkeypatch.setattr(auto_augment.random, "random", lambda: draw)
     level_to_arg = auto_augment.LEVEL_TO_ARG[name]
     for level in [*np.linspace(0, 10, 41), 13.7, 30.0]:
@@ -100,16 +90,3 @@ def test_magnitudes_have_timms_distribution():
     policy = RandAugmentPolicy(ops=("ShearX",), layers=1, magnitude=8, magnitude_std=math.inf, probability=1.0)
     _, even = layers_of(policy)
     assert abs(even).max() <= 0.24 and abs(even).mean() == pytest.approx(0.12, abs=2e-3)
-
-
-def test_weighted_choice_is_numpys_without_replacement():
-    policy = parse("rand-n2-m5-tweights-p1.0")
-    kernels, _ = layers_of(policy)
-    rng = np.random.default_rng(1)
-    names = np.array([rng.choice(policy.ops, 2, replace=False, p=policy.weights) for _ in range(5000)])
-    theirs = np.array([[OPS[name].kernel for name in pair] for pair in names])
-    for kernel in np.unique(theirs):
-        for layer in (0, 1):
-            expected = (theirs[:, layer] == kernel).mean()
-            assert near((kernels[:, layer] == kernel).mean(), expected, 4000), (kernel, layer)
-    assert not (kernels[:, 0] == kernels[:, 1]).any()

@@ -176,7 +176,7 @@ def test_a_rank_without_a_readable_image_leaves_the_others_theirs(few: Path) -> 
 
 def test_a_pass_that_ends_early_gives_no_accuracy(few: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader, _ = next(loaders(few, "pil", Way(), 3, 1.0))
-    batches = list(loader._workers.run(loader._keys))[:-1]
+    batches = list(loader._workers.run(loader._keys()))[:-1]
     monkeypatch.setattr(loader._workers, "run", lambda keys: iter(batches))
     with pytest.raises(UserError, match="validation saw 6 images of 8"):
         evaluate(classifier(), loader, Precision(CPU, None), World(0, 0, 1, CPU))

@@ -9,7 +9,6 @@ Legend: B images of H x W pixels, b rows of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -23,10 +22,11 @@ from tlt.data.augment import on_device
 from tlt.data.augment.erase import erase
 from tlt.data.augment.photometric import OPERATIONS, luma
 from tlt.data.augment.plan import BICUBIC, BILINEAR, AugmentConfig, Plan
-from tlt.data.augment.warp import LineAxis, Warp, chosen_warp
+from tlt.data.augment.warp import LineAxis, warp
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Operation = Callable[[Tensor, Tensor], Tensor]  # images (b, 3, H, W) uint8, arguments (b, 6) -> new images
 
 # (mirrored left and right, mirrored top and bottom) -> dimensions to flip
 _FLIPS: dict[tuple[bool, bool], list[int]] = {(True, False): [3], (False, True): [2], (True, True): [2, 3]}
@@ -35,34 +35,27 @@ _FLIPS: dict[tuple[bool, bool], list[int]] = {(True, False): [3], (False, True):
 class Work(NamedTuple):
     """One operation on some rows of the batch."""
 
-    run: Callable[[Tensor, Tensor], Tensor]  # from images (b, 3, H, W) uint8 and their arguments (b, A) to new images
+    run: Operation
     rows: Ints  # (b,)
-    arguments: Floats  # (b, A)
+    arguments: Floats  # (b, 6) the map of a warp; of a colour operation the first is used, of a flip none
 
 
-def schedule(plan: Plan, fill: Sequence[int], warp: Warp) -> list[Work]:
+def schedule(plan: Plan, fill: Sequence[int]) -> list[Work]:
     """The operations of a plan in the order that gives each sample its layers and its warp in the plan's order."""
-    early = np.arange(plan.op.shape[1]) < plan.warp_at[:, None]
-    return [*_colour_work(plan, early), *_warp_work(plan, fill, warp), *_colour_work(plan, ~early)]
+    work = [*_colour_work(plan, plan.early), *_warp_work(plan, fill), *_colour_work(plan, ~plan.early)]
+    return [each for each in work if len(each.rows)]
 
 
 def _colour_work(plan: Plan, when: npt.NDArray[np.bool_]) -> list[Work]:
     """The layers that `when` (B, L) marks, one after the other."""
     work = []
-    for layer in range(plan.op.shape[1]):
-        codes = np.where(when[:, layer], plan.op[:, layer], 0)
-        for code in np.unique(codes[codes > 0]).tolist():
-            rows = np.flatnonzero(codes == code)
-            run = partial(_run_colour, OPERATIONS[code])
-            work.append(Work(run, rows, plan.argument[rows, layer, None]))
+    for layer, code in product(range(plan.op.shape[1]), OPERATIONS):
+        rows = np.flatnonzero(when[:, layer] & (plan.op[:, layer] == code))
+        work.append(Work(_colour(code), rows, plan.argument[rows, layer, None].repeat(6, axis=1)))
     return work
 
 
-def _run_colour(operation: Callable[[Tensor, Tensor], Tensor], images: Tensor, arguments: Tensor) -> Tensor:
-    return operation(images, arguments[:, 0].float())
-
-
-def _warp_work(plan: Plan, fill: Sequence[int], warp: Warp) -> list[Work]:
+def _warp_work(plan: Plan, fill: Sequence[int]) -> list[Work]:
     """Flips alone are exact and cheap; every other map that isn't the identity is a warp.
 
     Where lines are moved, a mirrored image is flipped first, as PIL's is, and moved as if it had not been mirrored.
@@ -75,22 +68,25 @@ def _warp_work(plan: Plan, fill: Sequence[int], warp: Warp) -> list[Work]:
     flipped = mirrored & (only_flipped | (axes != LineAxis.BOTH))[:, None]
     maps = np.where(flipped.any(1)[:, None, None], geometry.compose(plan.warp, flips), plan.warp).reshape(-1, 6)
     work = []
-    for x, y in _FLIPS:
-        rows = np.flatnonzero((flipped == (x, y)).all(1))
-        work.append(Work(partial(_run_flip, _FLIPS[x, y]), rows, np.zeros((len(rows), 0))))
+    for sides, dimensions in _FLIPS.items():
+        rows = np.flatnonzero((flipped == sides).all(1))
+        work.append(Work(_flip(dimensions), rows, maps[rows]))
     for interpolation, axis in product((BILINEAR, BICUBIC), LineAxis):
         rows = np.flatnonzero(~only_flipped & (plan.warp_interpolation == interpolation) & (axes == axis))
-        run = partial(_run_warp, partial(warp, fill=fill, cubic=interpolation == BICUBIC, axis=axis))
-        work.append(Work(run, rows, maps[rows]))
-    return [each for each in work if len(each.rows)]
+        work.append(Work(_warp(fill, interpolation == BICUBIC, axis), rows, maps[rows]))
+    return work
 
 
-def _run_flip(dimensions: list[int], images: Tensor, _: Tensor) -> Tensor:
-    return images.flip(dimensions)
+def _colour(code: int) -> Operation:
+    return lambda images, arguments: OPERATIONS[code](images, arguments[:, 0].float())
 
 
-def _run_warp(warp: Callable[[Tensor, Tensor], Tensor], images: Tensor, arguments: Tensor) -> Tensor:
-    return warp(images, arguments.view(-1, 2, 3))
+def _flip(dimensions: list[int]) -> Operation:
+    return lambda images, arguments: images.flip(dimensions)
+
+
+def _warp(fill: Sequence[int], cubic: bool, axis: LineAxis) -> Operation:
+    return lambda images, arguments: warp(images, arguments.view(-1, 2, 3), fill, cubic=cubic, axis=axis)
 
 
 def line_axes(maps: Floats) -> Ints:
@@ -104,16 +100,13 @@ def _run_schedule(images: Tensor, work: list[Work]) -> Tensor:
     """Apply the work to a copy of the images (B, 3, H, W) uint8."""
     if not work:
         return images
-    images = images.clone()
-    all_rows = on_device.send(np.concatenate([each.rows for each in work]), images.device)
-    all_arguments = on_device.send(np.concatenate([each.arguments.ravel() for each in work]), images.device)
-    rows_of = all_rows.split([len(each.rows) for each in work])
-    arguments_of = all_arguments.split([each.arguments.size for each in work])
-    size = on_device.portion(images)
-    for each, rows, arguments in zip(work, rows_of, arguments_of, strict=True):
-        by_row = arguments.view(each.arguments.shape)
-        for some, values in zip(rows.split(size), by_row.split(size), strict=True):
-            _put_back(images, some, each.run(_taken(images, some), values))
+    images, size, lengths = images.clone(), on_device.portion(images), [len(each.rows) for each in work]
+    # Two arrays go to the device, whatever the number of operations.
+    all_rows = on_device.send(np.concatenate([each.rows for each in work]), images.device).split(lengths)
+    arguments = on_device.send(np.concatenate([each.arguments for each in work]), images.device).split(lengths)
+    for each, rows, values in zip(work, all_rows, arguments, strict=True):
+        for some, own in zip(rows.split(size), values.split(size), strict=True):
+            _put_back(images, some, each.run(_taken(images, some), own))
     return images
 
 
@@ -165,11 +158,8 @@ class DeviceStage(EvalStage):
     Colour layers and the warp work on uint8, as PIL; erasing follows normalisation, as in timm.
     """
 
-    def __init__(
-        self, config: AugmentConfig, mean: Sequence[float], std: Sequence[float], warp: Warp | None = None
-    ) -> None:
+    def __init__(self, config: AugmentConfig, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(mean, std)
-        self.warp = warp or chosen_warp()
         self.remode = config.remode
         self.fill = config.fill
 
@@ -182,5 +172,5 @@ class DeviceStage(EvalStage):
         """
         if images.shape != (len(plan), 3, *plan.size) or images.dtype != torch.uint8:
             raise ValueError(f"{len(plan)} planned images of 3 x {plan.size} uint8, got {images.shape} {images.dtype}")
-        images = _run_schedule(images, schedule(plan, self.fill, self.warp))
+        images = _run_schedule(images, schedule(plan, self.fill))
         return erase(super().forward(images), plan, self.remode)

@@ -6,14 +6,13 @@ Legend: b boxes, S rows of pixels in them, P pixels in them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tlt.data.augment.on_device import in_small_pieces, send
+from tlt.data.augment.on_device import send
 from tlt.data.augment.plan import Plan
 
 Ints = npt.NDArray[np.int64]
@@ -21,34 +20,15 @@ Ints = npt.NDArray[np.int64]
 
 def erase(images: Tensor, plan: Plan, mode: str) -> Tensor:
     """Fill the boxes of the plan in normalised images (B, C, H, W) float32, contiguous, in place; later boxes win."""
-    keys = plan.erase_key.view(np.int64)
     for number in range(plan.erase.shape[1]):
-        boxes = plan.erase[:, number]
-        rows = np.flatnonzero(boxes[:, 2] * boxes[:, 3])
-        if in_small_pieces(images.device):
-            for row in rows.tolist():
-                _erase_box(images[row], boxes[row].tolist(), int(keys[row]), mode, number)
-        elif len(rows):
-            _erase_boxes(images, boxes[rows], rows, keys[rows], mode, number)
+        rows = np.flatnonzero(plan.erase[:, number, 2:].all(1))
+        if len(rows):
+            _erase_boxes(images, plan.erase[rows, number], rows, plan.erase_key[rows].view(np.int64), mode, number)
     return images
 
 
-def _erase_box(image: Tensor, box: Sequence[int], key: int, mode: str, number: int) -> None:
-    """Fill the `number`-th box of an image (C, H, W): top, left, h, w."""
-    (channels, height, width), (top, left, tall, wide) = image.shape, box
-    part = image[:, top : top + tall, left : left + wide]
-    channel = torch.arange(channels)[:, None, None]
-    if mode == "pixel":
-        pixels = torch.arange(top, top + tall)[:, None] * width + torch.arange(left, left + wide)
-        part.copy_(normal_noise(key, channel * (height * width) + pixels))
-    elif mode == "rand":
-        part.copy_(normal_noise(key, channel + channels * number))
-    else:
-        part.zero_()
-
-
 def _erase_boxes(images: Tensor, boxes: Ints, images_of: Ints, keys: Ints, mode: str, number: int) -> None:
-    """The same for all boxes (b, 4) at once."""
+    """Fill the `number`-th boxes (b, 4) of top, left, h, w, all at once."""
     channels, height, width = images.shape[1:]
     plane = height * width
     top, left, tall, wide = boxes.T
@@ -81,7 +61,7 @@ def _shifted(z: Tensor, by: int) -> Tensor:
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def hash_words(keys: Tensor | int, words: Tensor) -> Tensor:
+def hash_words(keys: Tensor, words: Tensor) -> Tensor:
     """`tlt.data.augment.counter`'s hash of one more word, same bits: int64 keys and words (broadcast) -> int64."""
     z = ((words + 1) * _signed(0x9E3779B97F4A7C15)).add(keys)
     z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
@@ -89,7 +69,7 @@ def hash_words(keys: Tensor | int, words: Tensor) -> Tensor:
     return z.bitwise_xor_(_shifted(z, 31))
 
 
-def normal_noise(keys: Tensor | int, words: Tensor) -> Tensor:
+def normal_noise(keys: Tensor, words: Tensor) -> Tensor:
     """Standard normal float32, a function of (key, word) alone (Box-Muller on the two ends of the hash)."""
     bits = hash_words(keys, words)
     radius = _shifted(bits, 40).float().add_(0.5).mul_(2.0**-24).log_().mul_(-2).sqrt_()

@@ -89,20 +89,16 @@ def posterize(images: Tensor, bits: Tensor) -> Tensor:
     return images & _per_sample(mask).to(torch.uint8)
 
 
-def _below(images: Tensor, levels: Tensor) -> Tensor:
-    """255 where the images are below the level of their sample (B,), else 0: uint8. A comparison takes ten times as
-    long on a CPU as the sign of a difference."""
-    return ((images.short() - _per_sample(levels.short())) >> 15).to(torch.uint8)
-
-
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     """`ImageOps.solarize`: invert the values from `threshold` on (256: none)."""
-    return ~(images ^ _below(images, threshold.ceil()))
+    # All bits where an image is below: on a CPU a comparison takes ten times as long as the sign of a difference.
+    below = (images.short() - _per_sample(threshold.ceil().short())) >> 15
+    return ~(images ^ below.to(torch.uint8))
 
 
 def solarize_add(images: Tensor, add: Tensor) -> Tensor:
     """timm's SolarizeAdd: add `add`, 0 to 128, to the values below 128."""
-    return images + (_below(images, torch.full_like(add, 128)) & _per_sample(add.to(torch.uint8)))
+    return images + (~images >> 7) * _per_sample(add.to(torch.uint8))  # the highest bit says which are below
 
 
 def color(images: Tensor, factor: Tensor) -> Tensor:
@@ -127,23 +123,22 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
     """`ImageEnhance.Sharpness`: blend with `ImageFilter.SMOOTH`, which leaves the border pixels as they are."""
     values, levels = images.float(), images.short()
     smooth = values.clone()
-    if min(images.shape[2:]) > 2:
-        rows = levels[:, :, :-2] + levels[:, :, 1:-1] + levels[:, :, 2:]
-        box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
-        weighted = box + 4 * levels[:, :, 1:-1, 1:-1]  # 1 1 1 / 1 5 1 / 1 1 1
-        smooth[:, :, 1:-1, 1:-1] = (weighted.float() / 13 + 0.5).floor()
+    rows = levels[:, :, :-2] + levels[:, :, 1:-1] + levels[:, :, 2:]
+    box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    weighted = box + 4 * levels[:, :, 1:-1, 1:-1]  # 1 1 1 / 1 5 1 / 1 1 1
+    smooth[:, :, 1:-1, 1:-1] = (weighted.float() / 13 + 0.5).floor()
     return _blend(smooth, values, factor)
 
 
 OPERATIONS: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
-    int(Kernel.AUTO_CONTRAST): auto_contrast,
-    int(Kernel.EQUALIZE): equalize,
-    int(Kernel.INVERT): invert,
-    int(Kernel.POSTERIZE): posterize,
-    int(Kernel.SOLARIZE): solarize,
-    int(Kernel.SOLARIZE_ADD): solarize_add,
-    int(Kernel.COLOR): color,
-    int(Kernel.CONTRAST): contrast,
-    int(Kernel.BRIGHTNESS): brightness,
-    int(Kernel.SHARPNESS): sharpness,
+    Kernel.AUTO_CONTRAST: auto_contrast,
+    Kernel.EQUALIZE: equalize,
+    Kernel.INVERT: invert,
+    Kernel.POSTERIZE: posterize,
+    Kernel.SOLARIZE: solarize,
+    Kernel.SOLARIZE_ADD: solarize_add,
+    Kernel.COLOR: color,
+    Kernel.CONTRAST: contrast,
+    Kernel.BRIGHTNESS: brightness,
+    Kernel.SHARPNESS: sharpness,
 }

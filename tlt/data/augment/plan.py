@@ -12,9 +12,10 @@ Legend: B samples, L colour layers, R erased boxes, (H, W) output size. Rows of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from tlt.errors import UserError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Draw = Callable[[int, int], Floats]  # (stream, k) -> uniform numbers (B, k)
 
 BILINEAR, BICUBIC = 2, 3  # PIL.Image.Resampling's numbers
 INTERPOLATIONS = {"random": (BILINEAR, BICUBIC), "bilinear": (BILINEAR,), "bicubic": (BICUBIC,)}
@@ -123,26 +125,14 @@ class Plan:
     warp: Floats  # (B, 2, 3) output px -> resized crop px
     affine: Floats  # (B, 2, 3) output px -> image px: `warp`, then the crop
     warp_interpolation: Ints  # (B,) BILINEAR or BICUBIC
-    op: Ints  # (B, L) rand_augment.Kernel of each colour layer, NONE after the last
+    op: Ints  # (B, L) rand_augment.Kernel of each colour layer, NONE where there is none
     argument: Floats  # (B, L)
-    warp_at: Ints  # (B,) how many colour layers run before the warp
+    early: Bools  # (B, L) which layers come before the warp: what it shows outside the image keeps the fill's colour
     erase: Ints  # (B, R, 4) top, left, h, w in output pixels; h = 0: no box
     erase_key: npt.NDArray[np.uint64]  # (B,) key of the noise in the boxes
 
     def __len__(self) -> int:
         return len(self.crop)
-
-    def select(self, rows: Sequence[int] | Ints | Bools | slice) -> Plan:
-        """The plan of some rows, in that order."""
-        picked = rows if isinstance(rows, slice) else np.asarray(rows)
-        if isinstance(picked, np.ndarray) and picked.size == 0:
-            picked = picked.astype(np.int64)
-        return Plan(self.size, *(getattr(self, name)[picked] for name in _ARRAYS))
-
-    @staticmethod
-    def concatenate(plans: Sequence[Plan]) -> Plan:
-        """One plan of the rows of several, which must come from one config."""
-        return Plan(plans[0].size, *(np.concatenate([getattr(plan, name) for plan in plans]) for name in _ARRAYS))
 
     def normalised_affine(self) -> Floats:
         """(B, 2, 3): `affine` from the unit square of the output to the unit square of the image."""
@@ -155,9 +145,6 @@ class Plan:
         return np.stack([x / width, y / height, (x + w) / width, (y + h) / height], axis=1)
 
 
-_ARRAYS = tuple(field.name for field in fields(Plan) if field.name != "size")
-
-
 def make_plan(
     config: AugmentConfig, seed: int, epoch: int, indices: npt.ArrayLike, widths: npt.ArrayLike, heights: npt.ArrayLike
 ) -> Plan:
@@ -165,13 +152,17 @@ def make_plan(
     indices = np.atleast_1d(np.asarray(indices, np.int64))
     count = len(indices)
     source = np.stack([np.broadcast_to(np.asarray(side, np.int64), count) for side in (widths, heights)], axis=1)
-    draw = _Draws(seed, epoch, indices)
+    draw = partial(uniform, seed, epoch, indices)
     flip_draws = draw(Stream.FLIP, 4)  # left and right, top and bottom, filter of the resize, filter of the warp
     kernels, values = _layers(config, draw, count)
-    crop = _crops(config, draw, source)
-    warp = _warps(config, flip_draws[:, :2], kernels, values)
-    op, argument, warp_at = _colour_layers(kernels, values)
+    if config.no_aug:
+        crop = np.concatenate([np.zeros_like(source), source], axis=1)
+    else:
+        crop = boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.BOX_DRAWS), source)
     x, y, w, h = crop.T
+    warp = _warps(config, flip_draws[:, :2], kernels, values)
+    colour, geometric = kernels < Kernel.ROTATE, kernels >= Kernel.ROTATE
+    reprob, erase_draws = 0.0 if config.no_aug else config.reprob, boxes.erase_draws(config.recount)
     return Plan(
         size=config.size,
         source=source,
@@ -180,24 +171,12 @@ def make_plan(
         warp=warp,
         affine=geometry.compose(warp, geometry.crop(x, y, w, h, config.size[1], config.size[0])),
         warp_interpolation=_interpolations(config, flip_draws[:, 3]),
-        op=op,
-        argument=argument,
-        warp_at=warp_at,
-        erase=_erased_boxes(config, draw, count),
+        op=np.where(colour, kernels, Kernel.NONE),
+        argument=np.where(colour, values, 0.0),
+        early=np.cumsum(geometric, axis=1) == 0,
+        erase=boxes.erased_boxes(config.size, reprob, config.recount, draw(Stream.ERASE, erase_draws)),
         erase_key=keys(seed, epoch, indices, int(Stream.ERASE_NOISE)),
     )
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """Uniform numbers (B, k) of a stream."""
-
-    seed: int
-    epoch: int
-    indices: Ints
-
-    def __call__(self, stream: Stream, k: int) -> Floats:
-        return uniform(self.seed, self.epoch, self.indices, int(stream), k)
 
 
 def _interpolations(config: AugmentConfig, draws: Floats) -> Ints:
@@ -206,23 +185,13 @@ def _interpolations(config: AugmentConfig, draws: Floats) -> Ints:
     return np.array(choices, np.int64)[(draws * len(choices)).astype(np.int64)]
 
 
-def _crops(config: AugmentConfig, draw: _Draws, source: Ints) -> Ints:
-    if config.no_aug:
-        return boxes.whole(source)
-    return boxes.crop_windows(config.scale, config.ratio, draw(Stream.CROP, boxes.CROP_DRAWS), source)
-
-
-def _layers(config: AugmentConfig, draw: _Draws, count: int) -> tuple[Ints, Floats]:
+def _layers(config: AugmentConfig, draw: Draw, count: int) -> tuple[Ints, Floats]:
     """All operations in timm's order, colours and geometry: kernels and arguments (B, layers)."""
-    kernels, values = np.zeros((count, 0), np.int64), np.zeros((count, 0))
-    policy = config.policy
-    if policy is not None:
-        kernels, values = rand_augment.sample_layers(policy, draw(Stream.RAND_AUGMENT, policy.uniforms))
+    if (policy := config.policy) is not None:
+        return rand_augment.sample_layers(policy, draw(Stream.RAND_AUGMENT, policy.uniforms))
     if config.jitter is not None:
-        more_kernels, more_values = _jitter_layers(config.jitter, draw(Stream.COLOR_JITTER, 6))
-        kernels = np.concatenate([kernels, more_kernels], axis=1)
-        values = np.concatenate([values, more_values], axis=1)
-    return kernels, values
+        return _jitter_layers(config.jitter, draw(Stream.COLOR_JITTER, 6))
+    return np.zeros((count, 0), np.int64), np.zeros((count, 0))
 
 
 def _jitter_layers(strengths: tuple[float, ...], draws: Floats) -> tuple[Ints, Floats]:
@@ -237,11 +206,11 @@ def _jitter_layers(strengths: tuple[float, ...], draws: Floats) -> tuple[Ints, F
 
 # (arguments, width, height) -> maps, per geometric kernel
 _MAPS: dict[int, Callable[[Floats, int, int], geometry.Affine]] = {
-    int(Kernel.ROTATE): geometry.rotate,
-    int(Kernel.SHEAR_X): lambda factor, width, height: geometry.shear_x(factor),
-    int(Kernel.SHEAR_Y): lambda factor, width, height: geometry.shear_y(factor),
-    int(Kernel.TRANSLATE_X): lambda share, width, height: geometry.translate(share * width, 0.0),
-    int(Kernel.TRANSLATE_Y): lambda share, width, height: geometry.translate(0.0, share * height),
+    Kernel.ROTATE: geometry.rotate,
+    Kernel.SHEAR_X: lambda factor, width, height: geometry.shear_x(factor),
+    Kernel.SHEAR_Y: lambda factor, width, height: geometry.shear_y(factor),
+    Kernel.TRANSLATE_X: lambda share, width, height: geometry.translate(share * width, 0.0),
+    Kernel.TRANSLATE_Y: lambda share, width, height: geometry.translate(0.0, share * height),
 }
 
 
@@ -261,27 +230,3 @@ def _warps(config: AugmentConfig, flip_draws: Floats, kernels: Ints, values: Flo
                 maps[rows] = make(values[rows, layer], width, height)
         result = geometry.compose(maps, result)
     return result
-
-
-def _colour_layers(kernels: Ints, values: Floats) -> tuple[Ints, Floats, Ints]:
-    """Colour layers packed to the left (B, L), their arguments (B, L), how many precede the first geometric one (B,).
-
-    timm fills with the mean colour at each geometric operation; colour layers before it spare the fill, others don't.
-    """
-    colour = (kernels != Kernel.NONE) & (kernels < Kernel.ROTATE)
-    geometric = kernels >= Kernel.ROTATE
-    before = np.cumsum(geometric, axis=1) == 0
-    order = np.argsort(~colour, axis=1, kind="stable")
-    op = np.take_along_axis(np.where(colour, kernels, Kernel.NONE), order, axis=1)
-    argument = np.take_along_axis(np.where(colour, values, 0.0), order, axis=1)
-    warp_at = np.where(geometric.any(axis=1), (colour & before).sum(axis=1), 0)
-    return op.astype(np.int64), argument, warp_at.astype(np.int64)
-
-
-def _erased_boxes(config: AugmentConfig, draw: _Draws, count: int) -> Ints:
-    """(B, recount, 4) of top, left, h, w."""
-    if config.no_aug or config.reprob == 0:
-        return np.zeros((count, config.recount, 4), np.int64)
-    return boxes.erased_boxes(
-        config.size, config.reprob, config.recount, draw(Stream.ERASE, boxes.erase_draws(config.recount))
-    )

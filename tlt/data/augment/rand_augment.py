@@ -93,12 +93,6 @@ _GEOMETRIC = ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 _COLOURS = ("Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness")
 _PLAIN = ("AutoContrast", "Equalize", "Invert", "Rotate", *_COLOURS, *_GEOMETRIC)
 _INCREASING = tuple(name + "Increasing" if name + "Increasing" in OPS else name for name in _PLAIN)
-_WEIGHTS: dict[str, float] = {  # of `tweights`
-    **{"Rotate": 3, "ShearX": 2, "ShearY": 2, "TranslateXRel": 1, "TranslateYRel": 1},
-    **{"ColorIncreasing": 0.25, "SharpnessIncreasing": 0.25, "AutoContrast": 0.25},
-    **{"SolarizeIncreasing": 0.05, "SolarizeAdd": 0.05, "ContrastIncreasing": 0.05, "BrightnessIncreasing": 0.05},
-    **{"Equalize": 0.05, "PosterizeIncreasing": 0.05, "Invert": 0.05},
-}
 
 
 @dataclass(frozen=True)
@@ -106,70 +100,54 @@ class RandAugmentPolicy:
     """A parsed RandAugment string. Magnitudes count in tenths of the full strength (0..10, up to `magnitude_max`)."""
 
     ops: tuple[str, ...] = _PLAIN
-    weights: tuple[float, ...] | None = None  # None: uniform with replacement; else weighted without, as in timm
     layers: int = 2
     magnitude: float = LEVELS
     magnitude_std: float = 0.0  # inf: uniform in [0, magnitude]
     magnitude_max: float = LEVELS
     probability: float = 0.5
 
-    def __post_init__(self) -> None:
-        if self.weights is not None and len(self.weights) < self.layers:
-            raise UserError(f"RandAugment can't draw {self.layers} of {len(self.ops)} weighted operations: lower n")
-        if self.layers < 0 or self.magnitude < 0 or self.magnitude_std < 0 or self.magnitude_max <= 0:
-            raise UserError("RandAugment: n, m, mstd and mmax can't be negative, and mmax can't be 0")
-
     @property
     def uniforms(self) -> int:
         """Uniform numbers that `sample_layers` needs per sample."""
-        return 5 * self.layers + (self.layers if self.weights is None else len(self.ops))
-
-
-def _reject(policy: str, reason: str) -> UserError:
-    return UserError(f"--aa {policy}: {reason} (example: rand-m9-mstd0.5-inc1)")
-
-
-def _sections(policy: str) -> dict[str, str]:
-    """`rand-m9-inc1` -> {"m": "9", "inc": "1"}."""
-    head, *sections = policy.split("-")
-    if head != "rand":
-        raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")
-    found: dict[str, str] = {}
-    for section in sections:
-        match = re.fullmatch(r"(t)(weights)|(mstd|mmax|inc|m|n|p)(\d.*)", section)
-        if match is None:
-            known = "m, n, p, mstd, mmax and inc with a number, and tweights"
-            raise _reject(policy, f"'{section}' is not a section of a RandAugment policy; there are {known}")
-        name, value = match.group(1) or match.group(3), match.group(2) or match.group(4)
-        if name in found:
-            raise _reject(policy, f"'{name}' is given twice")
-        found[name] = value
-    return found
+        return 6 * self.layers
 
 
 @lru_cache(maxsize=16)
 def parse(policy: str) -> RandAugmentPolicy:
     """Read timm's RandAugment string, sections in any order: m (magnitude, 10), n (layers, 2), p (chance of a layer,
-    0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours).
+    0.5), mstd (0; over 100: uniform), mmax (10), inc (0).
 
     Raises:
         UserError: Another policy (original, v0, augmix, 3a), an unknown or repeated section, a number that isn't one.
     """
-    found = _sections(policy)
+    head, *sections = policy.split("-")
+    if head != "rand":
+        raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")
+    found: dict[str, str] = {}
+    for section in sections:
+        match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d.*)", section)
+        if match is None:
+            known = "m, n, p, mstd, mmax and inc, each with a number"
+            raise _reject(policy, f"'{section}' is not a section of a RandAugment policy; there are {known}")
+        if match[1] in found:
+            raise _reject(policy, f"'{match[1]}' is given twice")
+        found[match[1]] = match[2]
     try:
         std = float(found.get("mstd", 0))
-        increasing = bool(int(found.get("inc", 0)))
-        layers, magnitude = int(found.get("n", 2)), int(found.get("m", 10))
-        # timm reads mmax0 as "not set"
-        bound, probability = int(found.get("mmax", 0)) or LEVELS, float(found.get("p", 0.5))
+        return RandAugmentPolicy(
+            ops=_INCREASING if int(found.get("inc", 0)) else _PLAIN,
+            layers=int(found.get("n", 2)),
+            magnitude=float(int(found.get("m", 10))),
+            magnitude_std=math.inf if std > 100 else std,
+            magnitude_max=float(int(found.get("mmax", 0)) or LEVELS),  # timm reads mmax0 as "not set"
+            probability=float(found.get("p", 0.5)),
+        )
     except ValueError as error:
         raise _reject(policy, f"m, n, mmax and inc are whole numbers, mstd and p are numbers ({error})") from None
-    ops, weights = _INCREASING if increasing else _PLAIN, None
-    if "t" in found:
-        total = math.fsum(_WEIGHTS.values())
-        ops, weights = tuple(_WEIGHTS), tuple(weight / total for weight in _WEIGHTS.values())
-    std = math.inf if std > 100 else std
-    return RandAugmentPolicy(ops, weights, layers, float(magnitude), std, float(bound), probability)
+
+
+def _reject(policy: str, reason: str) -> UserError:
+    return UserError(f"--aa {policy}: {reason} (example: rand-m9-mstd0.5-inc1)")
 
 
 def arguments(ops: Ints, levels: Floats, sign_draw: Floats) -> Floats:
@@ -186,15 +164,6 @@ def arguments(ops: Ints, levels: Floats, sign_draw: Floats) -> Floats:
     return np.clip(_OFFSET[ops] + sign * amount, _LOW[ops], _HIGH[ops])
 
 
-def _choose(policy: RandAugmentPolicy, draws: Floats) -> Ints:
-    """(B, uniforms - 5n) -> (B, n) positions in `policy.ops`."""
-    if policy.weights is None:
-        return np.minimum((draws * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
-    # An exponential race: the order of arrival is that of weighted draws without replacement.
-    arrival = -np.log1p(-draws) / np.asarray(policy.weights)
-    return np.argsort(arrival, axis=1, kind="stable")[:, : policy.layers]
-
-
 def _levels(policy: RandAugmentPolicy, first: Floats, second: Floats) -> Floats:
     """Magnitudes of the layers from two uniform numbers each (Box-Muller)."""
     if math.isinf(policy.magnitude_std):
@@ -207,10 +176,10 @@ def _levels(policy: RandAugmentPolicy, first: Floats, second: Floats) -> Floats:
 
 def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Floats]:
     """Uniform numbers (B, policy.uniforms) -> `Kernel` codes (B, n), NONE for skipped layers, and arguments (B, n)."""
-    n = policy.layers
-    # The fifth n of the draws are not used: leaving them out would give other augmentation to runs that go on.
-    skip, first, second, sign = (draws[:, k * n : (k + 1) * n] for k in range(4))
-    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[_choose(policy, draws[:, 5 * n :])]
+    # The fifth part of the draws is not used: leaving it out would give other augmentation to runs that go on.
+    skip, first, second, sign, _, choice = np.split(draws, 6, axis=1)
+    chosen = np.minimum((choice * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
+    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[chosen]
     values = arguments(ops, _levels(policy, first, second), sign)
     active = skip < policy.probability
     return np.where(active, _KERNEL[ops], Kernel.NONE), np.where(active, values, 0.0)

@@ -5,18 +5,13 @@ Legend: B images of H x W pixels.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.errors import UserError
-
-CHOICE = "TLT_WARP"  # variable: "torch", the default, or "triton" (CUDA devices)
 _FRAME = 2  # pixels around an image that bicubic sampling can reach
 
 
@@ -27,28 +22,6 @@ class LineAxis(IntEnum):
     BOTH = 0  # any other map
     X = 1
     Y = 2
-
-
-class Warp(Protocol):
-    """`warp`, or what computes the same."""
-
-    def __call__(
-        self, images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis: LineAxis = LineAxis.BOTH
-    ) -> Tensor: ...
-
-
-def chosen_warp() -> Warp:
-    """By torch's operations, or by the Triton program if the variable says so. Raises UserError."""
-    choice = os.environ.get(CHOICE, "torch")
-    if choice not in ("torch", "triton"):
-        raise UserError(f"{CHOICE}={choice}: choose torch or triton")
-    if choice == "torch":
-        return warp
-    try:
-        from tlt.data.augment import warp_triton
-    except ImportError:
-        raise UserError(f"{CHOICE}=triton: Triton is not installed; leave the variable out") from None
-    return warp_triton.warp
 
 
 def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis: LineAxis = LineAxis.BOTH) -> Tensor:
@@ -77,12 +50,10 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis
     row_length = width + 2 * _FRAME
     first = (top.int().clamp_(-1, height - 1) + 1) * row_length + (left.int().clamp_(-1, width - 1) + 1)
     index = first.long().flatten(1)[:, None].expand(-1, 3, -1)  # the same pixel of every channel
-    # Between two pixels the result is often a whole number, where a float32 just below would lose a level.
-    dtype = torch.float32 if cubic else maps.dtype
-    table = F.pad(images.to(dtype), (_FRAME,) * 4, mode="replicate").flatten(2)
+    table = F.pad(images.float(), (_FRAME,) * 4, mode="replicate").flatten(2)
     reach, middle = range(4) if cubic else range(1, 3), range(1, 2)
     reach_x, reach_y = middle if axis == LineAxis.Y else reach, middle if axis == LineAxis.X else reach
-    weights_x, weights_y = _weights((x - left).to(dtype), len(reach_x)), _weights((y - top).to(dtype), len(reach_y))
+    weights_x, weights_y = _weights(x - left, len(reach_x)), _weights(y - top, len(reach_y))
 
     def row(number: int) -> Tensor:
         start = number * row_length
@@ -106,7 +77,9 @@ def _weights(fraction: Tensor, pixels: int) -> tuple[Tensor, ...]:
     (B, H, W), or has sides of 1."""
     t = fraction[:, None]
     if pixels < 4:
+        # The result is often a whole number, where a float32 just below would lose a level: keep the doubles.
         return (t,)
+    t = t.float()
     rest = 1 - t
     far = t * rest
     return -far * rest, t + t * far, -far * t
@@ -122,7 +95,7 @@ def _blend(pixels: Sequence[Tensor], weights: tuple[Tensor, ...]) -> Tensor:
         return pixels[0]
     if len(pixels) == 2:
         first, second = pixels
-        return (second - first).mul_(weights[0]).add_(first)
+        return (second - first).to(weights[0].dtype).mul_(weights[0]).add_(first)
     before, first, second, after = pixels
     total = (before - first).mul_(weights[0]).addcmul_(second - first, weights[1])
     return total.addcmul_(after - first, weights[2]).add_(first)
