@@ -65,9 +65,17 @@ def loaded(dataset: TrainDataset | EvalDataset, *indices: int, epoch: int = 0) -
 @pytest.mark.skipif(
     Version(timm.__version__) < Version("1.0.31"), reason="older timm resizes for rectangular crops otherwise"
 )
-@pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
-@pytest.mark.parametrize("crop_pct", [0.875, 0.96, 1.0, 1.15])
-@pytest.mark.parametrize("size", [(32, 32), (32, 48)])
+@pytest.mark.parametrize(
+    ("size", "crop_pct", "crop_mode"),
+    [
+        ((32, 32), 0.875, "center"),
+        ((32, 32), 1.15, "center"),
+        ((32, 48), 0.96, "center"),
+        ((32, 48), 0.875, "squash"),
+        ((32, 32), 1.0, "border"),
+        ((32, 48), 1.15, "border"),
+    ],
+)
 def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_pct: float, crop_mode: str) -> None:
     mean = (0.1, 0.5, 0.9)
     transform = create_transform(
@@ -83,16 +91,6 @@ def test_eval_pixels_are_timms(folder: ImageFolder, size: tuple[int, int], crop_
         assert torch.equal(images[i], theirs), folder.paths[i]
         off = (quick[i].int() - theirs.int()).abs()
         assert (off > 1).float().mean() < 2e-3 and off.max() <= 5, folder.paths[i]
-
-
-def test_eval_leaves_broken_images_out(broken: ImageFolder) -> None:
-    batch = loaded(EvalDataset(broken, (16, 16)), *range(len(broken)))
-    assert batch.indices.tolist() == [0, 1, 3, 5, 6, 7, 8]
-    assert batch.classes.tolist() == broken.classes[batch.indices.numpy()].tolist()
-    assert [item.path for item in batch.skipped] == [broken.path(2), broken.path(4)]
-    assert batch.skipped[1].reason == "empty file"
-    nothing = loaded(EvalDataset(broken, (16, 16)), 2, 4)
-    assert nothing.images.shape == (0, 3, 16, 16) and nothing.size == 0
 
 
 def test_eval_refuses_wrong_settings(folder: ImageFolder) -> None:
@@ -118,13 +116,6 @@ def test_train_batch_follows_its_plan(folder: ImageFolder) -> None:
         assert np.array_equal(batch.images[row].permute(1, 2, 0).numpy(), np.asarray(image))
     torch.testing.assert_close(batch.affine, torch.from_numpy(plan.normalised_affine()).float())
     torch.testing.assert_close(batch.visible, torch.from_numpy(plan.visible()).float())
-
-
-def test_a_sample_does_not_depend_on_its_batch(folder: ImageFolder) -> None:
-    dataset = TrainDataset(folder, CONFIG, seed=7)
-    together, alone = loaded(dataset, 1, 2, 3), loaded(dataset, 2)
-    assert torch.equal(together.images[1], alone.images[0]) and torch.equal(together.affine[1], alone.affine[0])
-    assert not torch.equal(alone.images, loaded(dataset, 2, epoch=1).images)
 
 
 def test_a_repetition_is_the_same_image_augmented_in_its_own_way(broken: ImageFolder) -> None:
@@ -193,21 +184,12 @@ def test_labels_belong_to_the_image_shown(broken: ImageFolder) -> None:
     assert {tuple(item) for item in batch.bad_labels} == {("three", "damaged")}
 
 
-def test_bad_label_travels_as_a_fault(folder: ImageFolder) -> None:
-    class Refusing(Labels):
-        def read(self, index: int, width: int, height: int) -> LabelMap:
-            raise UserError("label x.pt is damaged")
-
-    fault = TrainDataset(folder, CONFIG, 7, Refusing())[BatchKey(0, (0,))]
-    assert isinstance(fault, UserError) and str(fault) == "label x.pt is damaged"
-
-
 # Synthetic data
 
 
 def test_synthetic_images_show_their_place_and_class() -> None:
     folder = synthetic_folder(20, 4)
-    assert len(folder) == 20 and folder.classes.tolist() == [0, 1, 2, 3] * 5 and folder.class_names[3] == "class_00003"
+    assert folder.classes.tolist() == [0, 1, 2, 3] * 5 and folder.class_names[3] == "class_00003"
     config = AugmentConfig(size=(24, 24), auto_augment=None, color_jitter=None, hflip=0, reprob=0)
     dataset = TrainDataset(folder, config, 0, SyntheticLabels(folder, (3, 4, 4)), SyntheticBackend((75, 100)))
     batch = loaded(dataset, *range(20))
@@ -217,13 +199,4 @@ def test_synthetic_images_show_their_place_and_class() -> None:
     assert abs(points - shown).max() < 0.01
     assert len(set(batch.images[:, 2, 0, 0].tolist())) > 8
     assert batch.labels is not None and (batch.labels.ids[:, 0].flatten(1) == batch.classes[:, None]).all()
-
-
-@pytest.mark.parametrize("num_classes", [1, 2, 4, 1000])
-def test_synthetic_labels_are_valid_maps(num_classes: int) -> None:
-    folder = synthetic_folder(num_classes, num_classes)
-    labels = SyntheticLabels(folder)
-    for index in (0, num_classes - 1):
-        label_map = labels.read(index).validate(num_classes)
-        ids = np.sort(label_map.ids, axis=0)
-        assert (ids[1:] != ids[:-1]).all() and label_map.shape == (min(5, num_classes), 18, 18)
+    assert all((torch.sort(ids, 0)[0].diff(dim=0) != 0).all() for ids in batch.labels.ids)  # no class twice

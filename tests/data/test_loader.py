@@ -26,7 +26,7 @@ from tlt.data.augment.index_stream import IndexStream
 from tlt.data.augment.plan import AugmentConfig, Plan
 from tlt.data.backends.decode import Encoded
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
-from tlt.data.batch import Batch, BatchKey, Skipped
+from tlt.data.batch import Batch, Skipped
 from tlt.data.dataset import EvalDataset, TrainDataset
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
 from tlt.data.sources.folder import ImageFolder, scan_folder
@@ -83,25 +83,24 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than CPUs
+@pytest.mark.parametrize(("kind", "workers"), [("new workers", 1), ("kept workers", 3), ("one thread", 2)])
 def test_workers_change_nothing(kind: str, workers: int) -> None:
-    alone, several = loader(0), loader(workers, **KINDS[kind])
-    for epoch, start in ((0, 0), (1, 2), (2, 0)):
-        pairs = list(zip(alone.epoch(epoch, start), several.epoch(epoch, start), strict=True))
-        assert len(pairs) == 7 - 2 * start
-        assert all(ours[:2] == theirs[:2] and same(ours[2], theirs[2]) for ours, theirs in pairs)
-
-
-def test_updates_are_cut_as_the_index_stream_says() -> None:
     stream = IndexStream(len(SYNTHETIC), 8, seed=5, micro_batches=2)
-    training = loader()
-    seen = [(last, samples, batch.indices.tolist()) for last, samples, batch in training.epoch(2)]
-    expected = [
-        (cut is update[-1], sum(map(len, update)), cut.tolist()) for update in stream.epoch(2) for cut in update
-    ]
-    assert seen == expected and len(training) == 4 == sum(last for last, _, _ in seen)
-    assert [batch.size for _, _, batch in training.epoch(2)] == [len(indices) for _, _, indices in seen]
+    alone, several = loader(0), loader(workers, **KINDS[kind])
+    states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
+    for epoch, start in ((0, 0), (1, 2), (2, 0)):
+        expected = [
+            (cut is update[-1], sum(map(len, update)), cut.tolist())
+            for update in stream.epoch(epoch, start)
+            for cut in update
+        ]
+        pairs = list(zip(alone.epoch(epoch, start), several.epoch(epoch, start), strict=True))
+        assert [(last, samples, batch.indices.tolist()) for (last, samples, batch), _ in pairs] == expected
+        assert all(ours[:2] == theirs[:2] and same(ours[2], theirs[2]) for ours, theirs in pairs)
+    # No global generator moved.
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert str(np.random.get_state(legacy=False)) == states[1] and random.getstate() == states[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,16 +116,7 @@ def test_an_epoch_can_be_left_early_and_no_worker_outlives_its_loader(kind: str)
     assert set(multiprocessing.active_children()) <= before
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_no_global_generator_moves(workers: int) -> None:
-    states = torch.get_rng_state(), str(np.random.get_state(legacy=False)), random.getstate()
-    for _ in loader(workers).epoch(0):
-        pass
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert str(np.random.get_state(legacy=False)) == states[1] and random.getstate() == states[2]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_shows_each_image_once(world_size: int) -> None:
     seen: list[int] = []
     for rank in range(world_size):
@@ -168,18 +158,8 @@ def test_fault_24_truncated_images_are_counted_and_training_goes_on(broken: Imag
     bad = {broken.path(i) for i in range(12) if os.path.getsize(broken.path(i)) == 500}
     assert set(skips.reasons) == bad and skips.total == 3
 
-
-def test_fault_24_more_broken_images_than_allowed_stop_the_run(broken: ImageFolder) -> None:
-    reported = refusal(train_on(broken, SkipCounter(len(broken), limit=2), workers=1))
+    reported = refusal(train_on(broken, SkipCounter(len(broken), limit=2), workers))
     assert re.fullmatch(r"3 of 12 images can't be read, more than --max-bad-images 2; .*\.jpg .*", reported)
-    list(train_on(broken, SkipCounter(len(broken), limit=3)))
-
-
-def test_fault_24_broken_images_in_validation_are_left_out_and_counted(broken: ImageFolder) -> None:
-    evaluation = EvalLoader(EvalDataset(broken, (16, 16)), 1, as_floats)
-    batches = list(evaluation)
-    assert sum(batch.size for batch in batches) == 9 and evaluation.skips.total == 3
-    assert all(batch.size > 0 for batch in batches)
 
 
 def test_fault_27_validation_without_a_readable_image_is_refused(broken: ImageFolder) -> None:
@@ -206,7 +186,7 @@ class Hostile(SyntheticBackend):
         super().__init__((40, 50))
         self.deed, self.has_threads = deed, has_threads
 
-    def open(self, path: str, data: bytearray | None = None, size: tuple[int, int] | None = None) -> Encoded:
+    def open(self, path: str, data: bytearray | None = None) -> Encoded:
         if path.endswith("00000013"):
             if self.deed == "hang":
                 time.sleep(2 * LIMIT)
@@ -217,7 +197,7 @@ class Hostile(SyntheticBackend):
             if self.deed == "shared memory":
                 raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
             raise UserError("label 13.pt is damaged: make it again")
-        return super().open(path, data, size)
+        return super().open(path, data)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -284,35 +264,18 @@ def test_a_program_ends_while_a_worker_hangs(has_threads: bool) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_user_errors_in_workers_stay_one_line(workers: int) -> None:
+def test_errors_come_up_where_the_batch_is_waited_for_a_users_in_one_line(workers: int) -> None:
     assert refusal(loader(workers, Hostile("report")).epoch(0)) == "label 13.pt is damaged: make it again"
-
-
-@pytest.mark.parametrize("has_threads", [False, True])
-def test_other_errors_come_up_where_the_batch_is_waited_for(has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = loader(1, Threaded() if has_threads else None)
-    monkeypatch.setattr(training.dataset, "load", lambda key: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        list(training.epoch(0))
-
-
-def test_fault_41_batch_larger_than_the_data_set() -> None:
-    with pytest.raises(UserError, match="26 images.*32"):
-        TrainLoader(dataset(), IndexStream(len(SYNTHETIC), 32, seed=0), as_floats)
+    for backend in (None, Threaded()):
+        training = loader(workers, backend)
+        training.dataset.load = lambda key: 1 / 0  # type: ignore[method-assign,assignment]
+        with pytest.raises(ZeroDivisionError):
+            list(training.epoch(0))
 
 
 def test_fault_58_no_workers_takes_every_option() -> None:
     training = loader(0, persistent_workers=True, pin_memory=True, prefetch=True, timeout=5.0)
     assert len(list(training.epoch(0))) == 7
-
-
-def test_no_image_is_in_hand_when_a_batch_is_done() -> None:
-    images = dataset()
-    images[BatchKey(0, (1, 2))]
-    assert images.worker_status.longest() is None
-    images.worker_status.mark(4)
-    longest = images.worker_status.longest()
-    assert longest is not None and longest[0] == 4 and 0 <= longest[1] < LIMIT
 
 
 @pytest.mark.gpu

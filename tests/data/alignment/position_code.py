@@ -66,6 +66,13 @@ def _logit_scale(cells: Size) -> float:
     return float(2.0 ** (3 - np.ceil(np.log2(max(cells)))))
 
 
+def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
+    """Return points (rows * cols, 2), (x, y) in the unit square, at the share `offset` = (x, y) of every grid cell."""
+    y = (torch.arange(grid[0], dtype=torch.float64) + offset[1]) / grid[0]
+    x = (torch.arange(grid[1], dtype=torch.float64) + offset[0]) / grid[1]
+    return torch.stack([x.repeat(grid[0]), y.repeat_interleave(grid[1])], -1)
+
+
 @dataclass(frozen=True)
 class Shown:
     """The places that the pixels of a batch show.
@@ -105,31 +112,16 @@ def read_images(images: Tensor) -> Shown:
     return Shown(affine.mT, clean.view(-1, *size), fitted, size)
 
 
-def grid_points(grid: Size, offset: tuple[float, float] = (0.5, 0.5)) -> Tensor:
-    """Return points (rows * cols, 2), (x, y) in the unit square, at the share `offset` = (x, y) of every grid cell."""
-    y = (torch.arange(grid[0], dtype=torch.float64) + offset[1]) / grid[0]
-    x = (torch.arange(grid[1], dtype=torch.float64) + offset[0]) / grid[1]
-    return torch.stack([x.repeat(grid[0]), y.repeat_interleave(grid[1])], -1)
-
-
-@dataclass(frozen=True)
-class Named:
-    """The places (B, N, 2) of tokens by their targets, in both codes of the map."""
-
-    by_ramp: Tensor
-    by_cell: Tensor
-
-
-def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> Named:
-    """Read soft labels without smoothing (B, N, C), made from maps of `cells` = (rows, columns) over `area` (B, 4)."""
+def read_targets(tokens: Tensor, cells: Size, area: Tensor) -> tuple[Tensor, Tensor]:
+    """Read the places (B, N, 2) that soft labels without smoothing (B, N, C) describe, made from maps of `cells` =
+    (rows, columns) over `area` (B, 4): by the ramps and by the classes of the cells."""
     logits = tokens.double().log()
     logits = logits - logits[..., -1:]
     ramp = logits[..., [COLUMN, ROW]] / (_logit_scale(cells) * torch.tensor([cells[1], cells[0]]))
-    weights = logits[..., FIRST_CELL:-1].clamp(min=0)
-    total = weights.sum(-1)
-    by_cell = (weights / total.clamp(min=1e-9)[..., None]) @ grid_points(cells)
     corner, extent = area[:, None, :2].double(), (area[:, None, 2:] - area[:, None, :2]).double()
-    return Named(corner + ramp * extent, corner + by_cell * extent)
+    weights = logits[..., FIRST_CELL:-1].clamp(min=0)
+    by_cell = (weights / weights.sum(-1).clamp(min=1e-9)[..., None]) @ grid_points(cells)
+    return corner + ramp * extent, corner + by_cell * extent
 
 
 @dataclass(frozen=True)
@@ -137,39 +129,29 @@ class Comparison:
     """The places that tokens show and those of their targets. Only pixels decide which tokens are compared.
 
     Attributes:
-        ramp_error, cell_error: (B, N, 2) places, named minus shown.
+        by_ramp, by_cell: (B, N, 2) places, described minus shown.
         whole: (B, N) bool, tokens that show only image, all of it inside the area of the map.
         ramp: (B, N) bool, those of them between the centres of the outer cells, beyond which the outer cell continues.
         cover: (B, N) share of the token's pixels that show image inside the area of the map.
         judged: (B,) bool, images whose pixels could be read.
         shown: What the pixels show.
-        source: (B, 2) width and height of the images in pixels.
     """
 
-    ramp_error: Tensor
-    cell_error: Tensor
+    by_ramp: Tensor
+    by_cell: Tensor
     whole: Tensor
     ramp: Tensor
     cover: Tensor
     judged: Tensor
     shown: Shown
-    source: Tensor
 
     def output_pixels(self) -> Tensor:
-        """Return `ramp_error` in pixels of the output, (B, N)."""
-        pixels = torch.linalg.pinv(self.shown.affine[:, None, :, :2]) @ self.ramp_error[..., None]
-        return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)
-
-    def source_pixels(self) -> Tensor:
-        """Return `ramp_error` in pixels of the source image, (B, N)."""
-        return (self.ramp_error * self.source[:, None]).norm(dim=-1)
-
-    def shares(self) -> Tensor:
-        """Return `cell_error` as a share of the source's sides, (B, N)."""
-        return self.cell_error.norm(dim=-1)
+        """Return the distances in pixels of the output, of all tokens that can be compared."""
+        pixels = torch.linalg.pinv(self.shown.affine[:, None, :, :2]) @ self.by_ramp[..., None]
+        return (pixels[..., 0] * torch.tensor(self.shown.size[::-1])).norm(dim=-1)[self.ramp]
 
 
-def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor, source: Tensor) -> Comparison:
+def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor) -> Comparison:
     """Compare a batch with its targets.
 
     Args:
@@ -178,29 +160,21 @@ def compare(shown: Shown, tokens: Tensor, grid: Size, cells: Size, area: Tensor,
         grid: Rows and columns of tokens.
         cells: Rows and columns of the maps.
         area: (B, 4) x0, y0, x1, y1, the area that the maps really cover.
-        source: (B, 2) width and height of the images.
     """
-    named, area = read_targets(tokens, cells, area), area.double()
-    centre = shown.places(grid_points(grid))
+    by_ramp, by_cell = (named - shown.places(grid_points(grid)) for named in read_targets(tokens, cells, area))
     half = (area[:, 2:] - area[:, :2]) / torch.tensor([cells[1], cells[0]]) / 2
     inner = torch.cat([area[:, :2] + half, area[:, 2:] - half], 1)
     covered = shown.clean & _inside(shown.places(grid_points(shown.size)), area).view_as(shown.clean)
     judged = shown.fitted > _LEAST_FITTED
-    cover = _per_token(covered, grid)
+    height, width = (side // tokens for side, tokens in zip(shown.size, grid, strict=True))
+    cover = covered.double().unflatten(1, (grid[0], height)).unflatten(3, (grid[1], width)).mean((2, 4)).flatten(1)
     corners = [shown.places(grid_points(grid, (x, y))) for x in (0.0, 1.0) for y in (0.0, 1.0)]
     whole, ramp = (torch.stack([_inside(corner, box) for corner in corners]).all(0) for box in (area, inner))
     whole &= (cover == 1) & judged[:, None]
-    errors = named.by_ramp - centre, named.by_cell - centre
-    return Comparison(*errors, whole, ramp & whole, cover, judged, shown, source.double())
+    return Comparison(by_ramp, by_cell, whole, ramp & whole, cover, judged, shown)
 
 
 def _inside(places: Tensor, area: Tensor) -> Tensor:
     """Tell whether places (B, P, 2) are in areas (B, 4), with a margin for the error of the fit."""
     margin = 1e-3
     return ((places >= area[:, None, :2] - margin) & (places <= area[:, None, 2:] + margin)).all(-1)
-
-
-def _per_token(pixels: Tensor, grid: Size) -> Tensor:
-    """Return the share of each token's pixels (B, H, W) that are set, (B, N)."""
-    height, width = (side // tokens for side, tokens in zip(pixels.shape[1:], grid, strict=True))
-    return pixels.double().unflatten(1, (grid[0], height)).unflatten(3, (grid[1], width)).mean((2, 4)).flatten(1)

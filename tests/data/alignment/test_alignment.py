@@ -12,14 +12,22 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.data.alignment.oracle import PIXEL_LIMIT, PIXELS, SIZES, Scene, check, measure
-from tests.data.alignment.position_code import ramp_image
-from tests.data.alignment.position_data import GEOMETRIC, SEED, GeometryOnly
+from tests.data.alignment.oracle import (
+    GEOMETRIC,
+    PIXEL_LIMIT,
+    PIXELS,
+    SEED,
+    SIZES,
+    GeometryOnly,
+    Measured,
+    Scene,
+    check,
+    measure,
+)
 from tlt import geometry
 from tlt.data.augment.plan import AugmentConfig, make_plan
 from tlt.data.backends.decode import PilBackend, TorchvisionBackend
 from tlt.data.batch import Batch
-from tlt.data.sources.folder import scan_folder
 
 CASES: dict[str, dict[str, Any]] = {
     "crop": {},
@@ -36,19 +44,32 @@ CASES: dict[str, dict[str, Any]] = {
 PHASE = {"bilinear": 0.03, "bicubic": 2**0.5 * 0.0962}
 
 
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return Scene.write(tmp_path_factory.mktemp("alignment"), SIZES, 3)
+
+
 def geometry_only(case: str, size: tuple[int, int] = PIXELS, **settings: Any) -> GeometryOnly:
     return GeometryOnly(size, **({"interpolation": "bilinear"} | CASES[case] | settings))
+
+
+def check_coverage(measured: Measured) -> None:
+    """The weight of a token is the share of it that shows labelled image."""
+    seen = measured.found
+    assert measured.coverage() < 0.03
+    assert not measured.weight[(seen.cover == 0) & seen.judged[:, None]].any()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation(scene: Scene, case: str) -> None:
     measured = measure(scene, geometry_only(case))
     check(measured, slack=PHASE["bilinear"] if case.startswith("Translate") else 0.0)
+    check_coverage(measured)
     fills = case not in ("crop", "hflip", "vflip", "no_aug")
     assert (measured.found.cover < 1).any() == (measured.weight < 1).any() == fills
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]])
 def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
     """Sizes of images, maps, outputs and token grids drawn at random, with all operations at once."""
     rng = np.random.default_rng(seed)
@@ -61,39 +82,22 @@ def test_any_image_map_and_output(tmp_path: Path, seed: int) -> None:
     config = geometry_only("everything", size, interpolation=filters)
     measured = measure(Scene.write(tmp_path, sizes, 3), config, cells, str(area), archive, grid)
     check(measured, slack=PHASE[filters], least_ramp=0.1, unjudged=0.4)
-
-
-@pytest.mark.parametrize("size", [(40, 30), (77, 1001), (500, 1), (1, 1)], ids="{0[0]}x{0[1]}".format)
-def test_small_and_long_images(tmp_path: Path, size: tuple[int, int]) -> None:
-    """In source pixels: a crop of a few pixels is enlarged, and its outer half pixels show one colour each."""
-    case = "turns" if min(size) > 1 else "crop"
-    measured = measure(Scene.write(tmp_path, [size], 3), geometry_only(case))
-    assert measured.found.ramp.double().mean() > 0.2
-    assert float(measured.found.source_pixels()[measured.found.ramp].max()) < (0.1 if min(size) > 1 else 1)
-    assert measured.coverage() < 0.03
+    check_coverage(measured)
 
 
 @pytest.mark.parametrize("backend", [PilBackend(), TorchvisionBackend()], ids=lambda backend: backend.name)
 def test_exif_orientation_is_ignored(tmp_path: Path, backend: PilBackend) -> None:
     """JPEG rounds colours in another space, which does not cancel: places can be read to 0.2 pixels."""
-    scene = Scene.write(tmp_path, [(375, 500)], 3)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees
-    shots = []
-    for number, folder in enumerate(scene.shots):
-        for name in folder.paths:
-            file = (tmp_path / "jpeg" / str(number) / name).with_suffix(".jpg")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(ramp_image(375, 500, number)).save(file, quality=100, subsampling=0, exif=exif)
-        shots.append(scan_folder(tmp_path / "jpeg" / str(number)))
-    turned = Scene(tmp_path, shots, scene.sizes)
+    turned = Scene.write(tmp_path, [(375, 500)], 3, "jpg", quality=100, subsampling=0, exif=exif)
     check(measure(turned, geometry_only("turns"), area="center", backend=backend), slack=0.25)
 
 
 def test_the_recipes_augmentation(tmp_path: Path) -> None:
     """rand-m9-mstd0.5-inc1, random interpolation and erasing, all at their defaults; only the fill is another.
 
-    Places are read off the images whose colours no layer changed.
+    Places are read off the images whose colours no layer changed; erased boxes needn't be uncovered.
     """
     scene = Scene.write(tmp_path, SIZES, 6)
     config = AugmentConfig(PIXELS, mean=(1.0, 0.0, 1.0))
@@ -101,7 +105,7 @@ def test_the_recipes_augmentation(tmp_path: Path) -> None:
     plan = make_plan(config, SEED, 1, np.arange(len(source)), *source.T.numpy())
     plain = torch.from_numpy((plan.op == 0).all(1))
     assert plain.sum() >= 4
-    check(measure(scene, config, area="center", only=plain), slack=0.1, unjudged=0.0, erased=True)
+    check(measure(scene, config, area="center", only=plain), slack=0.1, unjudged=0.0)
 
 
 @pytest.mark.gpu
@@ -127,17 +131,10 @@ def other_sign(batch: Batch) -> Batch:
     return with_affine(batch, geometry.compose(geometry.invert(operation), plain))
 
 
-def transposed_map(batch: Batch) -> Batch:
-    labels = batch.labels
-    assert labels is not None
-    turned = replace(labels, values=labels.values.mT.contiguous(), ids=labels.ids.mT.contiguous())
-    return replace(batch, labels=turned)
-
-
-def another_area(area: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], Batch]:
+def other_labels(change: Callable[[Any], dict[str, torch.Tensor]]) -> Callable[[Batch], Batch]:
     def changed(batch: Batch) -> Batch:
         assert batch.labels is not None
-        return replace(batch, labels=replace(batch.labels, area=area(batch.labels.area)))
+        return replace(batch, labels=replace(batch.labels, **change(batch.labels)))
 
     return changed
 
@@ -147,12 +144,22 @@ WHOLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
 MISTAKES: dict[str, tuple[str, str, Callable[[Batch], Batch], float]] = {
     "a tenth of a pixel": ("turns", "full", after(lambda n: geometry.translate(0.1 / PIXELS[1], 0.0)), 0.08),
     "missing flip": ("hflip", "full", after(lambda n: geometry.hflip(np.ones(n), 1)), 20),
-    "missing vertical flip": ("vflip", "full", after(lambda n: geometry.vflip(np.ones(n), 1)), 20),
     "sign of rotation": ("Rotate", "full", other_sign, 10),
     "sign of shear": ("ShearY", "center", other_sign, 10),
-    "transposed map": ("crop", "full", transposed_map, 10),
-    "centre square taken for all": ("crop", "center", another_area(lambda area: WHOLE.expand_as(area)), 2),
-    "half a cell": ("crop", "full", another_area(lambda area: area + 0.5 / 18), 2),
+    "transposed map": (
+        "crop",
+        "full",
+        other_labels(lambda old: {"values": old.values.mT.contiguous(), "ids": old.ids.mT.contiguous()}),
+        10,
+    ),
+    "transposed classes": ("crop", "full", other_labels(lambda old: {"ids": old.ids.mT.contiguous()}), 0),
+    "centre square taken for all": (
+        "crop",
+        "center",
+        other_labels(lambda old: {"area": WHOLE.expand_as(old.area)}),
+        2,
+    ),
+    "half a cell": ("crop", "full", other_labels(lambda old: {"area": old.area + 0.5 / 18}), 2),
 }
 
 
@@ -160,6 +167,7 @@ MISTAKES: dict[str, tuple[str, str, Callable[[Batch], Batch], float]] = {
 def test_planted_mistakes_are_seen(scene: Scene, name: str) -> None:
     case, area, mistake, least = MISTAKES[name]
     wrong = measure(scene, geometry_only(case), area=area, mistake=mistake)
-    assert wrong.typical() > least and wrong.pixels() > PIXEL_LIMIT
+    off = wrong.found.output_pixels()
+    assert off.median() > least and (off.max() > PIXEL_LIMIT or not least)
     with pytest.raises(AssertionError):
         check(wrong)
