@@ -18,6 +18,7 @@ POLICIES = [
     "rand-m15-mmax30-p0.8",
     "rand-m7-mstd101-inc1",
     "rand-m9-mstd0.5-inc0",
+    "rand-mstd1-tweights",
 ]
 
 
@@ -26,9 +27,12 @@ POLICIES = [
 def test_strings_mean_what_timm_reads(text):
     theirs = auto_augment.rand_augment_transform(text, {"translate_const": 100})
     mine, op = parse(text), theirs.ops[0]
-    assert mine.ops == tuple(one.name for one in theirs.ops) and theirs.choice_weights is None
+    assert mine.ops == tuple(one.name for one in theirs.ops)
     assert (mine.layers, mine.magnitude, mine.probability) == (theirs.num_layers, op.magnitude, op.prob)
     assert (mine.magnitude_std, mine.magnitude_max) == (op.magnitude_std, op.magnitude_max or 10)
+    assert (mine.weights is None) == (theirs.choice_weights is None)
+    if mine.weights is not None:
+        assert np.allclose(np.array(mine.weights) / sum(mine.weights), theirs.choice_weights)
 
 
 REJECTED = {
@@ -39,7 +43,8 @@ REJECTED = {
     "rand-m9-magnitude3": "'magnitude3' is not a section",
     "rand-inc": "'inc' is not a section",
     "rand-m9-m5": "'m' is given twice",
-    "rand-n1-tweights": "'tweights' is not a section",
+    "rand-n1-t3a": "'t3a' is not a section",
+    "rand-n20-tweights": "20 of 15 weighted operations",
     "rand-m9.5": "whole numbers",
     "rand-mstd0.5x": "numbers",
 }
@@ -90,3 +95,16 @@ def test_magnitudes_have_timms_distribution():
     policy = RandAugmentPolicy(ops=("ShearX",), layers=1, magnitude=8, magnitude_std=math.inf, probability=1.0)
     _, even = layers_of(policy)
     assert abs(even).max() <= 0.24 and abs(even).mean() == pytest.approx(0.12, abs=2e-3)
+
+
+def test_weighted_choice_is_numpys_without_replacement():
+    policy = parse("rand-n2-m5-tweights-p1.0")
+    kernels, _ = layers_of(policy)
+    rng, shares = np.random.default_rng(1), np.array(policy.weights) / sum(policy.weights)
+    names = np.array([rng.choice(policy.ops, 2, replace=False, p=shares) for _ in range(5000)])
+    theirs = np.array([[OPS[name].kernel for name in pair] for pair in names])
+    for kernel in np.unique(theirs):
+        for layer in (0, 1):
+            expected = (theirs[:, layer] == kernel).mean()
+            assert near((kernels[:, layer] == kernel).mean(), expected, 4000), (kernel, layer)
+    assert not (kernels[:, 0] == kernels[:, 1]).any()

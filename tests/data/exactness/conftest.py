@@ -22,7 +22,6 @@ from volo.train import data as train_data
 IMAGES, GLOBAL_BATCH, SEED = 28, 8, 11  # the last global batch of an epoch holds four images
 SETTINGS = {"input_size": (3, 32, 32), "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 BROKEN = ("c1/05.jpg", "c2/10.jpg")  # one is cut in its middle, one is empty
-FILE_BACKENDS = ["torchvision", "pil", "dali-cpu"]
 PIXELS_OF = {"dali-cpu": "torchvision"}  # who has another's pixels, bit for bit
 # Share of values that may be more than one grey level from Pillow's, and by how much: both round between the two axes.
 FILTERS = {"pil": 0.0, "torchvision": 1e-3, "dali-cpu": 1e-3}
@@ -37,11 +36,6 @@ class Way(NamedTuple):
     source: str = "folder"
     start: int = 0  # update of the epoch
     micro_batches: int = 1  # of a rank in an update
-
-
-def ways_of(backend: str, ways: list[Way]) -> list[Way]:
-    """Those that a backend knows: computed images are in no shards."""
-    return [way for way in ways if backend != "synthetic" or way.source == "folder"]
 
 
 def require(backend: str) -> None:

@@ -93,6 +93,12 @@ _GEOMETRIC = ("ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 _COLOURS = ("Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness", "Sharpness")
 _PLAIN = ("AutoContrast", "Equalize", "Invert", "Rotate", *_COLOURS, *_GEOMETRIC)
 _INCREASING = tuple(name + "Increasing" if name + "Increasing" in OPS else name for name in _PLAIN)
+_WEIGHTS: dict[str, float] = {  # of `tweights`
+    **{"Rotate": 3, "ShearX": 2, "ShearY": 2, "TranslateXRel": 1, "TranslateYRel": 1},
+    **{"ColorIncreasing": 0.25, "SharpnessIncreasing": 0.25, "AutoContrast": 0.25},
+    **{"SolarizeIncreasing": 0.05, "SolarizeAdd": 0.05, "ContrastIncreasing": 0.05, "BrightnessIncreasing": 0.05},
+    **{"Equalize": 0.05, "PosterizeIncreasing": 0.05, "Invert": 0.05},
+}
 
 
 @dataclass(frozen=True)
@@ -105,17 +111,18 @@ class RandAugmentPolicy:
     magnitude_std: float = 0.0  # inf: uniform in [0, magnitude]
     magnitude_max: float = LEVELS
     probability: float = 0.5
+    weights: tuple[float, ...] | None = None  # None: uniform with replacement; else weighted without, as in timm
 
     @property
     def uniforms(self) -> int:
         """Uniform numbers that `sample_layers` needs per sample."""
-        return 6 * self.layers
+        return 5 * self.layers + (self.layers if self.weights is None else len(self.ops))
 
 
 @lru_cache(maxsize=16)
 def parse(policy: str) -> RandAugmentPolicy:
     """Read timm's RandAugment string, sections in any order: m (magnitude, 10), n (layers, 2), p (chance of a layer,
-    0.5), mstd (0; over 100: uniform), mmax (10), inc (0).
+    0.5), mstd (0; over 100: uniform), mmax (10), inc (0), tweights (rarer operations that change colours).
 
     Raises:
         UserError: Another policy (original, v0, augmix, 3a), an unknown or repeated section, a number that isn't one.
@@ -125,18 +132,23 @@ def parse(policy: str) -> RandAugmentPolicy:
         raise _reject(policy, f"'{head}' is not available: RandAugment (rand-...) is the one policy of this loader")
     found: dict[str, str] = {}
     for section in sections:
-        match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d.*)", section)
+        match = re.fullmatch(r"(t)(weights)|(mstd|mmax|inc|m|n|p)(\d.*)", section)
         if match is None:
-            known = "m, n, p, mstd, mmax and inc, each with a number"
+            known = "m, n, p, mstd, mmax and inc with a number, and tweights"
             raise _reject(policy, f"'{section}' is not a section of a RandAugment policy; there are {known}")
-        if match[1] in found:
-            raise _reject(policy, f"'{match[1]}' is given twice")
-        found[match[1]] = match[2]
+        name, value = match[1] or match[3], match[2] or match[4]
+        if name in found:
+            raise _reject(policy, f"'{name}' is given twice")
+        found[name] = value
     try:
-        std = float(found.get("mstd", 0))
+        std, layers = float(found.get("mstd", 0)), int(found.get("n", 2))
+        ops = _INCREASING if int(found.get("inc", 0)) else _PLAIN
+        if "t" in found and layers > len(_WEIGHTS):
+            raise _reject(policy, f"{layers} of {len(_WEIGHTS)} weighted operations can't be drawn: lower n")
         return RandAugmentPolicy(
-            ops=_INCREASING if int(found.get("inc", 0)) else _PLAIN,
-            layers=int(found.get("n", 2)),
+            ops=tuple(_WEIGHTS) if "t" in found else ops,
+            weights=tuple(_WEIGHTS.values()) if "t" in found else None,
+            layers=layers,
             magnitude=float(int(found.get("m", 10))),
             magnitude_std=math.inf if std > 100 else std,
             magnitude_max=float(int(found.get("mmax", 0)) or LEVELS),  # timm reads mmax0 as "not set"
@@ -174,12 +186,21 @@ def _levels(policy: RandAugmentPolicy, first: Floats, second: Floats) -> Floats:
     return np.clip(levels, 0.0, policy.magnitude_max)
 
 
+def _choose(policy: RandAugmentPolicy, draws: Floats) -> Ints:
+    """(B, uniforms - 5n) -> (B, n) positions in `policy.ops`."""
+    if policy.weights is None:
+        return np.minimum((draws * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
+    # An exponential race: the order of arrival is that of weighted draws without replacement.
+    arrival = -np.log1p(-draws) / (np.asarray(policy.weights) / math.fsum(policy.weights))
+    return np.argsort(arrival, axis=1, kind="stable")[:, : policy.layers]
+
+
 def sample_layers(policy: RandAugmentPolicy, draws: Floats) -> tuple[Ints, Floats]:
     """Uniform numbers (B, policy.uniforms) -> `Kernel` codes (B, n), NONE for skipped layers, and arguments (B, n)."""
-    # The fifth part of the draws is not used: leaving it out would give other augmentation to runs that go on.
-    skip, first, second, sign, _, choice = np.split(draws, 6, axis=1)
-    chosen = np.minimum((choice * len(policy.ops)).astype(np.int64), len(policy.ops) - 1)
-    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[chosen]
+    n = policy.layers
+    # The fifth n of the draws are not used: leaving them out would give other augmentation to runs that go on.
+    skip, first, second, sign = (draws[:, k * n : (k + 1) * n] for k in range(4))
+    ops = np.array([NAMES.index(name) for name in policy.ops], np.int64)[_choose(policy, draws[:, 5 * n :])]
     values = arguments(ops, _levels(policy, first, second), sign)
     active = skip < policy.probability
     return np.where(active, _KERNEL[ops], Kernel.NONE), np.where(active, values, 0.0)
