@@ -57,7 +57,7 @@ def _starts_program() -> bool:
     """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None:  # as long as Python looks for the module of `-m`; with `-c`; at a prompt
-        mode = next((place for place, word in enumerate(sys.orig_argv[:-1]) if word in ("-c", "-m")), None)
+        mode = next((index for index, word in enumerate(sys.orig_argv[:-1]) if word in ("-c", "-m")), None)
         module = "" if mode is None or sys.orig_argv[mode] == "-c" else sys.orig_argv[mode + 1]
         return module.partition(".")[0] in _COMMANDS
     program, root = Path(file), Path(__file__).resolve().parents[1]

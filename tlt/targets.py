@@ -282,7 +282,7 @@ def _merge_equal(ids: Tensor, values: Tensor, longest: int) -> tuple[Tensor, Ten
         longest: How often an id occurs at most. Ids that occur more often must have values of 0.
 
     Returns:
-        Sorted ids (..., M); (..., M) the sum of an id's values at its last place, 0 elsewhere; that mask.
+        Sorted ids (..., M); (..., M) the sum of an id's values at its last position, 0 elsewhere; that mask.
     """
     ids, order = torch.sort(ids, dim=-1, stable=True)
     sums = values.gather(-1, order)

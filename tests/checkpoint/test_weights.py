@@ -163,7 +163,7 @@ def test_other_files_are_told_by_how_they_begin(tmp_path: Path, good: Path) -> N
         with zipfile.ZipFile(path, "w") as other:
             for name in names:
                 other.writestr(name, "")
-        assert "damaged or no checkpoint" in refusal(path)
+        assert "truncated or damaged" in refusal(path)
     torch.save([1, 2], path)
     assert "holds a list" in refusal(path)
 

@@ -1,4 +1,4 @@
-"""Files: checksums, flushing them to the disk, reading from a place in them and once more."""
+"""Files: reading at an offset and trying again, writing whole files and flushing them to the disk, checksums."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def write_at(descriptor: int, data: bytes, offset: int) -> int:
         return os.write(descriptor, data)
 
 
-def write_whole(path: str | Path, data: bytes) -> None:
+def write_whole(path: str | Path, data: bytes | memoryview) -> None:
     """Write a file, whole or not at all, and wait until it is on the disk; `sync_folder` does so for its name."""
     path = Path(path)
     # No process id in the name: what a killed process leaves behind, the next one overwrites.

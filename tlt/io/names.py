@@ -22,36 +22,30 @@ class Names(Sequence[str]):
 
     Args:
         names: Without NUL, but that one text of several names is taken apart there.
+
+    Attributes:
+        block: All names, one after the other.
+        ends: (N,) int64: where in `block` each name ends.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         encoded = os.fsencode("".join(f"{name}\0" for name in names))
-        self._ends = np.flatnonzero(np.frombuffer(encoded, np.uint8) == 0)
-        self._ends -= np.arange(len(self._ends))
-        self._bytes: bytes | memoryview = encoded.replace(b"\0", b"")
+        self.ends: np.ndarray = np.flatnonzero(np.frombuffer(encoded, np.uint8) == 0)
+        self.ends -= np.arange(len(self.ends))
+        self.block: bytes | memoryview = encoded.replace(b"\0", b"")
 
     @classmethod
     def packed(cls, block: bytes | memoryview, ends: np.ndarray) -> Names:
         """Names one after the other in `block`, name i up to byte `ends[i]`; neither is copied."""
         names = cls()
-        names._bytes, names._ends = block, ends
+        names.block, names.ends = block, ends
         return names
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, np.ndarray]]:
-        return Names.packed, (self.block, self._ends)  # mapped memory can't be sent
-
-    @property
-    def block(self) -> bytes:
-        """All names, one after the other."""
-        return bytes(self._bytes)
-
-    @property
-    def ends(self) -> np.ndarray:
-        """(N,) int64: where in `block` each name ends."""
-        return self._ends
+        return Names.packed, (bytes(self.block), self.ends)  # mapped memory can't be sent
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -61,16 +55,16 @@ class Names(Sequence[str]):
         if isinstance(index, slice):
             return Names(self[i] for i in range(*index.indices(len(self))))
         row = range(len(self))[index]
-        start = int(self._ends[row - 1]) if row else 0
-        return os.fsdecode(bytes(self._bytes[start : int(self._ends[row])]))
+        start = int(self.ends[row - 1]) if row else 0
+        return os.fsdecode(bytes(self.block[start : int(self.ends[row])]))
 
     def __iter__(self) -> Iterator[str]:
         return map(os.fsdecode, self.encoded())
 
     def encoded(self) -> Iterator[bytes]:
         """The names as they are in memory."""
-        block, start = self.block, 0
-        for end in self._ends.tolist():
+        block, start = bytes(self.block), 0
+        for end in self.ends.tolist():
             yield block[start:end]
             start = end
 
@@ -78,7 +72,7 @@ class Names(Sequence[str]):
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
         if isinstance(other, Names):
-            return np.array_equal(self._ends, other._ends) and memoryview(self._bytes) == memoryview(other._bytes)
+            return np.array_equal(self.ends, other.ends) and memoryview(self.block) == memoryview(other.block)
         return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]

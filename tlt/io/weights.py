@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -42,17 +44,17 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
             or holds more than tensors and plain data (naming the class; nothing of it is run).
     """
-    return _read(Path(path), verify=True)
+    return _read(Path(path), peek=False)
 
 
 def peek_checkpoint(path: str | Path) -> dict[str, Any]:
     """Like `read_checkpoint`, for a look at the numbers: checksums are not compared, and tensors of a zip archive are
     mapped and not read."""
-    return _read(Path(path), verify=False)
+    return _read(Path(path), peek=True)
 
 
-def _read(path: Path, verify: bool) -> dict[str, Any]:
-    try:
+def _read(path: Path, peek: bool) -> dict[str, Any]:
+    with _one_line_errors(path):
         if path.is_dir():
             raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
         if not path.is_file():  # a pipe would wait for its writer
@@ -62,62 +64,72 @@ def _read(path: Path, verify: bool) -> dict[str, Any]:
             file.seek(0)
             if not head:
                 raise UserError(f"{path} is empty (zero bytes)")
-            if head.startswith(b"PK"):
-                verify_zip(file, path, checksums=verify)
-                return _plain(file if verify else path, path, mmap=not verify)
-            if head.startswith(b"\x80"):  # a pickle's protocol mark
-                return _plain(file, path)
+            if head.startswith((b"PK", b"\x80")):  # a pickle's protocol mark
+                return _checkpoint(load_plain(file, path, peek), path)
             if head[8:9] == b"{":  # after the 8-byte length of a JSON header
                 return dict(safetensors.torch.load_file(path))
-        raise UserError(
-            f"{path} is no checkpoint, it begins with {head!r}: download it again where that is a web page or git-lfs "
-            "pointer, unpack it where it is a tar or gzip file"
-        )
+    raise UserError(
+        f"{path} is no checkpoint, it begins with {head!r}: download it again where that is a web page or git-lfs "
+        "pointer, unpack it where it is a tar or gzip file"
+    )
+
+
+def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
+    """Unpickle what `torch.save` wrote: tensors, plain data and `argparse.Namespace`, nothing else.
+
+    Args:
+        shown: Where messages say that it was read.
+        peek: As `peek_checkpoint`.
+
+    Raises:
+        UserError: As `read_checkpoint`.
+    """
+    with _one_line_errors(shown):
+        zipped = file.read(2) == b"PK"  # before torch 1.6 it was a pickle, without checksums
+        file.seek(0)
+        if zipped:
+            _check_records(zipfile.ZipFile(file), shown, not peek)
+            file.seek(0)
+        mapped = zipped and peek
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file.name if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+@contextmanager
+def _one_line_errors(shown: str | Path) -> Iterator[None]:
+    """Turn whatever a parser raises on foreign bytes into a UserError."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:  # whatever a parser raises on foreign bytes
-        if name := refused_name(error):
-            raise UserError(
-                f"{path} is refused: it holds {name}, neither a tensor nor plain data (nothing of it was run); "
-                "save it with weights, numbers and text only"
-            ) from error
-        reason = short_reason(error)
-        raise UserError(f"{path} is truncated, damaged or no checkpoint: {type(error).__name__}: {reason}") from error
+    except Exception as error:
+        text = str(error)
+        if isinstance(error, UnpicklingError):
+            if refused := _REFUSED.search(text):
+                name = next(group for group in refused.groups() if group)
+                raise UserError(
+                    f"{shown} is refused: it holds {name}, neither a tensor nor plain data (nothing of it was run); "
+                    "save it with tensors, numbers and text only"
+                ) from error
+            # The rest of torch's text advises to load the file without this protection.
+            found = _UNPICKLER_SAYS.search(text)
+            text = found[1] if found else "neither tensors nor plain data"
+        reason = " ".join(text.split())[:200] or "it ends too early"
+        raise UserError(f"{shown} is truncated or damaged ({type(error).__name__}: {reason}): copy it again") from error
 
 
-def refused_name(error: Exception) -> str | None:
-    """Name of the class or function because of which `torch.load(weights_only=True)` refused a file, if it was one."""
-    refused = _REFUSED.search(str(error)) if isinstance(error, UnpicklingError) else None
-    return next(group for group in refused.groups() if group) if refused else None
-
-
-def short_reason(error: Exception) -> str:
-    """The message of a parser's error, on one line."""
-    text = str(error)
-    if isinstance(error, UnpicklingError):
-        # The rest of torch's text advises to load the file without this protection.
-        found = _UNPICKLER_SAYS.search(text)
-        text = found[1] if found else "neither tensors nor plain data"
-    return " ".join(text.split())[:200] or "it ends too early"
-
-
-def verify_zip(file: BinaryIO, path: str | Path, checksums: bool = True) -> None:
+def _check_records(archive: zipfile.ZipFile, shown: str | Path, checksums: bool) -> None:
     """Check that the records are stored as `torch.save` stores them, and the CRC-32 of each."""
-    archive = zipfile.ZipFile(file)
     for record in archive.infolist():
         if record.compress_type != zipfile.ZIP_STORED:
-            raise UserError(f"{path} is refused: record {record.filename} is compressed, which torch.save never does")
+            raise UserError(f"{shown} is refused: record {record.filename} is compressed, which torch.save never does")
         if record.external_attr & _FOLDER:  # torch reads no byte of it, and takes what the memory held for its numbers
-            raise UserError(f"{path} is damaged: record {record.filename} calls itself a folder")
+            raise UserError(f"{shown} is damaged: record {record.filename} calls itself a folder")
     if checksums and (damaged := archive.testzip()):
-        raise UserError(f"{path} is damaged: record {damaged} does not match its checksum")
-    file.seek(0)
+        raise UserError(f"{shown} is damaged: record {damaged} does not match its checksum")
 
 
-def _plain(source: BinaryIO | Path, path: Path, mmap: bool = False) -> dict[str, Any]:
-    """Unpickle tensors and plain data alone."""
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+def _checkpoint(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a checkpoint")
     if isinstance(parts := content.get("parts"), dict) and isinstance(folder := parts.get("folder"), str):

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tlt.errors import MachineFault, UserError
+from tlt.errors import UserError
 from tlt.io.files import with_retries
 from tlt.io.names import Names
 from tlt.io.progress import SearchProgress
 from tlt.io.text import printable
-from tlt.io.weights import refused_name, short_reason, verify_zip
+from tlt.io.weights import load_plain
 from tlt.label_map import LabelMap
 from tlt.labels.label_files import find_labels, label_files_below, usual_label_name
 from tlt.labels.label_info import INFO_NAME, LabelInfo
@@ -86,23 +86,11 @@ def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
     """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`, or
     MachineFault."""
     try:
-        source = io.BytesIO(with_retries(Path(path).read_bytes, str(path)))
-        if source.getbuffer()[:2] == b"PK":  # before torch 1.6 it was a pickle, without a checksum
-            verify_zip(source, shown)
-            source.seek(0)
-        content = torch.load(source, map_location="cpu", weights_only=True)
-    except MachineFault:
-        raise
-    except UserError as error:
-        reason = str(error).removeprefix(f"{shown} is ")
-        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+        content = load_plain(io.BytesIO(with_retries(Path(path).read_bytes, str(path))), shown)
     except FileNotFoundError as error:
         raise UserError(f"{shown} does not exist") from error
-    except Exception as error:  # whatever the bytes of a damaged file lead to
-        if name := refused_name(error):
-            raise UserError(f"{shown} is refused: it holds {name}, not a tensor (nothing of it was run)") from error
-        reason = short_reason(error).split(". ")[0]
-        raise UserError(f"{shown} is damaged or not a label file ({reason}); make it again") from error
+    except OSError as error:
+        raise UserError(f"{shown} can't be read: {error.strerror}") from error
     if not isinstance(content, torch.Tensor):
         raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
     # A small file may say that it is one of gigabytes, every value of which is the same in memory.
