@@ -16,7 +16,7 @@ from tests.cluster.test_ddp import start_ranks
 from tests.conftest import free_port
 from tlt.errors import UserError
 from volo.cluster import distributed
-from volo.cluster.distributed import RankLost, World, choose_device, init_world, lost_rank_explained
+from volo.cluster.distributed import RankLost, World, choose_device, init_world
 from volo.cluster.per_host import OncePerHost
 from volo.cluster.ranks import _OTHERS as OTHERS
 from volo.cluster.ranks import adopt_launcher, ranks_from_environment
@@ -139,18 +139,3 @@ def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path
     start_ranks(one_rank, tmp_path, 3)
     told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
     assert told == ["no images for 0", "no images for 1", "no images for 0"]
-
-
-def _one_of_two_hosts(rank: int, path: str) -> None:
-    socket.gethostname = lambda: f"host{rank}"
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(f"{path}/store", 2))
-    make = partial(os._exit, 0) if rank == 1 else list
-    with pytest.raises(RankLost, match="another rank has ended"), lost_rank_explained():
-        OncePerHost(bool)(make, lambda value: None, print)
-    Path(path, "told").touch()
-    os._exit(0)
-
-
-def test_a_rank_that_waits_for_another_host_notices_its_end(tmp_path: Path) -> None:
-    start_ranks(_one_of_two_hosts, tmp_path, 2)
-    assert (tmp_path / "told").exists()

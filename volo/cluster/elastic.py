@@ -60,7 +60,8 @@ class OneAddress(StaticTCPRendezvous):
     """
 
     def __init__(self, launch: Launch, name: str) -> None:
-        super().__init__(launch.address, launch.port, launch.node_rank, launch.nodes, name, launch.join_timeout)
+        where = launch.master_addr, launch.master_port, launch.node_rank, launch.nnodes
+        super().__init__(*where, name, launch.join_timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return once all nodes are there.
@@ -120,7 +121,7 @@ class Launcher:
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._received)
-        for restart in range(self.launch.restarts + 1):
+        for restart in range(self.launch.max_restarts + 1):
             os.environ["LAUNCH_RESTARTS"] = str(restart)
             try:
                 code = self._start()
@@ -130,8 +131,8 @@ class Launcher:
                 return self._told_to_end(code)
             if code == 0 or code in FINAL:
                 break
-            if restart < self.launch.restarts:
-                of = f"restart {restart + 1} of {self.launch.restarts}"
+            if restart < self.launch.max_restarts:
+                of = f"restart {restart + 1} of {self.launch.max_restarts}"
                 print(f"a process ended with code {code}: {of}", file=sys.stderr, flush=True)
         return code
 
@@ -167,7 +168,7 @@ class Launcher:
         self._at_once |= time.monotonic() > self._since + _SAME_S
         _send(processes, number)
         # Whoever is inside of C++ code does not hear a second signal.
-        after = _SAME_S if self._at_once else self.launch.patience
+        after = _SAME_S if self._at_once else self.launch.shutdown_timeout
         timer = threading.Timer(after, _send, (processes, signal.SIGKILL))
         timer.daemon = True  # or the launcher would end no sooner
         timer.start()

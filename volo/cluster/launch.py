@@ -13,36 +13,32 @@ from pathlib import Path
 
 from tlt.errors import UserError
 
+_LEAST = {"MAX_RESTARTS": 0, "SHUTDOWN_TIMEOUT": 0, "NNODES": 1, "NODE_RANK": 0, "MASTER_PORT": 1, "JOIN_TIMEOUT": 1}
+_ADDRESS = "give the IP address of node 0 that the other nodes reach it by"
+
 
 @dataclass(frozen=True)
 class Launch:
-    """The processes of this node.
+    """The processes of this node: how many, of which Python file with which flags, and the variables of the launcher.
 
-    Attributes:
-        program: A Python file and its flags.
-        restarts: How often the processes are started again after one was lost.
-        patience: Seconds that processes that were told to end have for it.
-        log_dir: Where what processes print is written, too.
-        nodes: How many there are; `node_rank` is this one, from 0.
-        address, port: Where the store of node 0 listens; port 0: any that is free.
-        join_timeout: Seconds until all nodes must be there.
+    The address is where the store of node 0 listens, its port 0 any that is free.
     """
 
     processes: int
     program: tuple[str, ...]
-    restarts: int
-    patience: int
-    log_dir: str | None
-    nodes: int
-    node_rank: int
-    address: str
-    port: int
-    join_timeout: int
+    log_dir: str
+    master_addr: str
+    master_port: int
+    nnodes: int = 1
+    node_rank: int = 0
+    max_restarts: int = 0
+    shutdown_timeout: int = 300
+    join_timeout: int = 60
 
     @property
     def prefix(self) -> str | None:
         """Of each printed line; None: lines come as they are."""
-        return f"[{socket.gethostname()}:${{rank}}] " if self.log_dir or self.nodes > 1 else None
+        return f"[{socket.gethostname()}:${{rank}}] " if self.log_dir or self.nnodes > 1 else None
 
 
 def described(processes: int, program: Sequence[str], env: Mapping[str, str]) -> Launch:
@@ -51,26 +47,19 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
     Raises:
         UserError: A variable is missing or out of range, or names something that other nodes cannot use.
     """
-    nodes = _number(env, "NNODES", 1, least=1)
-    if nodes > 1 and not env.get("NODE_RANK"):
-        raise UserError(f"NNODES={nodes} needs NODE_RANK: 0 on the node that has MASTER_ADDR, 1, 2, ... on the others")
-    launch = Launch(
-        processes,
-        tuple(program),
-        restarts=_number(env, "MAX_RESTARTS", 0),
-        patience=_number(env, "SHUTDOWN_TIMEOUT", 300),
-        log_dir=env.get("LOG_DIR") or None,
-        nodes=nodes,
-        node_rank=_number(env, "NODE_RANK", 0, most=nodes - 1),
-        address="127.0.0.1" if nodes == 1 else _master(env),
-        port=0 if nodes == 1 else _number(env, "MASTER_PORT", 29500, least=1, most=65535),
-        join_timeout=_number(env, "JOIN_TIMEOUT", 60, least=1),
-    )
-    if nodes > 1 and launch.restarts:
+    given = {name.lower(): _number(name, env[name], least) for name, least in _LEAST.items() if env.get(name)}
+    nodes, rank = given.get("nnodes", 1), given.get("node_rank")
+    if (rank or 0) >= nodes or (nodes > 1 and rank is None):
+        numbers = f"from 0 to {nodes - 1}, 0 on the node that has MASTER_ADDR"
+        raise UserError(f"NODE_RANK={'' if rank is None else rank}: NNODES={nodes} needs a number {numbers}")
+    if nodes > 1 and "max_restarts" in given:
         raise UserError(
-            f"MAX_RESTARTS={launch.restarts}: started by hand, several nodes do not start again together; Slurm's "
-            "requeue (slurm/) and torchrun --max-restarts do that"
+            "MAX_RESTARTS: started by hand, several nodes do not start again together; Slurm's requeue (slurm/) and "
+            "torchrun --max-restarts do that"
         )
+    address = _address(env) if nodes > 1 else "127.0.0.1"
+    given["master_port"] = given.get("master_port", 29500) if nodes > 1 else 0
+    launch = Launch(processes, tuple(program), env.get("LOG_DIR", ""), address, **given)
     try:
         if launch.log_dir:
             Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
@@ -79,23 +68,21 @@ def described(processes: int, program: Sequence[str], env: Mapping[str, str]) ->
     return launch
 
 
-def _master(env: Mapping[str, str]) -> str:
+def _address(env: Mapping[str, str]) -> str:
     """Return the IP address that MASTER_ADDR stands for."""
-    name, remedy = env.get("MASTER_ADDR"), "give the IP address of node 0 that the other nodes reach it by"
+    name = env.get("MASTER_ADDR")
     if not name:
-        raise UserError(f"NNODES={env['NNODES']} needs MASTER_ADDR: {remedy}")
+        raise UserError(f"NNODES={env['NNODES']} needs MASTER_ADDR: {_ADDRESS}")
     try:
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise UserError(f"MASTER_ADDR={name}: {error.strerror}; {remedy}") from None
+        raise UserError(f"MASTER_ADDR={name}: {error.strerror}; {_ADDRESS}") from None
     if ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
-        raise UserError(f"MASTER_ADDR={name} is {address} on {socket.gethostname()}; {remedy}")
+        raise UserError(f"MASTER_ADDR={name} is {address} on {socket.gethostname()}; {_ADDRESS}")
     return address
 
 
-def _number(env: Mapping[str, str], name: str, default: int, least: int = 0, most: int | None = None) -> int:
-    text = env.get(name) or str(default)
-    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-        limits = "on" if most is None else f"to {most}"
-        raise UserError(f"{name}={text}: a whole number from {least} {limits} is needed")
+def _number(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{name}={text}: a whole number from {least} on is needed")
     return int(text)

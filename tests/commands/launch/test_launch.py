@@ -47,7 +47,7 @@ import sys
 from volo.cluster.elastic import Launcher
 from volo.cluster.launch import Launch
 node, nodes, processes, port, logs, program = sys.argv[1:]
-launch = Launch(int(processes), (program,), 0, 300, logs, int(nodes), int(node), "127.0.0.1", int(port), 600)
+launch = Launch(int(processes), (program,), logs, "127.0.0.1", int(port), int(nodes), int(node), join_timeout=600)
 sys.exit(Launcher(launch).run())
 """
 
@@ -172,7 +172,7 @@ def test_nodes_that_do_not_come_together_say_why() -> None:
     port = free_port()
 
     def come(number: int, seconds: int = 2) -> str:
-        launch = Launch(1, (), 0, 300, None, 3, number, "127.0.0.1", port, seconds)
+        launch = Launch(1, (), "", "127.0.0.1", port, 3, number, join_timeout=seconds)
         with pytest.raises(UserError) as error:
             OneAddress(launch, str(uuid.uuid4())).next_rendezvous()
         return f"{error.value.exit_code}: {error.value}"
@@ -194,16 +194,19 @@ def test_waiting_for_other_nodes_can_be_broken_off(nodes: Callable[..., list[Run
 
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "198.51.100.7"}  # an address for examples
-ONE = {"nodes": 1, "address": "127.0.0.1", "port": 0, "patience": 300, "restarts": 0, "prefix": None}
+ONE = {"nnodes": 1, "master_addr": "127.0.0.1", "master_port": 0, "shutdown_timeout": 300, "max_restarts": 0}
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
         ({}, ONE),
-        ({"MAX_RESTARTS": "3", "SHUTDOWN_TIMEOUT": "60"}, {"restarts": 3, "patience": 60}),
-        (TWO, {"nodes": 2, "node_rank": 1, "address": "198.51.100.7", "port": 29500, "join_timeout": 60}),
-        (TWO | {"MASTER_ADDR": "2001:db8::7", "MASTER_PORT": "21000"}, {"address": "2001:db8::7", "port": 21000}),
+        ({"MAX_RESTARTS": "3", "SHUTDOWN_TIMEOUT": "60"}, {"max_restarts": 3, "shutdown_timeout": 60}),
+        (TWO, {"nnodes": 2, "node_rank": 1, "master_addr": "198.51.100.7", "master_port": 29500, "join_timeout": 60}),
+        (
+            TWO | {"MASTER_ADDR": "2001:db8::7", "MASTER_PORT": "210"},
+            {"master_addr": "2001:db8::7", "master_port": 210},
+        ),
     ],
 )
 def test_the_environment_is_heeded(environment: dict[str, str], expected: dict[str, object]) -> None:
@@ -215,12 +218,16 @@ def test_the_environment_is_heeded(environment: dict[str, str], expected: dict[s
     ("environment", "named"),
     [
         ({"NNODES": "two"}, "NNODES=two: a whole number from 1 on is needed"),
-        ({"NNODES": "2"}, "needs NODE_RANK"),
-        (TWO | {"NODE_RANK": "2"}, "NODE_RANK=2: a whole number from 0 to 1 is needed"),
+        ({"NNODES": "2"}, "NODE_RANK=: NNODES=2 needs a number from 0 to 1"),
+        (
+            TWO | {"NODE_RANK": "2"},
+            "NODE_RANK=2: NNODES=2 needs a number from 0 to 1, 0 on the node that has MASTER_ADDR",
+        ),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1: NNODES=1 needs"),
         (TWO | {"MASTER_ADDR": ""}, "needs MASTER_ADDR: give the IP address of node 0"),
         (TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost is (127.0.0.1|::1) on .*; give the IP address"),
         (TWO | {"MASTER_ADDR": "nowhere.invalid"}, "MASTER_ADDR=nowhere.invalid: .*; give the IP address of node 0"),
-        (TWO | {"MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: started by hand, several nodes"),
+        (TWO | {"MAX_RESTARTS": "1"}, "MAX_RESTARTS: started by hand, several nodes"),
         ({"LOG_DIR": "/proc/none"}, "LOG_DIR=/proc/none: "),
     ],
 )
