@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -118,17 +117,6 @@ def test_an_all_reduce_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -
 def test_a_least_bandwidth_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run("preflight", ["--min-bandwidth", "1"]) == 2
     assert "--min-bandwidth has no effect with one process" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_ranks_of_this_machine(tmp_path: Path) -> None:
-    flags = f"--device cpu --shm-gb 0.001 --data {tmp_path} --output {tmp_path} --free-gb 0.001"
-    run = Running([sys.executable, "-m", "volo", "launch", "2", "preflight", *flags.split()])
-    assert run.end() == 0, run.output
-    *_, software, _, row, bandwidth, verdict = run.output.splitlines()
-    assert f"torch {torch.__version__}" in software and verdict == "fit"
-    assert row.split()[1] == "2" and row.split()[-1] == "-"  # within the node is over all ranks
-    assert re.match(r"all-reduce over all ranks: [\d.]+ GB/s", bandwidth)
 
 
 PRETENDING = """

@@ -89,19 +89,6 @@ def one_rank(rank: int, directory: str) -> None:
         state, seen = train(name, world)
         torch.save({"seen": seen, "payload": state.state_dict()}, f"{directory}/{name}-{rank}.pt")
     dist.barrier()
-    saved = torch.load(f"{directory}/volo_test-0.pt", weights_only=True)["payload"]
-    model = build("volo_test")
-    average = ShardedEma(model, 0.9)
-    meshes = shard_meshes(1, world)
-    for each in (model, average.module):
-        divide_layers(each, meshes.tensor)  # type: ignore[arg-type]
-        shard(each, meshes.data)
-    again = state_of(model, average)
-    again.load(saved, "saved.pt")
-    payload = again.state_dict()
-    if rank == 0:
-        torch.save(payload, f"{directory}/again.pt")
-    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -133,13 +120,6 @@ def test_losses_gradients_and_weights_are_those_of_one_rank(directory: Path, nam
         assert len(pairs) > 20
         for got, wanted in pairs:
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_what_was_saved_comes_back_in_parts_of_another_size(directory: Path) -> None:
-    saved, again = load(directory / "volo_test-0.pt")["payload"], load(directory / "again.pt")
-    for entry in ("state_dict", "state_dict_ema", "optimizer"):
-        pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
-        assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), entry
 
 
 class Mesh:

@@ -121,28 +121,24 @@ class Launcher:
         for number in _SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, self._received)
-        for restart in range(self.launch.max_restarts + 1):
-            os.environ["LAUNCH_RESTARTS"] = str(restart)
-            try:
-                code = self._start()
-            except ToldToEnd:
-                code = 128 + self.signals[0]
-            if self.signals:
-                return self._told_to_end(code)
-            if code == 0 or code in FINAL:
-                break
-            if restart < self.launch.max_restarts:
-                of = f"restart {restart + 1} of {self.launch.max_restarts}"
+        try:
+            restart, code = 0, self._start(0)
+            while restart < self.launch.max_restarts and code != 0 and code not in FINAL and not self.signals:
+                restart += 1
+                of = f"restart {restart} of {self.launch.max_restarts}"
                 print(f"a process ended with code {code}: {of}", file=sys.stderr, flush=True)
-        return code
+                code = self._start(restart)
+        except ToldToEnd:
+            code = 128 + self.signals[0]
+        return self._after_signals(code) if self.signals else code
 
-    def _start(self) -> int:
+    def _start(self, restart: int) -> int:
         """Run the processes once."""
         launch = self.launch
         with tempfile.TemporaryDirectory(prefix="volo_launch_", ignore_cleanup_errors=True) as scratch:
             told = Path(scratch, "told")  # where ranks that end note what they say, so that others don't repeat it
             told.touch()
-            os.environ |= {"LAUNCH_TOLD": str(told), "LAUNCH_PID": str(os.getpid())}
+            os.environ |= {"LAUNCH_TOLD": str(told), "LAUNCH_PID": str(os.getpid()), "LAUNCH_RESTARTS": str(restart)}
             spec = WorkerSpec(
                 role="default",
                 local_world_size=launch.processes,
@@ -173,8 +169,8 @@ class Launcher:
         timer.daemon = True  # or the launcher would end no sooner
         timer.start()
 
-    def _told_to_end(self, code: int) -> int:
-        """Return the code after signals, where the processes ended with this one."""
+    def _after_signals(self, code: int) -> int:
+        """Return the launcher's code after signals, where that of the processes is this one."""
         number = self.signals[0]
         if self._at_once and code in (128 + number, 128 + signal.SIGKILL):
             return 128 + number

@@ -22,12 +22,9 @@ from volo import cli
 from volo.cluster import distributed
 from volo.commands.console import run_program
 
-slow = pytest.mark.slow
 CASES = [
-    pytest.param("exception", 1, "RuntimeError: somebody's own code", marks=slow),
-    pytest.param("nan", 3, "] error: the gradients of 3 steps in a row"),  # by either rank
-    pytest.param("data at the end", 2, "[rank 1] error: the storage is gone"),
-    pytest.param("signal in the last update", 85, "[rank 0] stopped because another rank had to", marks=slow),
+    ("nan", 3, "] error: the gradients of 3 steps in a row"),  # by either rank
+    ("data at the end", 2, "[rank 1] error: the storage is gone"),
 ]
 
 
@@ -50,7 +47,7 @@ def test_fault_53_all_ranks_end_and_the_code_is_that_of_the_one_that_failed(
     assert run.output.count(told) == 1
     saved = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)
     # Where all have stopped together the last update is saved, else what there was.
-    assert saved["update"] == (2 * UPDATES if code in (2, 85) else UPDATES)
+    assert saved["update"] == (2 * UPDATES if code == 2 else UPDATES)
     assert "hung" not in run.output
 
 
