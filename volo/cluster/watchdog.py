@@ -18,6 +18,7 @@ from volo.cluster.distributed import shut_down, wait_for_hosts
 
 HUNG = 5
 START_TIMEOUT_S = 600.0
+_OTHERS_S = 2.0  # in which the others print their stacks, before they lose this rank
 
 
 class Watchdog:
@@ -75,6 +76,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file=2, all_threads=True)
                 with suppress(Exception):
                     self.note(fault="hung", reason=reason, phase=phase)
+                time.sleep(_OTHERS_S)
                 os._exit(HUNG)
 
 
