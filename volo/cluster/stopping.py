@@ -2,8 +2,8 @@
 
 The first signal is noted. Before each update, and once more after an epoch's last, the ranks agree whether one of them
 has to stop, by an all-reduce of one int on the hosts: it waits for no GPU, and finds every rank with the same weights.
-Then they save and exit. While a run is built, a signal takes effect at once. A second signal ends the process at once,
-unless it is inside of C++ code: there the watchdog ends it, or whoever started it.
+Then they save and exit. While a run is built, and while a batch does not come, a signal takes effect at once. A second
+signal ends the process at once, unless it is inside of C++ code: there the watchdog ends it, or whoever started it.
 
 Imports no torch: signals are handled before that is loaded.
 """
@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
@@ -32,8 +32,10 @@ MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the upd
 
 PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
 INTERRUPTED = 130
-# Windows has but the first two.
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS = [  # Windows has but the first two
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGALRM") if hasattr(signal, name)
+]
+_ALARM = getattr(signal, "SIGALRM", None)  # for `patient` alone
 # Slurm, torchrun and process groups may deliver one warning several times.
 _SAME_WARNING_S = 1.0
 
@@ -56,7 +58,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None
         self._since = 0.0
-        self._raises = False
+        self._raises = self._patient = False
 
     @property
     def exit_code(self) -> int:
@@ -72,8 +74,8 @@ class StopSignal:
             yield
             return
         hangup = getattr(signal, "SIGHUP", None)
-        heeded = [number for number in _SIGNALS if number != hangup or signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._received) for number in heeded}
+        nohup = {hangup} if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN else set()
+        before = {number: signal.signal(number, self._received) for number in _SIGNALS if number not in nohup}
         try:
             yield
         finally:
@@ -83,10 +85,15 @@ class StopSignal:
             self.number = None  # of this run
 
     @contextmanager
-    def raising(self) -> Iterator[None]:
-        """Inside the block, up to `only_noted`, a signal raises Stopped at any place, also one that has come before;
-        use it only where nothing can be left half done."""
-        self._raises = True
+    def raising(self, patient: bool = False) -> Iterator[None]:
+        """Inside the block a signal, also one that has come before, raises Stopped at any place; use it only where
+        nothing can be left half done.
+
+        Args:
+            patient: Whether the block first gets a second to end by itself: both ends of an interrupted transfer of a
+                batch between processes would report errors.
+        """
+        self._raises, self._patient = True, patient
         try:
             self.check()
             yield
@@ -103,14 +110,18 @@ class StopSignal:
             raise Stopped(self.exit_code, f"stopped by {signal.Signals(self.number).name}")
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.number is None:
+        if number == _ALARM:
+            self._patient = False
+        elif self.number is None:
             self.number, self._since = number, time.monotonic()
             with suppress(OSError):  # the terminal may be gone; and print() may be what the signal has interrupted
                 told = "this run stops as soon as it has saved; once more: at once"
                 os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
         elif time.monotonic() - self._since > _SAME_WARNING_S:
             os._exit(128 + number)
-        if self._raises:
+        if self._raises and self._patient and _ALARM is not None:
+            signal.alarm(1)
+        elif self._raises:
             self.check()
 
 
@@ -137,15 +148,12 @@ class StopGuard:
         Raises:
             Stopped: Between two updates, on all ranks: one of them received a signal, or its data failed (then that
                 UserError is the cause, on that rank).
-            UserError: The data failed within an update.
         """
         iterator, between = iter(micro_batches), True
         while True:
-            item, failure = self._next(iterator)
+            item, failure = self._next(iterator, between)
             if between:
                 self._agree(failure)
-            elif failure is not None:
-                raise failure
             if item is None:
                 return
             between = item[0]
@@ -159,28 +167,31 @@ class StopGuard:
         """
         iterator = iter(loader)
         while True:
-            item, failure = self._next(iterator)
-            if item is None or self.stop.number is not None:
+            item, failure = self._next(iterator, True)
+            if item is None:
                 break
             self.watchdog.at("validation")
             yield item
         self._agree(failure)
 
-    def _next(self, iterator: Iterator[T]) -> tuple[T | None, UserError | None]:
+    def _next(self, iterator: Iterator[T], between: bool) -> tuple[T | None, UserError | Stopped | None]:
         self.watchdog.at("data")
         began = time.perf_counter()
         try:
-            return next(iterator, None), None
-        except UserError as error:
+            with self.stop.raising(patient=True) if between else nullcontext():
+                return next(iterator, None), None
+        except (UserError, Stopped) as error:
+            if not between:
+                raise
             return None, error
         finally:
             self.waited += time.perf_counter() - began
 
-    def _agree(self, failure: UserError | None) -> None:
+    def _agree(self, failure: UserError | Stopped | None) -> None:
         self.watchdog.at("others")
         code = self._largest(self.stop.exit_code if failure is None else failure.exit_code)
         self.watchdog.at("step")
-        if failure is not None:
+        if isinstance(failure, UserError):
             raise Stopped(failure.exit_code, str(failure)) from failure
         if code:
             self.stop.check()

@@ -117,11 +117,21 @@ def test_fault_07_all_ranks_stop_at_the_same_step_and_a_resumed_run_ends_in_the_
 
 
 @slow
+def test_fault_07_a_signal_while_the_data_hangs(data: Path, tmp_path: Path) -> None:
+    run = start(f"{FLAGS} {tmp_path}", data, **held(tmp_path, at=16))
+    run.read_until("epoch 1 [2/5]")
+    (worker,) = children(run.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    assert run.end(signal.SIGTERM) == 85, run.output
+    assert last_update(tmp_path / "run") == 2
+
+
+@slow
 def test_fault_07_a_signal_during_validation_does_not_end_the_epoch(
     make_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
-    data, slowly = make_dataset(train=8), "'/validation/' in str(path) and time.sleep(1)"
-    run = start(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data, **storage(tmp_path, slowly))
+    data, hanging = make_dataset(train=8), held(tmp_path, at=5, where="/validation/")
+    run = start(f"{FLAGS} {tmp_path} -j 0 --validation-batch-size 1", data, **hanging)
     run.read_until("[1/1]")
     assert run.end(signal.SIGTERM) == 85, run.output
     checkpoint = saved(tmp_path / "run")
