@@ -43,8 +43,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Flags that are gone, with the value that changes nothing: what older runs have written down holds them.
+# Flags that are gone, with the value that changes nothing: what older runs have written down holds them. With another
+# value, those of `GONE` trained in another way.
 GONE = {"aug_order": "timm", "train_crop_mode": "rrc"}
+_GONE_AS_WELL = {"activation_memory": None, "checkpoint_format": "file", "worker_type": None}
 
 
 def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def load_yaml(path: str, parser: FlagParser) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in _mapping(path).items():
         name = str(key).replace("-", "_")
-        if name in GONE and value == GONE[name]:
+        if (name, value) in (GONE | _GONE_AS_WELL).items():
             continue
         if name not in known:
             near = nearest(name, known)
