@@ -316,7 +316,7 @@ def test_mistakes_are_one_line(
     assert message in error and error.count("\n") == 1
 
 
-def test_an_error_on_one_rank_ends_all_and_is_told_once(command: list[str], tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], tmp_path: Path) -> None:
     (Path(command[0]) / "train" / "blue" / "blue12.jpg").write_bytes(b"nothing")  # in rank 1's first batch of 3
     assert end(start(into(command, "out", "-b", "3", "--max-bad-images", "0"), 2)) == [5, 2]
     said = (tmp_path / "out.log").read_text()

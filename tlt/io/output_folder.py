@@ -34,7 +34,6 @@ class OutputFolder:
 
     Attributes:
         complete: The same command has ended here before.
-        begun: The same command has begun here before.
 
     Raises:
         UserError: The folder holds something else, or another command is writing into it.
@@ -67,7 +66,7 @@ class OutputFolder:
             self._write(self.settings, complete=False)
         else:
             self._refuse_other_settings(found)
-        self.begun, self.complete = found is not None, found is not None and found["complete"] is True
+        self.complete = found is not None and found["complete"] is True
 
     def finish(self, more: Mapping[str, Any]) -> None:
         """Say that the folder is complete, with `more` than the settings; the other files are on the disk."""
