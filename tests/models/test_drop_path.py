@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tlt.errors import UserError
-from tlt.models.drop_path import WHOLE, add_branch, draw_masks, draw_subsets, kept_images, kept_share
+from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_images, kept_share
 from tlt.models.layers import TransformerBlock
 from volo.config.args import parse_train
 from volo.models.blocks import Outlooker
@@ -132,16 +132,6 @@ def test_the_number_kept_is_the_nearest_and_at_least_one(rate: float) -> None:
     for batch in (1, 2, 3, 8, 44, 128, 1000):
         nearest = int(batch * (1 - Fraction(rate)) + Fraction(1, 2))
         assert kept_images(batch, kept_share(DropPath(rate))) == max(1, nearest)
-
-
-def test_gradients_of_first_and_second_order() -> None:
-    torch.manual_seed(0)
-    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2, 2)))
-
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        return add_branch(x, lambda rows: (rows @ weight).sin(), torch.tensor([2, 0]), divisor=2.0)
-
-    assert torch.autograd.gradcheck(run, (x, weight)) and torch.autograd.gradgradcheck(run, (x, weight))
 
 
 class Operators(TorchDispatchMode):

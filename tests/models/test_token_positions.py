@@ -124,19 +124,6 @@ AFFINE = torch.tensor([[[0.5, 0.1, 0.2], [-0.1, 0.6, 0.25]], [[-0.4, 0.0, 0.7], 
 VISIBLE = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2, dtype=torch.float64)
 
 
-def test_labels_are_read_in_the_window() -> None:
-    labels, (x0, y0, x1, y1) = _labels(2, 5, 6), (0.1, 0.05, 0.8, 0.9)
-    moved = AFFINE.clone()  # the window as if it were the crop
-    moved[:, :, 2] += AFFINE[:, :, 0] * x0 + AFFINE[:, :, 1] * y0
-    moved[:, :, 0] *= x1 - x0
-    moved[:, :, 1] *= y1 - y0
-    classes = torch.tensor([1, 2])
-    expected = make_targets(labels, moved, VISIBLE, classes, (3, 4), 6)
-    found = make_targets(labels, AFFINE, VISIBLE, classes, (3, 4), 6, window=(x0, y0, x1, y1))
-    assert expected.tokens is not None and found.tokens is not None
-    torch.testing.assert_close(found.tokens.dense(6), expected.tokens.dense(6))
-
-
 def test_what_is_outside_of_the_crop_has_no_label_even_where_the_image_goes_on() -> None:
     # A ResNet at 64 pixels: half of the first row and column of tokens, and all beyond the last.
     arguments = (_labels(2, 4, 6), AFFINE, VISIBLE, torch.tensor([1, 2]), (2, 2), 6)

@@ -9,7 +9,7 @@ from timm.layers import DropPath
 
 from tlt.errors import UserError
 from volo.kernels import outlook_attention
-from volo.models.volo import VARIANTS, WEIGHTS
+from volo.models.volo import WEIGHTS
 
 
 def ours_and_timms(**kwargs):
@@ -55,13 +55,6 @@ def test_names_shapes_and_preprocessing_fit_timms_weights(name, size):
         assert cfg[key] == expected_cfg[key], key
     assert cfg["crop_pct"] == (1.15 if name in ("volo_d4", "volo_d5") else 0.96)
     assert ours.no_weight_decay() == theirs.no_weight_decay()
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_parameters_equal_the_table(name):
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(VARIANTS[name].params, abs=0.005)
 
 
 @pytest.mark.parametrize(("side", "grid"), [(224, 14), (230, 14), (239, 15), (384, 24), (16, 1), (33, 2)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from tlt.models.layers import TransformerBlock, channels_last, init_linear
@@ -168,7 +169,7 @@ class LVViT(TokenLabelModel):
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove what `forward_intermediates` does not need for these blocks (timm's `features_only` calls it)."""
-        wanted, last = self.wanted_stages(indices)
+        wanted, last = feature_take_indices(len(self.feature_info), indices)
         self.blocks = self.blocks[: last + 1]
         self.feature_info = self.feature_info[: last + 1]
         self._find_drop_paths()

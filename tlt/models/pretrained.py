@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 from urllib.parse import urlparse
 
@@ -38,18 +37,22 @@ def register(module: str, names: Iterable[str], build: Entrypoint) -> dict[str, 
         names: Models, as `timm.create_model` will know them.
         build: `build(name, pretrained, **kwargs)`.
     """
-    return {name: _register_one(sys.modules[module], name, build) for name in names}
+    entrypoints = {}
+    for name in names:
+        entrypoint = _entrypoint(module, name, build)
+        setattr(sys.modules[module], name, entrypoint)
+        entrypoints[name] = register_model(entrypoint)
+    return entrypoints
 
 
-def _register_one(module: ModuleType, name: str, build: Entrypoint) -> Entrypoint:
+def _entrypoint(module: str, name: str, build: Entrypoint) -> Entrypoint:
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return build(name, pretrained, **kwargs)
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
-    entrypoint.__module__ = module.__name__
-    entrypoint.__doc__ = f"{name}: see the table of {module.__name__}."
-    setattr(module, name, entrypoint)
-    return register_model(entrypoint)
+    entrypoint.__module__ = module
+    entrypoint.__doc__ = f"{name}: see the table of {module}."
+    return entrypoint
 
 
 def create(

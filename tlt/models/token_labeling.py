@@ -14,6 +14,7 @@ import torch
 import torch.compiler.config as compiler_config
 import torch.fx
 from timm.layers import to_2tuple
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,7 @@ from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_share
 from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
 from tlt.models.linear import linear
 from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
-from tlt.models.token_positions import TokenGrid, conv_stem_grid, conv_stem_positions
+from tlt.models.token_positions import TokenGrid
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
 DENSE_SHARE = 0.5  # what the best token of the dense head adds to the class logits (published rule)
@@ -114,12 +115,26 @@ class TokenLabelModel(nn.Module):
         raise NotImplementedError
 
     def token_grid(self, img_size: int | tuple[int, int] | None = None) -> tuple[int, int]:
-        """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size)."""
-        return conv_stem_grid(img_size or self.img_size, self.stem_stride, self.patch_size, self.mix_scale)
+        """Rows and columns of the final grid for images of (H, W) pixels (default: the model's own size).
+
+        Sizes that are no multiple of a token are floored, as the convolutions do.
+
+        Raises:
+            UserError: Not one token is left.
+        """
+        (height, width), kernel = to_2tuple(img_size or self.img_size), self.patch_size // self.stem_stride
+        rows, cols = (((side - 1) // self.stem_stride + 1) // kernel // self.mix_scale for side in (height, width))
+        if min(rows, cols) < 1:
+            least = self.patch_size * self.mix_scale
+            raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
+        return rows, cols
 
     def token_positions(self, img_size: int | tuple[int, int] | None = None) -> TokenGrid:
-        """Where the tokens lie in an image, whatever its size."""
-        return conv_stem_positions(self.stem_stride, self.patch_size, self.mix_scale)
+        """Where the tokens lie in an image of any size: the first cell of the stem, a 7x7 convolution with a padding of
+        3, has its centre at 0.5 pixels, and a token that of the cells it is made of."""
+        pitch = self.patch_size * self.mix_scale
+        first = (pitch - self.stem_stride) / 2 + 0.5
+        return TokenGrid((pitch, pitch), (first, first))
 
     # Forward -------------------------------------------------------------------------------------------------------
 
@@ -207,7 +222,7 @@ class TokenLabelModel(nn.Module):
         """
         if output_fmt not in ("NCHW", "NHWC", "NLC"):
             raise ValueError(f"output_fmt is NCHW, NHWC or NLC, not {output_fmt}")
-        wanted, last = self.wanted_stages(indices)
+        wanted, last = feature_take_indices(len(self.feature_info), indices)
         grid = self.token_grid((x.shape[-2], x.shape[-1]))
         x, run = self.start(self.embed(x)), self._runner(x)
         maps: list[Any] = []
@@ -223,16 +238,6 @@ class TokenLabelModel(nn.Module):
         if intermediates_only:
             return maps
         return (self.finish(x, run) if stages == len(self.feature_info) else x), maps
-
-    def wanted_stages(self, indices: int | list[int] | None) -> tuple[list[int], int]:
-        """Stages that timm's `indices` name (last n, a list with negatives from the end, or all), and the last one."""
-        count = len(self.feature_info)
-        if indices is None or isinstance(indices, int):
-            indices = list(range(-(count if indices is None else indices), 0))
-        if not indices or not all(-count <= index < count for index in indices):
-            raise ValueError(f"feature indices {indices} do not fit the {count} stages of this model")
-        wanted = [index % count for index in indices]
-        return wanted, max(wanted)
 
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
         """The blocks that the model repeats, in the order in which they run; names as in the state dict."""

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from timm.layers import BlurPool2d, Conv2dSame, to_2tuple
+from timm.layers import BlurPool2d, Conv2dSame
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 
-from tlt.errors import UserError
 from tlt.label_map import Area
 
 Size = tuple[int, int]
@@ -138,30 +137,3 @@ def _shrinking(layer: Any, source: Any, size: Any, attends: bool) -> Shrinking:
 
 def _pair(value: Any) -> tuple[Any, Any]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
-
-
-def conv_stem_grid(
-    img_size: int | tuple[int, int], stem_stride: int, patch_size: int, pooling: int = 1
-) -> tuple[int, int]:
-    """Rows and columns that a 7x7 stem (padding 3), a patch convolution and `pooling` make of (H, W) pixels.
-
-    Sizes that are no multiple of the patch are floored, as the convolutions do.
-
-    Raises:
-        UserError: Not one token is left.
-    """
-    height, width = to_2tuple(img_size)
-    kernel = patch_size // stem_stride
-    rows, cols = (((side - 1) // stem_stride + 1) // kernel // pooling for side in (height, width))
-    if min(rows, cols) < 1:
-        least = patch_size * pooling
-        raise UserError(f"image size {height}x{width} is too small for this model: at least {least} pixels a side")
-    return rows, cols
-
-
-def conv_stem_positions(stem_stride: int, patch_size: int, pooling: int = 1) -> TokenGrid:
-    """Where the tokens of `conv_stem_grid` lie: the first cell of the stem has its centre at 0.5 pixels, and a token
-    that of the cells it is made of."""
-    pitch = patch_size * pooling
-    first = (pitch - stem_stride) / 2 + 0.5
-    return TokenGrid((pitch, pitch), (first, first))

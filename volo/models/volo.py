@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
+from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from tlt.models.layers import Stage, TransformerBlock, init_linear
@@ -153,7 +154,7 @@ class VOLO(TokenLabelModel):
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove what `forward_intermediates` does not need for these stages (timm's `features_only` calls it)."""
-        wanted, last = self.wanted_stages(indices)
+        wanted, last = feature_take_indices(len(self.feature_info), indices)
         pruned_end = last < len(self.feature_info) - 1
         self.network = self.network[: last + 2 if last else 1]
         self.feature_info = self.feature_info[: last + 1]
