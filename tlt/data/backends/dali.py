@@ -25,7 +25,6 @@ from PIL import Image
 from torch import Tensor
 
 from tlt.data.backends.decode import (
-    JPEG_MAGIC,
     Backend,
     Decoded,
     Encoded,
@@ -35,7 +34,7 @@ from tlt.data.backends.decode import (
     cut,
     resized_crop,
 )
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, pillow_errors
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, JPEG_MAGIC, BadImage, pillow_errors
 from tlt.errors import UserError, require
 
 _FILTERS = {"bilinear": "INTERP_LINEAR", "bicubic": "INTERP_CUBIC"}

@@ -18,13 +18,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-try:
-    import simplejpeg
-except ImportError:  # there is no wheel for a new Python: Pillow decodes to the same pixels
-    simplejpeg = None
-
 from tlt.data.sources.image_file import (
     DEFAULT_MAX_PIXELS,
+    JPEG_MAGIC,
     BadImage,
     as_rgb,
     check_pixel_limit,
@@ -32,9 +28,9 @@ from tlt.data.sources.image_file import (
     pillow_errors,
     read_file,
     read_size,
+    simplejpeg,
 )
 
-JPEG_MAGIC = b"\xff\xd8\xff"
 _CMYK = ("CMYK", "YCCK")  # simplejpeg's RGB of them is a grey level off
 DCT_SCALING_PIXELS = 8_000_000  # below, decoding and resizing a scaled JPEG takes as long as the whole one
 

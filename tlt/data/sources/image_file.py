@@ -11,10 +11,15 @@ import os
 import stat
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from PIL import Image
+
+try:
+    import simplejpeg
+except ImportError:  # there is no wheel for a new Python: Pillow decodes to the same pixels
+    simplejpeg = None
 
 from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, with_retries
 
@@ -22,6 +27,7 @@ from tlt.io.files import READ_FLAGS, is_machine_fault, read_into, with_retries
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 DEFAULT_MAX_PIXELS = 50_000_000
+JPEG_MAGIC = b"\xff\xd8\xff"
 
 # More than an image of `max_pixels` takes: four channels of 16 bits are 8 bytes a pixel.
 _BYTES_PER_PIXEL = 16
@@ -101,6 +107,10 @@ def read_size(data: bytes | bytearray, max_pixels: int = DEFAULT_MAX_PIXELS) -> 
         BadImage: No known format, pixels without a range, or more than `max_pixels` of them (a small file can hold a
             huge image).
     """
+    if simplejpeg is not None and data[:3] == JPEG_MAGIC:
+        with suppress(ValueError):  # Pillow says what is wrong
+            height, width, *_ = simplejpeg.decode_jpeg_header(data)
+            return check_pixel_limit(width, height, max_pixels)
     with pillow_errors(max_pixels), Image.open(io.BytesIO(data), formats=image_formats()) as image:
         _check_range(image)
         return check_pixel_limit(image.width, image.height, max_pixels)
