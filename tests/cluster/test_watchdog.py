@@ -51,7 +51,9 @@ def test_fault_21_a_save_within_an_epoch_is_no_hang_for_who_waits_for_it() -> No
 def test_a_stop_is_between_updates_alone() -> None:
     stop, seen = StopSignal(), []
     with stop.handled(), pytest.raises(Stopped, match="stopped by SIGTERM") as stopped:
-        for _, _, batch in StopGuard(stop, watchdog(), int).updates([(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]):
+        for _, _, batch in StopGuard(stop, watchdog(), int).iterate_until_stopped(
+            [(False, 2, "a"), (True, 2, "b"), (False, 2, "c")]
+        ):
             seen.append(batch)
             if batch == "a":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -80,7 +82,7 @@ def test_a_program_is_loaded_whole_before_a_signal_ends_it_and_no_other_one(tmp_
 
 def test_a_rank_that_stops_because_another_had_to_says_so() -> None:
     with pytest.raises(Stopped, match="stopped because another rank had to") as stopped:
-        list(StopGuard(StopSignal(), watchdog(), lambda own: 130).updates([(True, 1, "a")]))
+        list(StopGuard(StopSignal(), watchdog(), lambda own: 130).iterate_until_stopped([(True, 1, "a")]))
     assert stopped.value.exit_code == 130
 
 

@@ -142,7 +142,7 @@ class StopGuard:
         self.stop, self.watchdog, self._largest = stop, watchdog, largest
         self.waited = 0.0
 
-    def updates(self, micro_batches: Iterable[MicroBatch[T]]) -> Iterator[MicroBatch[T]]:
+    def iterate_until_stopped(self, micro_batches: Iterable[MicroBatch[T]]) -> Iterator[MicroBatch[T]]:
         """Yield training batches. An update begins when all ranks have its first batch.
 
         Raises:
@@ -163,7 +163,7 @@ class StopGuard:
         """Yield validation batches; at the end the ranks agree whether each has had all of its batches.
 
         Raises:
-            Stopped: As `updates`.
+            Stopped: As `iterate_until_stopped`.
         """
         iterator = iter(loader)
         while True:

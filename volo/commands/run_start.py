@@ -92,8 +92,8 @@ def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[
         if world.is_primary:
             begun = restarted_run(Path(args.output or DEFAULT_ROOT), args.experiment, args.resume)
             if begun is None:
-                size = image_size_by_name(args)
-                begun = RestartedRun(choose_directory(args, size, logger.line, not args.dry_run), args.resume)
+                new = choose_directory(args, image_size_by_name(args), logger.line, not args.dry_run)
+                begun = RestartedRun(new, args.resume)
             chosen = [str(begun.directory), begun.resume]
     name, spec = from_primary(chosen)
     try:

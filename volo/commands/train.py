@@ -107,10 +107,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         training = build(run, folders, labels, model, settled.batch)
         go_on_from(resume, run, training)
         describe(run, training)
-        if run.args.dry_run:
-            predict(run, training)
-        else:
-            train(run, training)
+        (predict if run.args.dry_run else train)(run, training)
 
 
 def build(run: Run, folders: Folders, labels: Labels, model: TimmModel, batch: dict[str, int]) -> Training:
