@@ -176,8 +176,8 @@ class TrainDataset(BatchDataset):
                 images = decoded.images
             else:
                 images[todo] = decoded.images
-            skipped += [self._skip(indices[todo[place]], error) for place, error in decoded.bad.items()]
-            todo = [todo[place] for place in decoded.bad]
+            skipped += [self._skip(indices[todo[position]], error) for position, error in decoded.bad.items()]
+            todo = [todo[position] for position in decoded.bad]
         shown = [index % len(self) for index in indices]
         return self._labelled(shown, plan, key=key, images=images, skipped=skipped)
 

@@ -32,7 +32,7 @@ def warp(images: Tensor, maps: Tensor, fill: Sequence[int], *, cubic: bool, axis
         maps: (B, 2, 3), output px -> input px, float64 where the device has it.
         fill: Red, green, blue, shown where the mapped centre of a pixel lies outside the image.
         cubic: Bicubic (PIL's, 4 x 4 pixels), else bilinear.
-        axis: X or Y if all of the maps are such, which saves time and changes no result.
+        axis: X or Y if every map moves lines along that axis: this saves time and changes no result.
 
     Returns:
         (B, 3, H, W) uint8.
