@@ -273,6 +273,11 @@ def test_errors_come_up_where_the_batch_is_waited_for_a_users_in_one_line(worker
             list(training.epoch(0))
 
 
+def test_fault_41_batch_larger_than_the_data_set() -> None:
+    with pytest.raises(UserError, match="26 images.*32"):
+        TrainLoader(dataset(), IndexStream(len(SYNTHETIC), 32, seed=0), as_floats)
+
+
 def test_fault_58_no_workers_takes_every_option() -> None:
     training = loader(0, persistent_workers=True, pin_memory=True, prefetch=True, timeout=5.0)
     assert len(list(training.epoch(0))) == 7
