@@ -307,7 +307,7 @@ def test_an_archive_trains_as_its_tree_does(
     assert losses[0] == losses[1] and len(losses[0]) == 2
     os.truncate(archive / "values.npy", 500)
     ended = call("train", flags, archive, "--experiment", "cut")
-    assert ended.code == 2 and "values.npy has been cut" in ended.err
+    assert ended.code == 2 and "values.npy is missing, cut or damaged" in ended.err
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from benchmarks.program import benchmark_parser
 from tests.commands.conftest import ROOT
 from volo.cli import COMMANDS
 from volo.config.flag_table import Flag
-from volo.config.flags_tools import PREFLIGHT
 
 PAGE = (ROOT / "docs" / "flags.md").read_text()
 
@@ -37,12 +36,3 @@ def test_every_refused_flag_is_told() -> None:
     assert refused and not {label for label in refused if f"`{label}`" not in told and f"`{label} " not in told} - {
         "--num-gpu"  # told with its number
     }
-
-
-def test_the_preflights_table_has_every_flag_and_its_default() -> None:
-    table = PAGE[PAGE.index("## Preflight") :]
-    for row in PREFLIGHT.parser().flags.values():
-        if row.label == "--debug":
-            continue
-        default = f" {row.default:g}" if isinstance(row.default, (int, float)) and not row.switch else ""
-        assert f"`{row.label}{default}" in table, row.label
