@@ -69,8 +69,8 @@ def note_start(args: Namespace, world: World, logger: Logger) -> None:
         )
 
 
-class Place(NamedTuple):
-    """Where a run takes place: its directory with the lock, and the checkpoint that it goes on from."""
+class ChosenDirectory(NamedTuple):
+    """The directory of a run with its lock, and the checkpoint that it goes on from."""
 
     directory: Path
     lock: RunLock
@@ -78,7 +78,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[Place]:
+def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[ChosenDirectory]:
     """Yield the directory of this run, which rank 0 chooses, and the checkpoint that all ranks read.
 
     The lock is taken before the search for a checkpoint, so that no other job saves a newer one. A directory that was
@@ -98,7 +98,7 @@ def chosen_directory(args: Namespace, world: World, logger: Logger) -> Iterator[
     name, spec = from_primary(chosen)
     try:
         with RunLock(Path(name), logger.line) as lock:
-            yield Place(Path(name), lock, _find_checkpoint(spec, lock, world, args.dry_run))
+            yield ChosenDirectory(Path(name), lock, _find_checkpoint(spec, lock, world, args.dry_run))
     finally:
         if world.is_primary and not args.experiment:
             with suppress(OSError):

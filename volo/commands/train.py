@@ -107,7 +107,7 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         training = build(run, folders, labels, model, settled.batch)
         go_on_from(resume, run, training)
         describe(run, training)
-        (predict if run.args.dry_run else train)(run, training)
+        (report_dry_run if run.args.dry_run else train)(run, training)
 
 
 def build(run: Run, folders: Folders, labels: Labels, model: TimmModel, batch: dict[str, int]) -> Training:
@@ -188,7 +188,7 @@ def create_ema(model: nn.Module, args: Namespace) -> ModelEmaV3 | None:
     return kind(model, args.model_ema_decay, use_warmup=args.model_ema_warmup, device=device)
 
 
-def predict(run: Run, training: Training) -> None:
+def report_dry_run(run: Run, training: Training) -> None:
     """Print how much work and memory the run takes, and which batch sizes would fit (`--dry-run`)."""
     from volo.memory.prediction import StepShape, memory_report
 
