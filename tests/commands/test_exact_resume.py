@@ -39,7 +39,7 @@ def assert_same(whole: Path, cut: Path) -> None:
     for key in ("state_dict", "state_dict_ema", "optimizer"):
         pairs = list(zip(tensors(one[key]), tensors(two[key]), strict=True))
         assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), key
-    assert (one["best"], one["update"]) == (two["best"], two["update"])
+    assert (one["scores"], one["update"]) == (two["scores"], two["update"])
     for name in ("metrics.jsonl", "summary.csv"):
         assert without_times(cut / name) == without_times(whole / name), name
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.commands import interrupted_train
 from tests.commands.conftest import QUICK, Ended, metrics
-from volo.checkpoint.saver import HostSnapshot, Saver
+from volo.checkpoint.saver import Saver, host_copy
 from volo.cluster.topology import read_machine, visible_gpus
 from volo.train import loop
 from volo.train import loop as train
@@ -121,18 +121,18 @@ def test_accuracy_and_labels_are_those_of_the_cpu(
 
 
 def test_the_copy_for_a_checkpoint_is_of_its_moment_and_waits_for_nothing() -> None:
-    weight, snapshot = torch.zeros(2**24, device="cuda"), HostSnapshot()
-    payload = {"weight": weight, "shared": [weight, torch.ones(3)]}
+    weight = torch.zeros(2**24, device="cuda")
+    payload = {"weight": weight, "more": [torch.ones(3)]}
     for value in range(2):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            copied = snapshot.take(payload)
+            copied, complete = host_copy(payload)
             weight.add_(1)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        snapshot.wait()
+        assert complete is not None
+        complete.synchronize()
         assert copied["weight"].eq(value).all() and copied["weight"].is_pinned()
-        assert copied["shared"][0] is copied["weight"]
 
 
 def test_the_gpu_that_a_rank_is_bound_to_is_torchs() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
 from tlt.io.weights import read_checkpoint
-from volo.checkpoint.checkpoint import CheckpointDir, best_of
+from volo.checkpoint.checkpoint import CheckpointDir, RankedCheckpoint, best_of
 from volo.checkpoint.resume import find_resume
-from volo.checkpoint.state import RankedCheckpoint, TrainState
+from volo.checkpoint.state import TrainState
 
 METADATA = {
     "arch": "tiny",
@@ -64,12 +64,10 @@ def save(
     files: CheckpointDir, state: TrainState, metric: float | None = None, ranked: bool = True
 ) -> RankedCheckpoint | None:
     """Save here and now, after an epoch or (not `ranked`) within one; return the best checkpoint so far."""
-    if ranked and metric is not None:
-        state.scores[state.epoch - 1] = {files.ranked_by: metric}
-    planned = files.plan(state, state.state_dict(), ranked)
-    files.write(planned)
-    planned.commit(state)
-    return best_of(state.best)
+    if ranked:
+        state.scores.setdefault(state.epoch - 1, {} if metric is None else {files.ranked_by: metric})
+    files.write(files.plan(state.state_dict(), ranked))
+    return best_of(files.ranking(state.scores))
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -81,7 +79,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 def same(first: TrainState, second: TrainState) -> bool:
     one, two = first.state_dict(), second.state_dict()
-    position = (first.epoch, first.update, first.best) == (second.epoch, second.update, second.best)
+    position = (first.epoch, first.update, first.scores) == (second.epoch, second.update, second.scores)
     scale = one.get("amp_scaler") == two.get("amp_scaler")
     pairs = zip(tensors(one), tensors(two), strict=True)
     return position and scale and all(torch.equal(a, b) for a, b in pairs)

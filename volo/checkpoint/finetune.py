@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tlt.errors import UserError
 from tlt.io.weights import (
@@ -21,7 +19,7 @@ from tlt.io.weights import (
     unwrap,
     weights_entry,
 )
-from tlt.models.fit_weights import Fit, fit_state_dict, head_names, input_names
+from tlt.models.fit_weights import Fit, fit_state_dict, head_names
 from tlt.models.wrap import WithDenseHead, is_dense_head, joined_state_dict
 from volo import models as models  # registers them with timm
 from volo.checkpoint.model_config import model_config_of
@@ -59,8 +57,8 @@ class FinetuneReport:
 
     def _listed(self, names: list[str], noted: bool = True) -> str:
         shown = [f"{n} ({self.notes[n]})" if noted and n in self.notes else n for n in names[:_NAMES_SHOWN]]
-        more = [f"and {len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
-        return f"{len(names)}" + (": " + ", ".join(shown + more) if names else "")
+        shown += ["..."] if len(names) > _NAMES_SHOWN else []
+        return f"{len(names)}" + (": " + ", ".join(shown) if names else "")
 
 
 def load_weights(
@@ -85,7 +83,7 @@ def load_weights(
     if isinstance(unwrap(model), WithDenseHead):
         missing = [n for n in missing if not is_dense_head(n)]
     if missing or fit.dropped or set(fit.resized) - {"pos_embed"}:
-        raise UserError(explain_misfit(model, fit, checkpoint, state, path))
+        raise UserError(explain_misfit(model, fit, checkpoint, path))
     check_finite(fit.weights, path)
     load_clean(model, fit.weights, strict=False)
     return _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
@@ -106,7 +104,8 @@ def load_finetune(
     state = joined_state_dict(model, checkpoint, use_ema, path)
     fit = fit_state_dict(model, state, trained_size(checkpoint))
     report = _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
-    if _backbone_misfits(fit) and (other := other_architecture(model, checkpoint, state)):
+    misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
+    if misfits and (other := other_architecture(model, checkpoint)):
         raise UserError(f"checkpoint is {other}, --model is {architecture(model)}: {path} (--finetune)")
     if report.share < _LEAST_SHARE:
         raise UserError(
@@ -118,28 +117,15 @@ def load_finetune(
     return report
 
 
-def explain_misfit(
-    model: nn.Module, fit: Fit, checkpoint: dict[str, Any], state: dict[str, Tensor], path: str | Path
-) -> str:
+def explain_misfit(model: nn.Module, fit: Fit, checkpoint: dict[str, Any], path: str | Path) -> str:
     """Return one line that says why weights don't fit the model, and the remedy."""
-    if not _backbone_misfits(fit):
-        notes = [f"{n}: {fit.notes[n]}" for n in fit.dropped + fit.resized]
-        reason = notes[0] if notes else f"{needed(fit.missing)[0]} is missing from it"
-        heads = tuple(f"{name}." for name in head_names(model))
-        remedies = {
-            "--img-size": "pos_embed" in fit.resized,
-            "--num-classes": any(n.startswith(heads) for n in fit.dropped),
-            "--model-kwargs in_chans=N": any(n.startswith(input_names(model)) for n in fit.dropped + fit.resized),
-        }
-        own_flags = " and ".join(flag for flag, helps in remedies.items() if helps)
-        remedy = f"use the checkpoint's {own_flags}; " if own_flags else ""
-        return f"{path} does not fit ({reason}): {remedy}train.py --finetune takes what fits"
     own = architecture(model)
-    if other := other_architecture(model, checkpoint, state):
+    if other := other_architecture(model, checkpoint):
         return f"checkpoint is {other}, --model is {own}: {path}"
-    lists = ((needed(fit.missing), "missing from it"), (fit.dropped, "not the model's"))
-    parts = [f"{len(names)} tensors are {what} ({names[0]})" for names, what in lists if names]
-    return f"{path} does not fit --model {own}: " + ", ".join(parts)
+    notes = [f"{name}: {fit.notes[name]}" for name in fit.dropped + fit.resized]
+    notes += [f"{name} is missing from it" for name in needed(fit.missing)]
+    remedy = "the model, --img-size, --num-classes and in_chans have to be the checkpoint's"
+    return f"{path} does not fit --model {own} ({notes[0]}): {remedy}; train.py --finetune takes what fits"
 
 
 def needed(names: Iterable[str]) -> list[str]:
@@ -160,30 +146,10 @@ def architecture(model: nn.Module) -> str:
     return config.get("architecture") or type(model).__name__
 
 
-def other_architecture(model: nn.Module, checkpoint: dict[str, Any], state: dict[str, Tensor]) -> str | None:
-    """Return the name of the model that weights belong to, if it is known and not `model`'s.
-
-    The shapes decide if they are those of a registered VOLO or LV-ViT, at any image size, class count and channel
-    count; otherwise the name in the file, if timm knows it.
-    """
-    fitting = (name for name, each in _registered().items() if not _backbone_misfits(fit_state_dict(each, state)))
-    recorded = str(checkpoint.get("arch")).split(".")[0]
-    name = next(fitting, recorded if timm.is_model(recorded) else None)
-    return name if name != architecture(model) else None
-
-
-@functools.cache
-def _registered() -> dict[str, nn.Module]:
-    """Return our models by name, without memory for their weights."""
-    names = timm.list_models(["volo_*", "lvvit_*"])
-    ours = [n for n in names if timm.model_entrypoint(n).__module__.startswith(("volo.", "tlt."))]
-    with torch.device("meta"):
-        return {name: timm.create_model(name) for name in ours}
-
-
-def _backbone_misfits(fit: Fit) -> list[str]:
-    """Return the names that don't fit, except for heads and input convolution."""
-    return [n for n in needed(fit.missing) + fit.dropped if n not in fit.changeable]
+def other_architecture(model: nn.Module, checkpoint: dict[str, Any]) -> str | None:
+    """Return the name of the model that a checkpoint says it is of, if timm knows it and it is not `model`'s."""
+    name = str(checkpoint.get("arch")).split(".")[0]
+    return name if timm.is_model(name) and name != architecture(model) else None
 
 
 def _report(model: nn.Module, fit: Fit, path: str | Path, entry: str) -> FinetuneReport:

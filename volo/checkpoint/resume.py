@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tlt.data.backends.synthetic import ROOT as SYNTHETIC
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
@@ -156,12 +154,8 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None) -> Fingerprint:
     if folder.root == SYNTHETIC:  # as many images as the flags ask for
         return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "count": 0}
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
-    names = list((folder.paths if isinstance(folder.paths, Names) else Names(folder.paths)).encoded())
-    # One line for each image, "\nNAME\0CLASS"; images of one class follow each other and are hashed together.
-    begins = [0, *(np.flatnonzero(np.diff(folder.classes)) + 1).tolist()]
-    for start, end in zip(begins, [*begins[1:], len(names)], strict=True):
-        number = b"\0%d" % folder.classes[start]
-        digest.update(b"\n" + (number + b"\n").join(names[start:end]) + number)
+    names = (folder.paths if isinstance(folder.paths, Names) else Names(folder.paths)).encoded()
+    digest.update(b"".join(b"\n%s\0%d" % pair for pair in zip(names, folder.classes, strict=True)))
     return {"images": digest.hexdigest(), "labels": _labels(labels), "count": len(folder)}
 
 

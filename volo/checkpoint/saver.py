@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from volo.checkpoint.checkpoint import LAST, CheckpointDir, RankedCheckpoint, Save, best_of
 from volo.checkpoint.checkpoint_file import NotWrittenError, tensor_bytes
@@ -24,39 +24,22 @@ _FIRST_RETRY, _LONGEST_RETRY = 30.0, 600.0  # seconds until a failed save is tri
 _FINAL_RETRIES = (1.0, 5.0, 30.0)  # seconds before each further attempt at what a run ends with
 
 
-class HostSnapshot:
-    """Host memory for one checkpoint, as large as the file; reused by later saves, because allocating it is slow.
+def host_copy(payload: dict[str, Any]) -> tuple[dict[str, Any], torch.cuda.Event | None]:
+    """Return `payload` with all tensors copied to host memory, and what to wait for before it is read.
 
     CUDA tensors go to page-locked memory, in the order of the current stream: the host waits for nothing, and the next
-    step changes no weight before it is copied. Call `wait` before reading.
+    step changes no weight before it is copied.
     """
+    devices = set[torch.device]()
 
-    def __init__(self) -> None:
-        self._kept: list[Any] = []
-        self._copied: torch.cuda.Event | None = None
+    def copied(value: Tensor) -> Tensor:
+        if value.is_cuda:
+            devices.add(value.device)
+        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+        return host.copy_(value.detach(), non_blocking=True)
 
-    def take(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Return `payload` with all tensors copied, into the memory of the previous copy where that fits."""
-        values, layout = tree_flatten(payload)
-        before = [*self._kept, *[None] * len(values)]
-        self._kept = [_host_copy(value, kept) for value, kept in zip(values, before, strict=False)]
-        device = next((value.device for value in values if isinstance(value, Tensor) and value.is_cuda), None)
-        self._copied = torch.cuda.current_stream(device).record_event() if device is not None else None
-        copied: dict[str, Any] = tree_unflatten(self._kept, layout)
-        return copied
-
-    def wait(self) -> None:
-        """Return when the copies are complete."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-
-def _host_copy(value: Any, kept: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if not isinstance(kept, Tensor) or (kept.shape, kept.dtype) != (value.shape, value.dtype):
-        kept = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
-    return kept.copy_(value.detach(), non_blocking=True)
+    made: dict[str, Any] = tree_map_only(Tensor, copied, payload)
+    return made, torch.cuda.current_stream(devices.pop()).record_event() if devices else None
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,7 @@ class Saver:
     ) -> None:
         self.state, self.checkpoints, self.logger, self.policy = state, checkpoints, logger, policy
         self._before_write, self._on_save = before_write, on_save
-        self._snapshot = HostSnapshot()
+        self._copied: torch.cuda.Event | None = None  # when the copy of what is to be written is complete
         self._pending: Save | None = None  # in progress, or failed and waiting for another attempt
         self._thread: Thread | None = None
         self._retry_at = 0.0
@@ -134,7 +117,9 @@ class Saver:
         self._on_save()
         self._settle()
         save = self._save("epoch", ranked=True)
-        return None if save is None else best_of(save.best)
+        if save is None or self.checkpoints is None:
+            return None
+        return best_of(self.checkpoints.ranking(save.payload["scores"], save.payload["epoch"]))
 
     def save_now(self, reason: str) -> None:
         """Save at any position, and return when it is on disk; a position that is on disk is not saved again.
@@ -209,11 +194,10 @@ class Saver:
         payload = self.state.state_dict()
         if self.checkpoints is None:
             return None
-        if self._pending is not None and self._pending.epoch is not None:
-            self.logger.line(
-                f"warning: epoch {self._pending.epoch + 1} could not be saved and is not among the kept checkpoints"
-            )
-        save = self.checkpoints.plan(self.state, payload, ranked)
+        if self._pending is not None and self._pending.ranked:
+            epoch = self._pending.payload["epoch"] + 1
+            self.logger.line(f"warning: epoch {epoch} could not be saved and is not among the kept checkpoints")
+        save = self.checkpoints.plan(payload, ranked)
         in_place = in_place or self.policy.synchronous
         if not in_place:
             self._copy(save)
@@ -225,7 +209,7 @@ class Saver:
 
     def _copy(self, save: Save) -> None:
         if not is_sharded(self.state.model):  # else the payload is a copy
-            save.payload = self._snapshot.take(save.payload)
+            save.payload, self._copied = host_copy(save.payload)
 
     def _attempt(self, wait: bool = False) -> None:
         assert self._pending is not None
@@ -244,7 +228,8 @@ class Saver:
         began = time.monotonic()
         try:
             self.logger.sync()  # a checkpoint must not outlive the records of what led to it
-            self._snapshot.wait()
+            if self._copied is not None:
+                self._copied.synchronize()
             assert self.checkpoints is not None
             self.checkpoints.write(save)
             save.error = None
@@ -260,7 +245,6 @@ class Saver:
         save, self._thread = self._pending, None
         if save.error is None:
             self._pending, self._failures = None, 0
-            save.commit(self.state)
             self._saved_at = save.payload["epoch"] + 1, save.update
             self._report(save)
         elif isinstance(save.error, NotWrittenError):
@@ -271,7 +255,7 @@ class Saver:
 
     def _report(self, save: Save) -> None:
         size = tensor_bytes(save.payload)
-        if save.epoch is None or save.attempts > 1:
+        if not save.ranked or save.attempts > 1:
             self.logger.line(
                 f"saved {LAST} of update {save.update} ({save.reason}): {size / 2**20:.1f} MiB "
                 f"in {save.seconds:.2f} s, training waited {save.blocked:.2f} s"

@@ -6,12 +6,10 @@ resumes, which tells how its arguments differ from the file's.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +30,6 @@ STATISTICS_KEY = "rank_statistics"
 _FORMAT = 2  # timm's: `epoch` is the last finished one
 
 
-class RankedCheckpoint(NamedTuple):
-    """A `checkpoint-N.pth.tar` that is kept. `epoch` is N; `metric` is None where there was no finite one."""
-
-    metric: float | None
-    epoch: int
-    file: str
-
-
 @dataclass
 class TrainState:
     """Model, optimizer, loss scaler, moving average and the position in the run.
@@ -54,9 +44,7 @@ class TrainState:
     ema: ModelEmaV3 | None = None
     epoch: int = 0  # epochs finished, which is the number of the one to run next
     update: int = 0  # optimizer steps done, over all epochs
-    best: list[RankedCheckpoint] = field(default_factory=list)  # best first
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # by epoch, all results of validation
-    outdated: list[str] = field(default_factory=list)  # files that the newest save was to remove
     progress: dict[str, Any] = field(default_factory=dict)  # a checkpoint's sums of its epoch, until the meter has them
     sums: Callable[[], dict[str, Any]] = dict  # returns those of the present epoch, of plain types; all ranks call it
     metadata: dict[str, Any] = field(default_factory=dict)  # of the payload: arch, args, model_config
@@ -75,9 +63,7 @@ class TrainState:
             "update": self.update,
             "updates_per_epoch": self.updates_per_epoch,
             "metric": None,
-            "best": [list(entry) for entry in self.best],
             "scores": {epoch: dict(scores) for epoch, scores in self.scores.items()},
-            "outdated": list(self.outdated),
             "progress": plain(self.sums()),
             "optimizer": whole_optimizer_state(self.model, self.optimizer),
             "optimizer_class": type(self.optimizer).__name__,
@@ -86,8 +72,8 @@ class TrainState:
             payload[entry], dense = split_state_dict(model, whole_model_state(model))
             if dense:
                 payload[DENSE_ENTRIES[entry]] = dense
-        if self._within_epoch and (statistics := gather_statistics(self._models(), self._device)):
-            payload[STATISTICS_KEY] = statistics
+        if self._within_epoch and dist.is_initialized():
+            payload[STATISTICS_KEY] = {name: gather_statistics(model) for name, model in self._models().items()}
         if self.scaler is not None:
             payload[SCALER_KEY] = self.scaler.state_dict()
         return payload
@@ -96,10 +82,6 @@ class TrainState:
     def _within_epoch(self) -> bool:
         """Whether an epoch is under way: its ranks have not yet shared their statistics."""
         return self.update != self.epoch * self.updates_per_epoch
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def _models(self) -> dict[str, nn.Module]:
         return {"state_dict": self.model} | ({} if self.ema is None else {EMA_KEYS[0]: self.ema.module})
@@ -126,7 +108,7 @@ class TrainState:
                 raise UserError(f"{path} holds no optimizer state: resume without it with --no-resume-opt")
             saved = checkpoint["optimizer"], path, checkpoint.get("optimizer_class")
             optimizer_state = checked_optimizer_state(self.model, self.optimizer, *saved)
-        position = _position(checkpoint, self.updates_per_epoch, path)
+        epoch, update, scores, progress, statistics = _position(checkpoint, self.updates_per_epoch, path)
 
         load_clean(self.model, weights)
         messages = self._load_ema(averages if averages is not None else weights, has_ema)
@@ -136,10 +118,13 @@ class TrainState:
         elif load_optimizer:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
-            messages.append(_changed_epoch(checkpoint, self.updates_per_epoch, position.epoch))
-        self.epoch, self.update, self.best, self.outdated, self.scores, self.progress, statistics = position
-        if self._within_epoch:
-            messages += set_statistics(self._models(), statistics, path)
+            messages.append(
+                f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch} (another global "
+                f"batch or data set): epoch {epoch} begins with its first update"
+            )
+        self.epoch, self.update, self.scores, self.progress = epoch, update, scores, progress
+        if self._within_epoch and not set_statistics(self._models(), statistics):
+            messages.append("another number of ranks: all take the running statistics of BatchNorm from rank 0")
         return messages
 
     def _checked_weights(self, checkpoint: dict[str, Any], path: str | Path, use_ema: bool) -> dict[str, Tensor]:
@@ -148,7 +133,7 @@ class TrainState:
         weights = own_model_state(self.model, whole)
         fit = fit_state_dict(self.model, weights)
         if needed(fit.missing) or fit.dropped or fit.resized:
-            raise UserError(explain_misfit(self.model, fit, checkpoint, weights, path))
+            raise UserError(explain_misfit(self.model, fit, checkpoint, path))
         check_finite(whole, path)
         # Counters that are missing in old files keep their value.
         return {**clean_state_dict(self.model), **weights}
@@ -168,18 +153,11 @@ class TrainState:
         return []
 
 
-class _Position(NamedTuple):
-    epoch: int
-    update: int
-    best: list[RankedCheckpoint]
-    outdated: list[str]
-    scores: dict[int, dict[str, float]]
-    progress: dict[str, Any]
-    statistics: dict[str, Tensor]
-
-
-def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path) -> _Position:
-    """Read where a run stood, as far as the file tells; one without an epoch is at the beginning.
+def _position(
+    checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Path
+) -> tuple[int, int, dict[int, dict[str, float]], dict[str, Any], dict[str, Tensor]]:
+    """Read where a run stood (epoch, update, scores, progress, statistics), as far as the file tells; one without an
+    epoch is at the beginning.
 
     Raises:
         UserError: It can't be read.
@@ -197,15 +175,7 @@ def _position(checkpoint: dict[str, Any], updates_per_epoch: int, path: str | Pa
         statistics = dict(checkpoint.get(STATISTICS_KEY, {}))
         if min(epoch, update) < 0 or not all(isinstance(rows, Tensor) for rows in statistics.values()):
             raise ValueError(f"epoch {epoch}, update {update}, or statistics that are no tensors")
-        return _Position(
-            epoch,
-            update,
-            [_ranked(*entry) for entry in checkpoint.get("best", [])],
-            [_checkpoint_name(name) for name in checkpoint.get("outdated", [])],
-            scores,
-            dict(checkpoint.get("progress", {})),
-            statistics,
-        )
+        return epoch, update, scores, dict(checkpoint.get("progress", {})), statistics
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UserError(f"{path} does not tell where its run stopped ({type(error).__name__}: {error})") from error
 
@@ -225,70 +195,35 @@ def selected_by_ema(checkpoint: Mapping[str, Any]) -> bool | None:
     return ranked_by(args).endswith("_ema") if isinstance(args, dict) and "model_ema" in args else None
 
 
-def _ranked(metric: Any, epoch: Any, file: Any) -> RankedCheckpoint:
-    finite = isinstance(metric, (int, float)) and math.isfinite(metric)
-    return RankedCheckpoint(float(metric) if finite else None, int(epoch), _checkpoint_name(file))
-
-
-def _checkpoint_name(name: Any) -> str:
-    """Return `name` if it is the name of a checkpoint: these files get removed, and the content is not trusted."""
-    if not isinstance(name, str) or not re.fullmatch(r"checkpoint-\d+\.pth\.tar", name):
-        raise ValueError(f"{str(name)[:60]!r} is no checkpoint's name")
-    return name
-
-
-def _changed_epoch(checkpoint: dict[str, Any], updates_per_epoch: int, epoch: int) -> str:
-    before = checkpoint["updates_per_epoch"]
-    return (
-        f"an epoch had {before} updates, now {updates_per_epoch} (another global batch or data set): "
-        f"epoch {epoch} begins with its first update"
-    )
-
-
 def _statistics(model: nn.Module) -> list[Tensor]:
     """The buffers that `timm.utils.distribute_bn` shares."""
     return [b for name, b in model.named_buffers() if "running_mean" in name or "running_var" in name]
 
 
-def gather_statistics(models: dict[str, nn.Module], device: torch.device) -> dict[str, Tensor]:
-    """Return BatchNorm's running statistics (ranks, values) of each model that has any; nothing for one rank.
+def gather_statistics(model: nn.Module) -> Tensor:
+    """Return BatchNorm's running statistics (ranks, values). Every rank must call this.
 
     The ranks share them once an epoch (`--dist-bn`); until then each rank has those of the images that it has seen.
-    Every rank must call this. `device` is where the ranks exchange tensors.
     """
-    if not dist.is_initialized():
-        return {}
-    gathered = {}
-    for name, model in models.items():
-        if statistics := _statistics(model):
-            own = torch.cat([buffer.flatten().to(device) for buffer in statistics])
-            rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(rows, own)
-            gathered[name] = torch.stack(rows)
-    return gathered
+    device = next(model.parameters()).device
+    own = torch.cat([torch.empty(0, device=device), *(buffer.flatten().to(device) for buffer in _statistics(model))])
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return torch.stack(rows)
 
 
-def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor], path: str | Path) -> list[str]:
-    """Set the statistics of this rank, or the mean if the number of ranks has changed; return lines for the user.
-
-    Raises:
-        UserError: The statistics belong to other models.
-    """
+def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) -> bool:
+    """Set those of this rank; return False, and change nothing, if they are of other models or another number of
+    ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    messages: list[str] = []
-    for name, model in models.items():
-        if name not in gathered:
-            continue
-        rows, buffers = gathered[name], _statistics(model)
-        counts = [buffer.numel() for buffer in buffers]
-        if rows.ndim != 2 or rows.shape[1] != sum(counts) or not len(rows) or not torch.isfinite(rows).all():
-            raise UserError(f"{path} is refused: its running statistics of {len(rows)} ranks are not of this model")
-        own = rows[rank] if len(rows) == size else rows.mean(0)
-        for buffer, part in zip(buffers, own.split(counts), strict=True):
+    found = {name: _statistics(models[name]) for name in gathered if name in models}
+    counts = {name: [buffer.numel() for buffer in buffers] for name, buffers in found.items()}
+    if any(gathered[name].shape != (size, sum(each)) for name, each in counts.items()):
+        return False
+    for name, buffers in found.items():
+        for buffer, part in zip(buffers, gathered[name][rank].split(counts[name]), strict=True):
             buffer.copy_(part.view_as(buffer))
-        if len(rows) != size:
-            messages = [f"BatchNorm's running statistics are the mean of {len(rows)} ranks', now on {size}"]
-    return messages
+    return True
 
 
 # Keys that schedules and layer decay write into parameter groups.
@@ -352,10 +287,7 @@ def _group_problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | 
     own_class = type(optimizer).__name__
     if isinstance(saved_class, str) and saved_class != own_class:
         return f"it is of {saved_class}, --opt gives {own_class}"
-    groups, defaults = saved["param_groups"], _numeric(optimizer.defaults)
-    theirs = set().union(*(_numeric(group) for group in groups)) - {"step"}
-    if odd := sorted((theirs ^ defaults) - _GROUP_SETTINGS):
-        return f"{own_class} and the file's optimizer do not share {', '.join(odd)}"
+    groups = saved["param_groups"]
     sizes = [len(group["params"]) for group in groups]
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     return f"its groups have {sizes} parameters, this model's {own_sizes}" if sizes != own_sizes else None
@@ -372,8 +304,3 @@ def _state_problem(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, A
         if broken := first_non_finite(tensors):
             return f"{broken} of parameter {number} holds NaN or infinite values"
     return None
-
-
-def _numeric(settings: dict[str, Any]) -> set[str]:
-    """Return the names of numeric settings, which tell optimizers apart; switches change with versions of torch."""
-    return {k for k, v in settings.items() if isinstance(v, (int, float, tuple, Tensor)) and not isinstance(v, bool)}
