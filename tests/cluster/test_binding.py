@@ -13,9 +13,8 @@ import pytest
 from tests.cluster.machines import AMD_NPS4, DGX_A100, DGX_H100, LAPTOP, VIRTUAL, build, process, write
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from volo.cluster import binding, placement
-from volo.cluster.binding import apply, bind_process, describe
-from volo.cluster.placement import Share, make_plan, variables
+from volo.cluster import binding
+from volo.cluster.binding import Share, apply, bind_process, describe, make_plan, variables
 from volo.cluster.topology import listed, numbers, read_machine
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU masks are Linux's")
@@ -136,7 +135,7 @@ def test_cpus_that_the_launcher_gave_to_each_rank_stay(tmp_path: Path) -> None:
 
 
 def test_what_is_set_already_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "interface_to", {"10.0.0.1": "ib7"}.get)
+    monkeypatch.setattr(binding, "interface_to", {"10.0.0.1": "ib7"}.get)
     build(tmp_path, DGX_H100)
     hosts = {"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "16", "MASTER_ADDR": "10.0.0.1", "HOME": "/home/me"}
     named = {"NCCL_IB_HCA": H100_CARDS, "UCX_NET_DEVICES": "mlx5_5:1"}

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.cluster.test_ddp import start_ranks
 from tests.conftest import free_port
 from tlt.errors import UserError
 from volo.cluster import distributed
 from volo.cluster.distributed import RankLost, World, choose_device, init_world
-from volo.cluster.per_host import OncePerHost
 from volo.cluster.ranks import _OTHERS as OTHERS
 from volo.cluster.ranks import adopt_launcher, ranks_from_environment
 
@@ -108,34 +102,3 @@ def test_ranks_on_the_cpu_share_the_cores_whoever_started_them(
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     distributed.limit_threads(World(0, 0, 1, torch.device("cpu")))
     assert given == ([] if threads is None else [threads])
-
-
-def one_rank(rank: int, directory: str) -> None:
-    """Of three: 0 and 2 on one host, 1 on another."""
-    path = Path(directory)
-    socket.gethostname = lambda: "a" if rank in (0, 2) else "b"
-    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(f"{path}/store", 3))
-    once_per_host = OncePerHost(bool)
-    value = once_per_host(
-        lambda: {"sizes": np.arange(1000), "names": ["a\udcff", "b"], "by": rank},
-        lambda value: ({"sizes": value["sizes"]}, {"names": value["names"], "by": value["by"]}),
-        lambda arrays, plain: {**arrays, **plain},
-    )
-    assert value["by"] == (1 if rank == 1 else 0) and value["names"] == ["a\udcff", "b"]
-    assert np.array_equal(value["sizes"], np.arange(1000))
-    assert once_per_host(lambda: rank, lambda value: None, print) == rank  # what can't be packed
-    try:
-        once_per_host(partial(_refuse, rank), lambda value: None, print)
-    except UserError as error:
-        (path / f"told{rank}").write_text(str(error))
-    os._exit(0)  # at once: the others have heard of it
-
-
-def _refuse(rank: int) -> None:
-    raise UserError(f"no images for {rank}")
-
-
-def test_the_first_rank_of_each_host_does_what_takes_long_for_all(tmp_path: Path) -> None:
-    start_ranks(one_rank, tmp_path, 3)
-    told = [(tmp_path / f"told{rank}").read_text() for rank in range(3)]
-    assert told == ["no images for 0", "no images for 1", "no images for 0"]

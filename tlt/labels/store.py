@@ -62,7 +62,6 @@ def open_labels(
     class_names: Sequence[str] | None = None,
     label_tail: str = "zero",
     found: Callable[[str, int], None] | None = None,
-    files: Names | None = None,
 ) -> LabelStore:
     """The labels of a list of images: out of an archive (`volo label`), of shards (`tlt pack-images`), or of a tree of
     published files.
@@ -78,7 +77,6 @@ def open_labels(
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
             have the share that the annotator gave them (`tlt.labels.tail`).
         found: As in `tlt.data.sources.folder_listing.list_folder`.
-        files: Of a tree, as `TreeReader` has them, if they are known already.
 
     Raises:
         UserError: The labels were made for other classes, all are missing, or there is no log-sum-exp that `"exact"`
@@ -95,7 +93,7 @@ def open_labels(
     elif (shards := shard_folder(path)) is not None:
         reader = ShardReader(shards, packed)
     else:
-        reader = TreeReader(os.fspath(path), packed, num_classes, found, files)
+        reader = TreeReader(os.fspath(path), packed, num_classes, found)
     warnings, root = [], printable(reader.root)
     if reader.info is not None:
         _check_classes(reader.info, f"--token-label-data {root}", num_classes, class_names)

@@ -109,7 +109,6 @@ class TreeReader:
         names: Image paths relative to the image folder.
         num_classes: Class ids must be below it.
         found: As in `tlt.data.sources.folder_listing.list_folder`.
-        files: What `find_labels` returned, if that is known already; nothing is listed then.
 
     Attributes:
         files: The label file of every image, relative to the tree, "" where there is none.
@@ -124,13 +123,12 @@ class TreeReader:
         names: Names,
         num_classes: int | None = None,
         found: Callable[[str, int], None] | None = None,
-        files: Names | None = None,
     ) -> None:
         self.root, self.num_classes, self._names = root, num_classes, names
         if not os.path.isdir(root):
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
-        self.files = find_labels(names, tree_listing(root, found), root) if files is None else files
+        self.files = find_labels(names, tree_listing(root, found), root)
         self.missing = set(np.flatnonzero(np.diff(self.files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:

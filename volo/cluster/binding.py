@@ -14,17 +14,47 @@ import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tlt.io.text import table
-from volo.cluster.placement import LEVELS, BindingPlan, Share, distance, make_plan, variables
 from volo.cluster.ranks import ranks_from_environment
-from volo.cluster.topology import listed, read_machine
+from volo.cluster.topology import Device, Gpu, Machine, Port, interface_to, listed, read, read_machine, visible_gpus
 
 _COLUMNS = ("rank", "GPU", "NUMA node", "CPUs", "memory", "card", "distance")
+_MEMORY = {"auto": "preferred", "cpu": "off", "cpu+mem": "bind"}
+# From near to far, in the words of `nvidia-smi topo -m`: same PCIe switch, several switches, same host bridge, same
+# NUMA node, anywhere.
+LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+_BRIDGE, _FAR = LEVELS.index("PHB"), LEVELS.index("SYS")
+_LEFT = "CPUs and memory are left to the kernel"
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the number of the system call
-_MODES = {"preferred": 1, "bind": 2}
+_POLICIES = {"preferred": 1, "bind": 2}
 _NODES = 1024  # the most that any kernel supports; a kernel refuses a mask of fewer than it supports
+
+
+@dataclass(frozen=True)
+class Share:
+    """CPUs, memory and network card of one rank."""
+
+    gpu: Gpu | None = None  # None on the CPU
+    cpus: tuple[int, ...] = ()  # empty where they are left unchanged
+    node: int | None = None  # NUMA node of its memory; None where that is left unchanged
+    memory: str = "off"  # policy for the memory of `node`: "preferred", "bind" or "off"
+    port: Port | None = None  # the card nearest to the GPU
+
+
+@dataclass(frozen=True)
+class BindingPlan:
+    """What the ranks of a machine get; every rank makes the same plan."""
+
+    shares: tuple[Share, ...]  # by local rank
+    # Of all GPUs of the machine, also of those that a rank doesn't see: NCCL's rings need the same list on all ranks.
+    # Empty where these are all active cards, or there are none.
+    cards: tuple[str, ...]
+    reasons: tuple[str, ...]  # what is left out, and why
 
 
 def bind_process(args: Namespace) -> list[str]:
@@ -45,15 +75,127 @@ def bind_process(args: Namespace) -> list[str]:
     added, left_out = variables(plan, local_rank, os.environ)
     os.environ.update(added)
     failures = apply(share)
-    if local_rank:
-        for failure in failures:
-            print(f"[rank {rank}] warning: {failure}", file=sys.stderr, flush=True)
-        return []
-    lines = describe(plan, f"{socket.gethostname()} (--bind {args.bind})", rank, added, [*left_out, *failures])
+    title = f"{socket.gethostname()} (--bind {args.bind})"
+    lines = describe(plan, title, rank, added, [*left_out, *failures])
     if rank == 0:
         return lines
-    print(*lines, sep="\n", file=sys.stderr, flush=True)
+    others = [f"[rank {rank}] warning: {failure}" for failure in failures]
+    for line in others if local_rank else lines:
+        print(line, file=sys.stderr, flush=True)
     return []
+
+
+def make_plan(machine: Machine, mode: str, device: str | None, ranks: int, env: Mapping[str, str]) -> BindingPlan:
+    """Decide what each of the `ranks` processes on a machine gets.
+
+    Args:
+        mode: Value of `--bind`, but not "none".
+        device: Value of `--device`.
+        env: Gives CUDA_VISIBLE_DEVICES.
+    """
+    kind, _, index = (device or "").partition(":")
+    visible, problem = ([], "") if kind == "cpu" else visible_gpus(machine.gpus, env)
+    numbers = [int(index) if index.isdigit() else rank for rank in range(ranks)]  # as `choose_device` chooses
+    gpus = [visible[number] if number < len(visible) else None for number in numbers]
+    if visible and None in gpus:
+        problem = f"{ranks} ranks, {len(visible)} GPUs"
+    own, left_out = share_cpus(machine, mode, gpus)
+    ports, nearest = choose_ports(machine.gpus if any(gpus) else (), machine.ports)
+    shares = []
+    for gpu, home in zip(gpus, own, strict=True):
+        memory, port = _MEMORY[mode] if home.node is not None else "off", nearest.get(gpu.name) if gpu else None
+        shares.append(replace(home, gpu=gpu, memory=memory, port=port))
+    idle = f" ({', '.join(machine.idle_ports)})" if machine.idle_ports else ""
+    no_card = f"no InfiniBand or RoCE card near a GPU{idle}: left to NCCL" if any(gpus) and not nearest else ""
+    cards = tuple(port.name for port in ports) if len(ports) < len(machine.ports) else ()
+    return BindingPlan(tuple(shares), cards, tuple(filter(None, (problem, left_out, no_card))))
+
+
+def share_cpus(machine: Machine, mode: str, gpus: Sequence[Gpu | None]) -> tuple[list[Share], str]:
+    """Return CPUs and NUMA node of each rank, of the CPUs that this process may use; what is left out, and why."""
+    homes = [gpu.node if gpu else None for gpu in gpus]
+    shares = [Share() for _ in gpus]
+    if mode == "auto" and not any(gpus):
+        return shares, f"{_LEFT} (--bind cpu would divide the CPUs among the ranks)"
+    if mode == "auto" and len(machine.cores) < 2:
+        return shares, f"one NUMA node: {_LEFT}"
+    # The parent process has other CPUs: this rank has been bound already (torchrun --numa-binding, srun --cpu-bind).
+    if len(gpus) > 1 and machine.parent_allowed != machine.allowed:
+        return [Share(node=home) for home in homes], "CPUs stay as the launcher has given them to each rank"
+    usable = [
+        (node, threads)
+        for node, cores in machine.cores.items()
+        for core in cores
+        if (threads := [cpu for cpu in core if cpu in machine.allowed])
+    ]
+    reasons = []
+    for home in dict.fromkeys(homes):
+        ranks = [rank for rank, other in enumerate(homes) if other == home]
+        cores = [core for core in usable if core[0] == home or not any(gpus)]
+        if len(cores) < len(ranks):
+            where = f"NUMA node {home}" if any(gpus) else "the machine"
+            unknown = "NUMA node unknown" if any(gpus) and home is None else ""
+            why = unknown or f"{where} has {len(cores)} cores in the CPU mask"
+            reasons.append(f"local rank {listed(ranks)} not bound: {why}")
+            continue
+        for done, rank in enumerate(ranks):
+            size = -(-len(cores) // (len(ranks) - done))  # the first get one more where they can't be equal
+            part, cores = cores[:size], cores[size:]
+            nodes = {node for node, _ in part}
+            cpus = tuple(sorted(cpu for _, threads in part for cpu in threads))
+            shares[rank] = Share(cpus=cpus, node=nodes.pop() if len(nodes) == 1 else None)
+    return shares, "; ".join(reasons)
+
+
+def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port], dict[str, Port]]:
+    """Return the ports that NCCL may use, and the one nearest to each GPU, by the GPU's name.
+
+    NCCL may use the fastest ports, as far as no other port is nearer to some GPU (what is below the same host bridge is
+    equally near), and of one network: InfiniBand and Ethernet can't be mixed. The other ports are for storage, or for
+    the machine's own traffic. Empty if no port is near any GPU, or none of these is the fastest.
+    """
+    steps = [[max(distance(gpu, port)[0], _BRIDGE) for port in ports] for gpu in gpus]
+    near = [port for i, port in enumerate(ports) if any(far[i] == min(far) < _FAR for far in steps)]
+    fastest = [port for port in near if all(port.rate >= each.rate for each in ports)]
+    layers = Counter(port.layer for port in fastest)
+    usable = [port for port in fastest if port.layer == max(layers, key=lambda it: (layers[it], it))]
+    nearest: dict[str, Port] = {}
+    for gpu in gpus if usable else ():
+        taken = Counter(port.name for port in nearest.values())  # of equally near ones the one that fewer GPUs have
+        nearest[gpu.name] = min(usable, key=lambda port: (distance(gpu, port), taken[port.name]))  # noqa: B023
+    return usable, nearest
+
+
+def distance(a: Device, b: Device) -> tuple[int, int]:
+    """Return the distance of two devices, smaller is nearer: index into LEVELS, and PCIe hops below a host bridge."""
+    common = len(os.path.commonprefix([a.path, b.path]))
+    below = len(a.path) - common, len(b.path) - common
+    if common > 1:
+        return (0 if max(below) <= 2 else 1), sum(below)
+    if common == 1:
+        return _BRIDGE, 0
+    return (3 if a.node is not None and a.node == b.node else _FAR), 0
+
+
+def variables(
+    plan: BindingPlan, local_rank: int, env: Mapping[str, str], root: str | Path = "/"
+) -> tuple[dict[str, str], list[str]]:
+    """Return the variables to add to the environment of a rank, and the reasons why others are left out."""
+    wanted, reasons, share = {}, [], plan.shares[local_rank]
+    if plan.cards:
+        wanted["NCCL_IB_HCA"] = "=" + ",".join(plan.cards)
+    if share.port:
+        wanted["UCX_NET_DEVICES"] = share.port.name
+    if ranks_from_environment(env).size > len(plan.shares) and "MASTER_ADDR" in env:
+        if interface := interface_to(env["MASTER_ADDR"]):
+            wanted |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
+        else:
+            reasons.append(f"MASTER_ADDR={env['MASTER_ADDR']} is no address of another machine, or there is no route")
+    files = (env.get("NCCL_CONF_FILE") or f"{env.get('HOME', '')}/.nccl.conf", "/etc/nccl.conf")
+    lines = [line for file in files for line in read(Path(root) / file.lstrip("/")).splitlines()]
+    own = {*env, *(line.partition("=")[0].strip() for line in lines)}
+    reasons += [f"{name} stays as you have set it" for name in wanted if name in own]
+    return {name: value for name, value in wanted.items() if name not in own}, reasons
 
 
 def apply(share: Share) -> list[str]:
@@ -75,15 +217,11 @@ def apply(share: Share) -> list[str]:
 
 
 def set_policy(mode: str, node: int) -> None:
-    """Take memory of `node` first ("preferred"), or of no other ("bind").
-
-    Raises:
-        OSError: The kernel has no NUMA, has no such node, or forbids it.
-    """
+    """Take memory of `node` first ("preferred"), or of no other ("bind"); OSError where the kernel refuses it."""
     call = _SET_MEMPOLICY.get(os.uname().machine, -1)  # the kernel has no -1, and says so
     mask = (1 << node).to_bytes(_NODES // 8, sys.byteorder)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(ctypes.c_long(call), ctypes.c_int(_MODES[mode]), mask, ctypes.c_ulong(_NODES)):
+    if libc.syscall(ctypes.c_long(call), ctypes.c_int(_POLICIES[mode]), mask, ctypes.c_ulong(_NODES)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -12,12 +12,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -291,26 +291,17 @@ def from_all(value: T) -> list[T]:
     return [json.loads(bytes(each.numpy())) for each in texts]
 
 
-def wait_for_hosts(group: Any = None, meanwhile: Callable[[], None] = lambda: None) -> None:
+def wait_for_hosts() -> None:
     """Wait until every rank has called this, for no GPU, and handle signals meanwhile, as torch's barrier doesn't.
-
-    Args:
-        group: A process group of gloo, whose ranks are waited for; its timeout counts.
-        meanwhile: Called while waiting.
 
     Raises:
         RuntimeError: A rank has ended; see `lost_rank_explained`.
     """
     if dist.is_initialized():
-        finish(dist.all_reduce(torch.ones(()), group=group, async_op=True), meanwhile)
-
-
-def finish(work: Any, meanwhile: Callable[[], None]) -> None:
-    """Wait for a collective of gloo that was begun with `async_op`, as `wait_for_hosts` does."""
-    while not work.is_completed():
-        meanwhile()
-        time.sleep(0.02)
-    work.wait()
+        work = dist.all_reduce(torch.ones(()), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.02)
+        work.wait()
 
 
 @contextmanager

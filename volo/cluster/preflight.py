@@ -16,15 +16,13 @@ import re
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -37,9 +35,7 @@ from volo.cluster.distributed import World, from_all, from_primary, init_world, 
 from volo.cluster.topology import read, read_machine
 
 GB = 1e9  # bytes
-_STORAGE_S = 8.0
 _MEMLOCK_GB = 1.0  # a training locks more; the usual default limits are far below
-_SLOW = 0.5  # of the median node's bandwidth
 _TIMES = 6  # all-reduces that are timed; the first connects the ranks
 _REMEDIES = {  # by the first word of what differs
     "driver": "have the driver updated there, or leave the node out",
@@ -49,7 +45,6 @@ _REMEDIES = {  # by the first word of what differs
 }
 _SOFTWARE = "start all nodes from the same environment or image"
 _MOUNT = "mount it there, and check its name and permissions"
-
 
 Finding: TypeAlias = tuple[Sequence[str], str]  # nodes, or none for all together; the problem with its remedy
 
@@ -62,32 +57,29 @@ class Unfit(UserError):
 
 @dataclass(frozen=True)
 class Node:
-    """What a rank has found on its node; sizes in GB (1e9 bytes).
-
-    Attributes:
-        equal: What must be the same on all nodes, such as {"torch": "2.9.1", "card mlx5_0:1": "ACTIVE at 400 Gb/s"}.
-        memlock_gb, free_gb: Memory that a process may lock (None: all); free space for --output (None without it).
-        problems: What is wrong on this node, whatever the others have, each with its remedy.
-        bandwidth: Of an all-reduce within this node, in GB/s per process; None if it was not measured.
-    """
+    """What a rank has found on its node; sizes in GB (1e9 bytes)."""
 
     name: str
     ranks: list[int]
-    equal: dict[str, str]
+    equal: dict[str, str]  # what must be the same on all nodes, such as {"card mlx5_0:1": "ACTIVE at 400 Gb/s"}
     cpus: int
     shm_gb: float
-    memlock_gb: float | None
-    free_gb: float | None
-    problems: Sequence[str] = ()
-    bandwidth: float | None = None
+    memlock_gb: float | None  # that a process may lock; None: all
+    free_gb: float | None  # for --output; None without it
+    problems: Sequence[str] = ()  # what is wrong on this node, whatever the others have, each with its remedy
+    bandwidth: float | None = None  # of an all-reduce within this node, in GB/s per process; None if not measured
 
 
 def run(args: Namespace) -> int:
-    """Check the machines; return the exit code, the same on all ranks. Raises Unfit if the all-reduce fails."""
+    """Check the machines; return the exit code, the same on all ranks. Raises Unfit if ranks don't hear each other."""
     world = init_world(args.device, timeout_s=args.timeout)
     if args.min_bandwidth is not None and world.size == 1:
         raise UserError("--min-bandwidth has no effect with one process: volo launch N preflight ... starts N")
-    nodes, overall = examine(args, world)
+    try:
+        nodes, overall = examine(args, world)
+    except RuntimeError as error:  # of NCCL or gloo
+        reason = f"{socket.gethostname()}: the all-reduce fails ({str(error).splitlines()[0]})"
+        raise Unfit(f"{reason}: NCCL_DEBUG=INFO tells more, unless a node's storage doesn't answer") from error
     findings = list(find_problems(nodes, overall, args.min_bandwidth))
     if world.is_primary:
         print(*args.notes, *report(nodes, overall, findings), sep="\n", flush=True)
@@ -98,50 +90,49 @@ def run(args: Namespace) -> int:
 def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
     """Look at all nodes and measure; every rank gets the same nodes, in the order of their first ranks, and the
     bandwidth of the all-reduce over all ranks in GB/s per process (None with one rank)."""
-    number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID")  # two nodes may have one host name
-    places = from_all(socket.gethostname() + (f"#{number}" if number else ""))
+    places = from_all(socket.gethostname())
     own = [rank for rank, place in enumerate(places) if place == places[world.rank]]
     found = from_all(asdict(look(args, places[world.rank], own)) if world.rank == own[0] else None)
     nodes = [Node(**each) for each in found if each is not None]
     if world.size == 1:
         return nodes, None
-    try:
-        inside = None
-        if len(own) > 1 and len(nodes) > 1:
-            group: Any = dist.new_group(own, timedelta(seconds=args.timeout), use_local_synchronization=True)
-            inside = all_reduce_bandwidth(world.device, group)
-        bandwidths = from_all(inside)
-        overall = from_primary(all_reduce_bandwidth(world.device))
-    except RuntimeError as error:  # of NCCL or gloo
-        reason = str(error).partition("\n")[0]
-        raise Unfit(f"{places[world.rank]}: the all-reduce fails ({reason}): NCCL_DEBUG=INFO tells more") from error
+    inside = None
+    if len(own) > 1 and len(nodes) > 1:
+        group: Any = dist.new_group(own, timedelta(seconds=args.timeout), use_local_synchronization=True)
+        inside = all_reduce_bandwidth(world.device, group)
+    bandwidths = from_all(inside)
+    overall = from_primary(all_reduce_bandwidth(world.device))
     return [replace(node, bandwidth=bandwidths[node.ranks[0]]) for node in nodes], overall
 
 
 def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -> Node:
     """Look at this node, where these ranks run; `root` stands for / where the kernel's files are read."""
     machine = read_machine(root)
-    cards = {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
-    cards |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
-    data = {path: _in_time(_size, path) for path in args.data}
-    sizes = {f"size of {path}": f"{size:.0f}" for path, (size, _) in data.items() if size is not None}
-    free, failure = _in_time(_free_gb, args.output) if args.output else (None, "")
-    locked = re.search(r"Max locked memory\s+(\d+)", read(root / "proc/self/limits"))  # else "unlimited"
-    memlock = int(locked[1]) / GB if locked else None
-    shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
-    problems = [f"can't read {path} ({error}): {_MOUNT}" for path, (_, error) in data.items() if error]
-    if failure:
-        problems.append(f"can't write to --output ({failure}): {_MOUNT}")
+    equal = versions(root) | {f"card {port.name}": f"ACTIVE at {port.rate:g} Gb/s" for port in machine.ports}
+    equal |= {f"card {card}": state for card, _, state in (idle.partition(" is ") for idle in machine.idle_ports)}
+    problems, free = [], None
+    for path in args.data:
+        try:
+            equal[f"size of {path}"] = str(_size(path))
+        except OSError as error:
+            problems.append(f"can't read {path} ({error.strerror}): {_MOUNT}")
+    try:
+        free = _free_gb(args.output) if args.output else None
+    except OSError as error:
+        problems.append(f"can't write to --output ({error.strerror}): {_MOUNT}")
     if free is not None and free < args.free_gb:
         remedy = f"--free-gb {args.free_gb:g}: make room, or lower the limit"
         problems.append(f"{free:.3g} GB free for checkpoints, {remedy}")
+    shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
     if shm < (wanted := args.shm_gb * len(ranks)):
         remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
         problems.append(f"/dev/shm has {shm:.3g} GB free, {len(ranks)} ranks want {wanted:g}: {remedy}")
+    locked = re.search(r"Max locked memory\s+(\d+)", read(root / "proc/self/limits"))  # else "unlimited"
+    memlock = int(locked[1]) / GB if locked else None
     if machine.ports and memlock is not None and memlock < _MEMLOCK_GB:
         remedy = "unlimited in limits.conf, slurmd's LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
         problems.append(f"a process may lock {memlock:.3g} GB of memory, too little for InfiniBand: {remedy}")
-    return Node(name, ranks, versions(root) | cards | sizes, len(machine.allowed), shm, memlock, free, problems)
+    return Node(name, ranks, equal, len(machine.allowed), shm, memlock, free, problems)
 
 
 def versions(root: Path) -> dict[str, str]:
@@ -157,22 +148,6 @@ def versions(root: Path) -> dict[str, str]:
         "driver": driver[1] if driver else "none",
         "GPUs": ", ".join(f"{count} x {model}" for model, count in models.items()) or "none",
     }
-
-
-def _in_time(measure: Callable[[str], float], path: str) -> tuple[float | None, str]:
-    """Return what `measure` finds at a path, or None and the error; a dead mount, which never answers, is one."""
-    found: list[tuple[float | None, str]] = []
-
-    def call() -> None:
-        try:
-            found.append((measure(path), ""))
-        except OSError as error:
-            found.append((None, error.strerror or str(error)))
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(_STORAGE_S)
-    return found[0] if found else (None, f"no answer within {_STORAGE_S:g} s")
 
 
 def _size(path: str) -> int:
@@ -192,8 +167,8 @@ def _free_gb(path: str) -> float:
 
 
 def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """Return the bus bandwidth of an all-reduce in GB/s per process, bytes / s * 2 (n - 1) / n as in nccl-tests; the
-    quickest of several counts, because other work on the machines can only add to the time."""
+    """Return the bus bandwidth of an all-reduce in GB/s per process, bytes / s * 2 (n - 1) / n as in nccl-tests, of the
+    quickest of several."""
     values = torch.zeros((1 << 26) if device.type == "cuda" else (1 << 22), device=device)  # 256 or 16 MiB
     times = []
     for _ in range(_TIMES):
@@ -208,16 +183,10 @@ def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None =
 
 
 def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[Finding]:
-    """Yield how nodes differ, what is wrong on them, and what is slow; `least` is --min-bandwidth."""
+    """Yield how nodes differ, what is wrong on them, and whether the all-reduce is slower than `--min-bandwidth`."""
     yield from _differences(nodes)
     for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
         yield [node.name for node in nodes if problem in node.problems], problem
-    measured = {node.name: node.bandwidth for node in nodes if node.bandwidth is not None}
-    usual = median(measured.values()) if len(measured) > 2 else 0.0  # of two nobody knows which one is slow
-    for name, bandwidth in measured.items():
-        if bandwidth < _SLOW * usual:
-            told = f"its ranks reach {bandwidth:.3g} GB/s among themselves, those of the median node {usual:.3g}"
-            yield [name], f"{told}: see nvidia-smi topo -m and dmesg, run dcgmi diag -r 3, or leave it out"
     if overall is not None and least is not None and overall < least:
         remedy = "see which network it takes (NCCL_DEBUG=INFO), measure that with nccl-tests"
         yield [], f"the all-reduce reaches {overall:.3g} GB/s, less than --min-bandwidth {least:g}: {remedy}"

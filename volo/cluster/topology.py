@@ -24,64 +24,39 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Device:
-    """A device in the machine.
+    """A device in the machine."""
 
-    Attributes:
-        name: PCI address of a GPU, such as `0000:07:00.0`; card and port as NCCL and UCX name them, such as `mlx5_0:1`.
-        path: From the host bridge down to it, such as `("pci0000:20", "0000:20:01.0", "0000:21:00.0")`.
-        node: NUMA node; None where it is unknown.
-    """
-
-    name: str
-    path: tuple[str, ...]
-    node: int | None
+    name: str  # PCI address of a GPU, such as 0000:07:00.0; card and port as NCCL and UCX name them, such as mlx5_0:1
+    path: tuple[str, ...]  # from the host bridge down to it, such as ("pci0000:20", "0000:20:01.0", "0000:21:00.0")
+    node: int | None  # NUMA node; None where it is unknown
 
 
 @dataclass(frozen=True)
 class Gpu(Device):
-    """An NVIDIA GPU.
+    """An NVIDIA GPU."""
 
-    Attributes:
-        uuid: Empty where the driver doesn't report it.
-        shown: Whether this process may use it; a container or a job may get only some of the machine's.
-    """
-
-    uuid: str = ""
-    shown: bool = True
+    uuid: str = ""  # empty where the driver doesn't report it
+    shown: bool = True  # whether this process may use it; a container or a job may get only some of the machine's
 
 
 @dataclass(frozen=True)
 class Port(Device):
-    """An active port of an InfiniBand or RoCE card.
+    """An active port of an InfiniBand or RoCE card."""
 
-    Attributes:
-        rate: Gb/s.
-        layer: "InfiniBand", or "Ethernet" with RoCE.
-    """
-
-    rate: float = 0.0
-    layer: str = "InfiniBand"
+    rate: float = 0.0  # Gb/s
+    layer: str = "InfiniBand"  # or "Ethernet" with RoCE
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as one process sees it.
+    """A machine as one process sees it."""
 
-    Attributes:
-        cores: NUMA node -> its physical cores, each as the CPUs of its threads; nodes without CPUs are left out.
-        allowed: The CPUs that this process may use: its affinity mask, which is inside its cgroup.
-        parent_allowed: The same for its parent process.
-        gpus: GPUs in the order of their addresses.
-        ports: Active ports in the order of their names.
-        idle_ports: Ports that can't be used, each with the reason, such as "mlx5_0:1 is DOWN".
-    """
-
-    cores: Mapping[int, Cores]
-    allowed: frozenset[int]
-    parent_allowed: frozenset[int]
-    gpus: tuple[Gpu, ...] = ()
-    ports: tuple[Port, ...] = ()
-    idle_ports: tuple[str, ...] = ()
+    cores: Mapping[int, Cores]  # NUMA node -> its physical cores, each as the CPUs of its threads
+    allowed: frozenset[int]  # the CPUs that this process may use: its affinity mask, which is inside its cgroup
+    parent_allowed: frozenset[int]  # the same for its parent process
+    gpus: tuple[Gpu, ...] = ()  # in the order of their addresses
+    ports: tuple[Port, ...] = ()  # active ones, in the order of their names
+    idle_ports: tuple[str, ...] = ()  # that can't be used, each with the reason, such as "mlx5_0:1 is DOWN"
 
 
 def read_machine(root: str | Path = "/") -> Machine:

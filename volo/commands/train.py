@@ -18,11 +18,13 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
+from tlt.data.dataset import LabelReader
 from tlt.data.sources.folder import check_num_classes
+from tlt.io.progress import SearchProgress
 from volo.checkpoint.checkpoint import LAST
 from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.finetune import load_finetune, load_weights
-from volo.checkpoint.resume import DATA_KEY
+from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
 from volo.cluster.distributed import World, init_world, lost_rank_explained, max_over_ranks, primary_first
 from volo.cluster.shard import ShardedEma
@@ -37,7 +39,15 @@ from volo.record.run_directory import check_writable, settings_of
 from volo.train.compilation import compile_errors_told
 from volo.train.convolutions import check_convolutions
 from volo.train.criterion import TokenLabelCriterion, make_criterion
-from volo.train.data import DataFinder, Folders, Labels, hold_out, label_agreement, train_loader, validation_loader
+from volo.train.data import (
+    Folders,
+    hold_out,
+    label_agreement,
+    open_folders,
+    open_labels,
+    train_loader,
+    validation_loader,
+)
 from volo.train.held_out import held_out_counts
 from volo.train.loop import out_of_memory_explained, train_epochs
 from volo.train.model import (
@@ -92,8 +102,8 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
     note_start(args, world, logger)
     for note in args.notes:
         logger.line(note)
-    finder = DataFinder(args, logger.line, partial(guard.watchdog.at, "start"))
-    folders = finder.folders(world.data_size)
+    found = SearchProgress(logger.line, partial(guard.watchdog.at, "start"))
+    folders = open_folders(args, world.data_size, found)
     with chosen_directory(args, world, logger) as (directory, lock, resume):
         images = len(folders.train) - sum(held_out_counts(folders.train, args.val_fraction).values())
         settled = settle(args, resume.checkpoint, images, len(folders.train.class_names), world.data_size)
@@ -103,26 +113,34 @@ def start(args: TrainArgs, world: World, logger: Logger, guard: StopGuard) -> No
         folders = hold_out(run.args, folders, *([resume.path.parent] if resume.path else []), directory)
         torch.manual_seed(run.args.seed)  # the same initial weights on every rank
         model = build_model(run.args)
-        labels = finder.labels(folders.train, model.num_classes)
-        training = build(run, folders, labels, model, settled.batch)
+        labels, warnings = open_labels(args, folders.train, model.num_classes, found)
+        training = build(run, folders, labels, warnings, model, settled.batch)
         go_on_from(resume, run, training)
         describe(run, training)
         (report_dry_run if run.args.dry_run else train)(run, training)
 
 
-def build(run: Run, folders: Folders, labels: Labels, model: TimmModel, batch: dict[str, int]) -> Training:
+def build(
+    run: Run,
+    folders: Folders,
+    labels: LabelReader | None,
+    warnings: list[str],
+    model: TimmModel,
+    batch: dict[str, int],
+) -> Training:
     """Build what trains the model, in this order: criterion, data, optimizer, schedule.
 
     Args:
+        warnings: About the labels.
         batch: The record of the global batch for checkpoints.
     """
     args, world, logger = run.args, run.world, run.logger
     settings = eval_settings(args, model)
     input_size, dtype = settings["input_size"], compute_dtype(args, world.device)
     model = add_dense_head(model, args, input_size[1:])
-    for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + labels.warnings:
+    for warning in folders.warnings + check_num_classes(folders.train, model.num_classes) + warnings:
         logger.line(f"warning: {warning}")
-    if world.is_primary and (line := label_agreement(labels.reader, folders.train)):
+    if world.is_primary and (line := label_agreement(labels, folders.train)):
         logger.line(line)
     load_start(model, args, logger)
     teacher = find_teacher(run, model, settings, folders.train.class_names)
@@ -132,7 +150,7 @@ def build(run: Run, folders: Folders, labels: Labels, model: TimmModel, batch: d
         for line in check_convolutions(each, input_size, dtype, world.device):
             logger.line(line)
 
-    loader = train_loader(args, folders.train, labels.reader, settings, world)
+    loader = train_loader(args, folders.train, labels, settings, world)
     validation_batch = args.validation_batch_size or args.batch_size * args.validation_batch_size_multiplier
     validation = validation_loader(args, folders.validation, validation_batch, settings, world)
     work = arithmetic(run, model, criterion, input_size)  # before ranks divide the model among them
@@ -148,7 +166,7 @@ def build(run: Run, folders: Folders, labels: Labels, model: TimmModel, batch: d
     optimizer = create_optimizer(args, model, world.device)
     config = model_config(model, args, settings, folders.train.class_names)
     metadata = {"arch": config["name"], "args": settings_of(args), "model_config": config}
-    metadata |= {DATA_KEY: labels.data, BATCH_KEY: batch}
+    metadata |= {DATA_KEY: fingerprint(folders.train, labels), BATCH_KEY: batch}
     state = TrainState(model, optimizer, precision.scaler, ema, metadata=metadata, updates_per_epoch=len(loader))
     lr, formula = resolve_lr(args, loader.index_stream.global_batch)
     schedule = LrSchedule(args, lr, len(loader))

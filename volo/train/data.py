@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from tlt.api import Loader
 from tlt.data.augment.device_stage import EvalStage
@@ -19,18 +16,14 @@ from tlt.data.backends.decode import Backend
 from tlt.data.backends.synthetic import SyntheticBackend, SyntheticLabels, synthetic_folder
 from tlt.data.dataset import EvalDataset, LabelReader
 from tlt.data.loader import EvalLoader, SkipCounter, TrainLoader
-from tlt.data.sources.folder import ImageFolder, compare_classes, read_class_map
+from tlt.data.sources.folder import compare_classes, read_class_map
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import Names
 from tlt.io.progress import SearchProgress
 from tlt.labels.store import LabelStore, sampled_agreement
 from tlt.labels.store import open_labels as open_label_store
-from tlt.labels.tree import TreeReader
-from volo.checkpoint.resume import Fingerprint, fingerprint
 from volo.cluster.distributed import World
-from volo.cluster.per_host import OncePerHost, Packed
 from volo.train.held_out import LIST, draw_held_out, listed_images, part
 
 # Global batches in an epoch of --data-backend synthetic, and in its validation.
@@ -46,74 +39,9 @@ class Folders:
     validation: ImageSource
     warnings: list[str] = field(default_factory=list)
 
-    def packed(self) -> tuple[dict[str, np.ndarray], list[Any]] | None:
-        """The arrays, and what JSON can hold, of which `unpacked` makes an equal object; None unless both are lists of
-        files."""
-        parts = [split.packed() for split in (self.train, self.validation) if isinstance(split, ImageFolder)]
-        arrays = {f"{row}{name}": array for row, (own, _) in enumerate(parts) for name, array in own.items()}
-        return (arrays, [self.warnings, *(plain for _, plain in parts)]) if len(parts) == 2 else None
-
-    @classmethod
-    def unpacked(cls, arrays: Mapping[str, np.ndarray], plain: Sequence[Any]) -> Folders:
-        """The object on which `packed` was called, over these arrays."""
-        train, validation = (
-            ImageFolder.unpacked({name[1:]: array for name, array in arrays.items() if name[0] == str(row)}, about)
-            for row, about in enumerate(plain[1:])
-        )
-        return cls(train, validation, plain[0])
-
-
-class Labels(NamedTuple):
-    """The token labels of the training images.
-
-    Attributes:
-        reader: None for a run without label files.
-        data: What checkpoints record of images and labels (`volo.checkpoint.resume.fingerprint`).
-    """
-
-    reader: LabelReader | None
-    warnings: list[str]
-    data: Fingerprint
-
-    def packed(self) -> Packed | None:
-        """Return what takes long to find, for other ranks: the label file of every image; None without a tree."""
-        tree = self.reader.reader if isinstance(self.reader, LabelStore) else None
-        if not isinstance(tree, TreeReader):
-            return None
-        return {"block": np.frombuffer(tree.files.block, np.uint8), "ends": tree.files.ends}, None
-
-
-class DataFinder:
-    """Finds images and labels. The first rank of each host searches, and sends the others what it has found.
-
-    Args:
-        report: Receives a line now and then while a search takes long.
-        alive: Called now and then meanwhile.
-    """
-
-    def __init__(self, args: Namespace, report: Callable[[str], None], alive: Callable[[], None]) -> None:
-        self._args, self._found, self._once_per_host = args, SearchProgress(report, alive), OncePerHost(alive)
-
-    def folders(self, world_size: int) -> Folders:
-        """Return the images of both splits (`open_folders`)."""
-        find = partial(open_folders, self._args, world_size, self._found)
-        return self._once_per_host(find, Folders.packed, Folders.unpacked)
-
-    def labels(self, folder: ImageSource, num_classes: int) -> Labels:
-        """Return the labels of training images (`open_labels`)."""
-
-        def find(files: Names | None = None) -> Labels:
-            labels, warnings = open_labels(self._args, folder, num_classes, self._found, files)
-            return Labels(labels, warnings, fingerprint(folder, labels))
-
-        def unpacked(arrays: Mapping[str, np.ndarray], _: None) -> Labels:
-            return find(Names.packed(arrays["block"].data, arrays["ends"]))
-
-        return self._once_per_host(find, Labels.packed, unpacked)
-
 
 def open_folders(args: Namespace, world_size: int, found: SearchProgress | None = None) -> Folders:
-    """Find the images of both splits; a long search reports to `found`.
+    """Find the images of both splits; a long search reports to `found`. Each rank lists them for itself.
 
     With `--val-fraction` both are the training images, of which `hold_out` makes two parts.
 
@@ -162,10 +90,8 @@ def open_labels(
     folder: ImageSource,
     num_classes: int,
     found: SearchProgress | None = None,
-    files: Names | None = None,
 ) -> tuple[LabelReader | None, list[str]]:
-    """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`;
-    there are none in a tree whose `files` are known.
+    """Find the token labels of the training images. Returns (labels or None, warnings). Searches report to `found`.
 
     Raises:
         UserError: A label is missing (`--bad-label stop`), or the labels are of other classes.
@@ -187,7 +113,6 @@ def open_labels(
         class_names=folder.class_names,
         label_tail=args.label_tail,
         found=found,
-        files=files,
     )
     return labels, labels.warnings
 

@@ -1,26 +1,16 @@
-"""Two processes against one: the same losses, the same images, each validation image once; one lists the data."""
+"""Two processes against one: the same losses, the same images, each validation image once."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.commands.conftest import QUICK, ROOT, Ended, launch, metrics
+from tests.commands.conftest import QUICK, Ended, launch, metrics
 
 # 40 images, 8 an update. A larger rate without warm-up would amplify rounding beyond any tolerance.
 FLAGS = f"{QUICK} --epochs 2 --lr 2e-4 --token-label --freeze-bn --no-mix-token --drop-path 0"
-_LISTED = """
-import os
-scandir = os.scandir
-def listing(path="."):
-    with open({!r}, "ab") as file:
-        file.write(os.environ.get("RANK", "").encode() + b" " + os.fsencode(path) + b"\\n")
-    return scandir(path)
-os.scandir = listing
-"""
 
 
 @pytest.fixture
@@ -34,14 +24,11 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
     call: Callable[..., Ended],
     dataset: tuple[Path, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     more: str,
 ) -> None:
     data, labels = dataset
     flags = f"{FLAGS} --output {tmp_path} --token-label-data {labels}"
     assert call("train", f"{data} {flags} --experiment one").code == 0
-    (tmp_path / "sitecustomize.py").write_text(_LISTED.format(str(tmp_path / "listed")))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     out = launch(2, f"{flags} {more or '-b 4'} --experiment two", data)
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) == 10
@@ -52,9 +39,3 @@ def test_two_ranks_equal_one_with_the_same_global_batch(
     evaluations = [metrics(tmp_path / name, "epoch")[-1] for name in ("one", "two")]
     assert [each["eval_images"] for each in evaluations] == [7, 7] and evaluations[1]["images"] == 40
     assert evaluations[1]["eval_loss"] == pytest.approx(evaluations[0]["eval_loss"], abs=1e-5)
-    # The first rank alone lists images and labels.
-    folders = [folder for root in (data / "train", labels) for folder in root.iterdir() if folder.is_dir()]
-    listed = (tmp_path / "listed").read_text().splitlines()
-    assert len(folders) == 8
-    for folder in folders:
-        assert [line for line in listed if line.endswith(f" {folder}")] == [f"0 {folder}"]

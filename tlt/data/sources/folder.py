@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,6 @@ from tlt.data.sources.folder_listing import list_folder
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file
 from tlt.data.sources.source import Found, ImageSource
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import Names
 from tlt.io.natural import natural_sorted
 from tlt.io.text import printable, some_names
 
@@ -31,18 +28,6 @@ class ImageFolder(ImageSource):
 
     def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
         return read_file(self.path(index), max_pixels)
-
-    def packed(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The arrays, and what JSON can hold, of which `unpacked` makes an equal source."""
-        paths = self.paths if isinstance(self.paths, Names) else Names(self.paths)
-        arrays = {"names": np.frombuffer(paths.block, np.uint8), "name_ends": paths.ends, "classes": self.classes}
-        plain = {name: getattr(self, name) for name in ("root", "class_names", "folder_names", "warnings")}
-        return arrays, plain
-
-    @classmethod
-    def unpacked(cls, arrays: Mapping[str, np.ndarray], plain: dict[str, Any]) -> ImageFolder:
-        """The source on which `packed` was called, over these arrays."""
-        return cls(paths=Names.packed(arrays["names"].data, arrays["name_ends"]), classes=arrays["classes"], **plain)
 
 
 def scan_folder(root: str | os.PathLike[str], found: Found | None = None) -> ImageFolder:
