@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from tests.commands.conftest import Ended
-from volo.record.run_directory import read_summary
+from volo.record.run_directory import epochs_of
 
 Call = Callable[..., Ended]
 OWN = "--model volo_test --img-size 32 -j 0 --epochs 2 --seed 3"
@@ -44,7 +44,7 @@ def test_class_folders_without_splits_train_as_many_classes_as_there_are(
     # validate.py measures the same images when it is given the list, and all of them without it.
     line = f"{data} --checkpoint {run / 'last.pth.tar'} -j 0"
     measured = call("validate", f"{line} --image-list {run / 'validation_images.txt'}").out
-    assert f"top-1 {float(read_summary(run / 'summary.csv')[-1]['eval_top1']):.3f} %" in measured
+    assert f"top-1 {epochs_of(run)[-1]['eval_top1']:.3f} %" in measured
     assert "over 6 images" in measured and "over 30 images" in call("validate", line).out
     (tmp_path / "list").write_text("red/none.jpg\n")
     refused = call("validate", f"{line} --image-list {tmp_path / 'list'}")

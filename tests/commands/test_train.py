@@ -22,7 +22,7 @@ from tlt.models.flops import flops_per_image
 from tlt.tools.cli import main as tlt_command
 from volo import cli
 from volo.record.json_lines import read_json_lines
-from volo.record.run_directory import read_summary
+from volo.record.run_directory import epochs_of
 from volo.train.loop import scores_of
 
 Call = Callable[..., Ended]
@@ -114,7 +114,7 @@ def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Callable[..., 
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "done: 2 updates" in log
     assert log.count("warning: curve.png could not be drawn: ") == log.count("warning: first_batch.png could not") == 1
-    assert len(read_summary(tmp_path / "run" / "summary.csv")) == 2
+    assert len(epochs_of(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize(("flags", "code"), [("--token-label --token-label-data nowhere", 2), ("--dry-run", 0)])

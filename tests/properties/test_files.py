@@ -211,7 +211,7 @@ _RECORDS = st.dictionaries(
 
 @given(data=st.data())
 def test_a_report_of_any_records(data: st.DataObject, tmp_path: Path) -> None:
-    for name in ("events.jsonl", "metrics.jsonl", "superseded-metrics.jsonl"):
+    for name in ("events.jsonl", "metrics.jsonl"):
         records = data.draw(st.lists(_RECORDS, max_size=4))
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "run.json").write_text(json.dumps(data.draw(_SCALARS | st.lists(_RECORDS | _SCALARS))))

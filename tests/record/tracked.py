@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from PIL import Image
 
 from volo.cluster.distributed import World
 from volo.record.logger import Logger
@@ -29,7 +28,6 @@ class Tracked(NamedTuple):
 
     curves: dict[str, list[tuple[int, float]]]  # (update, value) in the order in which they were sent
     settings: dict[str, Any]
-    pictures: int
 
 
 def open_run(run: Path, update: int, *trackers: str, project: str = "", tags: tuple[str, ...] = ()) -> Logger:
@@ -37,20 +35,25 @@ def open_run(run: Path, update: int, *trackers: str, project: str = "", tags: tu
     directory = RunDirectory(run)
     directory.record_start(Namespace(**SETTINGS), 1, "cpu")
     directory.rewind(update // UPDATES, update)
-    Image.new("RGB", (4, 4), (255, 0, 0)).save(run / "first_batch.png")
     logger = Logger(World(0, 0, 1, torch.device("cpu")))
     logger.open(directory, 6)
     logger.track(trackers, project, tags)
     return logger
 
 
+def report(update: int, seconds: float = 2.0, wait_seconds: float = 0.5) -> Interval:
+    """Return the report of one update, numbered from 1. Its loss is 10 x the update, its gradients are not finite."""
+    epoch, before = divmod(update - 1, UPDATES)
+    losses = {"loss": 10.0 * update, "cls_loss": 1.0, "dense_loss": 0.5, "grad_norm": float("nan")}
+    times = {"seconds": seconds, "wait_seconds": wait_seconds}
+    return Interval(epoch, update, before + 1, UPDATES, 1, 8, lr=0.1, skipped_steps=0, **losses, **times)
+
+
 def train(logger: Logger, updates: range) -> None:
-    """Report updates, numbered from 1, and each epoch after its last one. The loss is 10 x the update."""
+    """Report updates, and each epoch after its last one."""
     for update in updates:
         epoch, before = divmod(update - 1, UPDATES)
-        logger.interval(
-            Interval(epoch, update, before + 1, UPDATES, 1, 8, 10.0 * update, 1.0, 0.5, 0.1, float("nan"), 2.0, 0.5, 0)
-        )
+        logger.interval(report(update))
         if before + 1 == UPDATES:
             totals = EpochTotals(24, 0, 6.0, 2.0, 1.0, 0.5, 0.1)
             logger.epoch(epoch, totals, {"model": Evaluation(50.0 + epoch, 90.0, 1.0, 8, 0, 1.0)}, None)
@@ -59,7 +62,7 @@ def train(logger: Logger, updates: range) -> None:
 def end(logger: Logger, exit_code: int = 0) -> None:
     """End a run as `volo.commands.train.run` does."""
     logger.trackers.close(exit_code)
-    logger.wait_for_trackers()
+    logger.trackers.wait()
 
 
 def read_tensorboard(run: Path) -> Tracked:
@@ -70,7 +73,7 @@ def read_tensorboard(run: Path) -> Tracked:
     assert all(e.wall_time > 1.7e9 for tag in curves for e in read.Scalars(tag))
     (text,) = read.Tensors("arguments/text_summary")
     settings = yaml.safe_load(text.tensor_proto.string_val[0].decode())
-    return Tracked(curves, settings, len(read.Images("first_batch")))
+    return Tracked(curves, settings)
 
 
 def read_mlflow(run: Path) -> Tracked:
@@ -83,8 +86,7 @@ def read_mlflow(run: Path) -> Tracked:
     assert one.info.run_name == run.name and one.info.status == "FINISHED"
     curves = {key: client.get_metric_history(one.info.run_id, key) for key in one.data.metrics}
     found = {key: [(m.step, m.value) for m in sorted(points, key=lambda m: m.step)] for key, points in curves.items()}
-    artifacts = [a.path for a in client.list_artifacts(one.info.run_id)]
-    return Tracked(found, one.data.params, artifacts.count("first_batch.png"))
+    return Tracked(found, one.data.params)
 
 
 def read_trackio(run: Path) -> Tracked:
@@ -119,7 +121,7 @@ def _from_rows(rows: list[tuple[int, dict[str, Any]]], config: dict[str, Any]) -
     for step, values in rows:
         for key, value in values.items():
             curves.setdefault(key, []).append((step, value))
-    return Tracked(curves, config, len(curves.pop("first_batch", [])))
+    return Tracked(curves, config)
 
 
 def _leveldb_records(data: bytes) -> Iterator[bytes]:

@@ -38,7 +38,7 @@ def run_program(
     """
     adopt_launcher(os.environ)
     end_with_launcher(os.environ)
-    # torch's remark on more workers than CPUs: where they cost time, `volo.record.slowdown` says so.
+    # torch's remark on more workers than CPUs: where they cost time, "data wait" says so.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     output, errors = _Output(sys.stdout), _Output(sys.stderr)
     with redirect_stdout(output), redirect_stderr(errors):

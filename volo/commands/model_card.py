@@ -14,7 +14,7 @@ from timm.models import save_for_hf
 from tlt.errors import UserError
 from tlt.io.weights import peek_checkpoint
 from volo.checkpoint.model_config import class_names
-from volo.record.run_directory import read_summary
+from volo.record.run_directory import epochs_of
 from volo.train.model import is_ours
 from volo.train.stored_model import architecture_of
 from volo.train.trained_model import TrainedModel
@@ -132,9 +132,9 @@ def _accuracy(trained: TrainedModel, checkpoint: str) -> list[str]:
     as_trained = all(json.dumps(recorded.get(key)) == json.dumps(trained.settings[key]) for key in _IMAGES)
     epoch = saved.get("epoch")
     is_whole = type(epoch) is int and saved.get("update") == (epoch + 1) * (saved.get("updates_per_epoch") or 0)
-    for row in read_summary(Path(checkpoint).parent / "summary.csv") if as_trained and is_whole else ():
+    for row in epochs_of(Path(checkpoint).parent) if as_trained and is_whole else ():
         top1, images = row.get(f"eval_top1{suffix}"), row.get(f"eval_images{suffix}")
-        if int(row["epoch"]) == epoch and top1 and images:
+        if row.get("epoch") == epoch and top1 is not None:
             which = " (averaged weights)" if suffix else ""
-            return [f"Top-1 {float(top1):.2f} % of {images} validation images{which}."]
+            return [f"Top-1 {top1:.2f} % of {images} validation images{which}."]
     return []

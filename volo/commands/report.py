@@ -16,21 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.errors import UserError
 from tlt.io.text import table
 from tlt.io.weights import peek_checkpoint, read_checkpoint
-from volo.record.events import FILE as EVENTS
-from volo.record.events import duration
-from volo.record.json_lines import read_json_lines
-from volo.record.run_directory import METRICS, SUPERSEDED
+from volo.record.json_lines import EVENTS, duration, read_json_lines
+from volo.record.run_directory import METRICS
 
 Record = dict[str, Any]
 PAGE = "report.html"
 _ORDINARY = {"start", "resume", "checkpoint", "end"}  # kinds of events that every healthy run has
 _SHOWN_FILES = 20
-_NOW = datetime.now(timezone.utc)
 _PICTURES = {"curve.png": "Loss and accuracy", "first_batch.png": "The first images, as the model got them"}
 _SETTINGS = {"args.yaml": "Settings", "run.json": "Starts, with versions"}
 _STYLE = (
@@ -44,14 +41,14 @@ def run(args: Namespace) -> int:
     """Entry point, after the arguments are parsed."""
     folder = Path(args.run)
     records = read_records(folder)
-    starts = starts_of(records)
+    starts = starts_of(records.events)
     sections = {
         "": _head(folder, records),
         "Starts": table([_HEADS, *(_row(number, start) for number, start in enumerate(starts, 1))]) if starts else [],
-        "Speed": _speed(records, starts),
+        "Speed": _speed(records),
         "Checkpoints": _checkpoints(folder, verify=not args.quick),
-        "Faults": [f"{count} x {kind}" for kind, count in sorted(faults(records).items())],
-        "Files that could not be used": _skipped(records),
+        "Faults": [f"{count} x {kind}" for kind, count in sorted(faults(records.events).items())],
+        "Files that could not be used": _skipped(records.events),
     }
     for title, lines in sections.items():
         print("\n".join([*([f"\n{title}"] if title else []), *(lines or ["none recorded"])]))
@@ -64,36 +61,26 @@ def run(args: Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Records:
+class Records(NamedTuple):
     """What the files of a run hold, in the order in which it was written."""
 
     events: list[Record]
-    reports: list[Record]  # of intervals of training, without those that were repeated
-    repeated: list[Record]  # reports of updates that were done again after a restart
-    epochs: list[Record]
+    reports: list[Record]  # of intervals of training
+    epochs: int  # that are finished
     damaged: dict[str, int]  # file -> lines that could not be read
 
 
 @dataclass
 class Start:
-    """One start of the program, as recorded by rank 0. Updates are counted over the whole run; times are UTC."""
+    """One start of the program, by the events of its rank 0. Updates are counted over the whole run; times are UTC."""
 
-    time: datetime | None
     node: str
-    pid: Any
-    ranks: Any = None
+    ranks: Any
+    time: datetime | None
     first: int = 0  # updates done when it started
-    last: int = 0  # updates done when it ended, as far as known
-    seen: datetime | None = None  # last sign of life
-    ended: datetime | None = None
+    last: int = 0  # updates done at its last event, such as a checkpoint
+    seen: datetime | None = None  # time of its last event
     end: str = ""  # exit code and reason; empty if not recorded
-
-    def saw(self, record: Record) -> None:
-        """Move the end of this start to an event or a report of it."""
-        if (time := _time(record)) is not None:
-            self.seen = max(time, self.seen or time)
-        self.last = max(self.last, int(_number(record, "update")))
 
 
 def read_records(folder: Path) -> Records:
@@ -105,49 +92,38 @@ def read_records(folder: Path) -> Records:
     if not any((folder / name).is_file() for name in (EVENTS, METRICS)):
         raise UserError(f"{folder} is no run directory: it holds neither {EVENTS} nor {METRICS}")
     try:
-        files = {name: read_json_lines(folder / name) for name in (EVENTS, METRICS, SUPERSEDED)}
+        (events, bad_events), (metrics, bad_metrics) = (read_json_lines(folder / name) for name in (EVENTS, METRICS))
     except OSError as error:
         raise UserError(f"{folder} can't be read: {error.strerror}") from error
-    events, metrics, superseded = (files[name][0] for name in (EVENTS, METRICS, SUPERSEDED))
-    return Records(
-        events,
-        [record for record in metrics if record.get("event") == "train"],
-        [record for record in superseded if record.get("event") == "train"],
-        [record for record in metrics if record.get("event") == "epoch"],
-        {name: count for name, (_, count) in files.items() if count},
-    )
+    reports = [record for record in metrics if record.get("event") == "train"]
+    epochs = sum(record.get("event") == "epoch" for record in metrics)
+    return Records(events, reports, epochs, {EVENTS: bad_events, METRICS: bad_metrics})
 
 
-def starts_of(records: Records) -> list[Start]:
+def starts_of(events: Sequence[Record]) -> list[Start]:
     """Return each start with what it did."""
     starts: list[Start] = []
-    for event in (event for event in records.events if event.get("rank") == 0):
-        kind, who = event.get("kind"), (str(event.get("node")), event.get("pid"))
+    by_process: dict[tuple[str, str], Start] = {}
+    for event in (event for event in events if event.get("rank") == 0):
+        kind, process = event.get("kind"), (str(event.get("node")), str(event.get("pid")))
         if kind == "start":
-            starts.append(Start(_time(event), *who, event.get("world_size")))
-        start = next((s for s in reversed(starts) if (s.node, s.pid) == who), None)
-        if start is None:
+            by_process[process] = Start(process[0], event.get("world_size"), _time(event))
+            starts.append(by_process[process])
+        if (start := by_process.get(process)) is None:
             continue
-        start.saw(event)
+        start.seen = _time(event) or start.seen
+        start.last = max(start.last, int(_number(event, "update")))
         if kind == "resume":
             start.first = int(_number(event, "update"))
         elif kind == "end":
-            start.ended = _time(event)
             start.end = f"{event.get('exit_code')}: {event.get('reason')}"
-    for report in records.repeated + records.reports:
-        # It was made by the last start that had begun and not ended: a second job may have been kept out meanwhile.
-        time = _time(report) or _NOW
-        begun = [s for s in starts if (s.time or time) <= time and not (s.end and s.ended and s.ended < time)]
-        if begun:
-            begun[-1].saw(report)
     return starts
 
 
-def faults(records: Records) -> Counter[str]:
+def faults(events: Sequence[Record]) -> Counter[str]:
     """Count the recorded faults by kind, and the damaged checkpoints that resuming has skipped."""
-    kinds = (str(event.get("kind")) for event in records.events)
-    found = Counter(kind for kind in kinds if kind not in _ORDINARY)
-    skipped = sum(len(e["skipped"]) for e in records.events if isinstance(e.get("skipped"), list))
+    found = Counter(kind for event in events if (kind := str(event.get("kind"))) not in _ORDINARY)
+    skipped = sum(len(event["skipped"]) for event in events if isinstance(event.get("skipped"), list))
     return found + Counter({"damaged checkpoint skipped": skipped})
 
 
@@ -155,22 +131,21 @@ def _head(folder: Path, records: Records) -> list[str]:
     last = records.reports[-1] if records.reports else {}
     loss = f", loss {_number(last, 'loss', math.nan):.4f}" if last else ""
     updates = int(_number(last, "update"))
-    lines = [f"{folder}: {updates} updates reported, {len(records.epochs)} epochs finished{loss}"]
-    lines += [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items()]
-    return lines
+    lines = [f"{folder}: {updates} updates reported, {records.epochs} epochs finished{loss}"]
+    return lines + [f"{count} damaged lines of {name} are left out" for name, count in records.damaged.items() if count]
 
 
 _HEADS = ("#", "started (UTC)", "node", "ranks", "updates", "for", "ended")
 
 
 def _row(number: int, start: Start) -> tuple[str, ...]:
-    ended = start.end or f"not recorded, last sign of life {_clock(start.seen)}"
+    ended = start.end or f"not recorded, last event {_clock(start.seen)}"
     seconds = (start.seen - start.time).total_seconds() if start.seen and start.time else 0.0
     ranks, span = str(start.ranks or "?"), f"{start.first} -> {start.last}"
     return str(number), _clock(start.time), start.node, ranks, span, duration(seconds), ended
 
 
-def _speed(records: Records, starts: Sequence[Start]) -> list[str]:
+def _speed(records: Records) -> list[str]:
     keys = ("seconds", "wait_seconds", "images", "updates")
     seconds, waited, images, updates = (sum(_number(r, key) for r in records.reports) for key in keys)
     if not seconds:
@@ -178,11 +153,9 @@ def _speed(records: Records, starts: Sequence[Start]) -> list[str]:
     lines = [
         f"training {duration(seconds)} for {updates:.0f} updates, {images / seconds:.1f} images/s",
         f"of that waiting for data {duration(waited)} ({100 * waited / seconds:.0f} %)",
-        f"updates done twice after restarts {sum(_number(r, 'updates') for r in records.repeated):.0f}",
     ]
-    begun, seen = [s.time for s in starts if s.time], [s.seen for s in starts if s.seen]
-    if begun and seen:
-        lines.append(f"from the first start to the last record {duration((max(seen) - min(begun)).total_seconds())}")
+    if times := [time for record in (*records.events, *records.reports) if (time := _time(record))]:
+        lines.append(f"from the first start to the last record {duration((max(times) - min(times)).total_seconds())}")
     return lines
 
 
@@ -211,9 +184,9 @@ def _checkpoints(folder: Path, verify: bool) -> list[str]:
     return table(rows) if len(rows) > 1 else []
 
 
-def _skipped(records: Records) -> list[str]:
+def _skipped(events: Sequence[Record]) -> list[str]:
     kinds = ("skipped-image", "bad-label")
-    files = {str(e.get("path")): str(e.get("reason")) for e in records.events if e.get("kind") in kinds}
+    files = {str(e.get("path")): str(e.get("reason")) for e in events if e.get("kind") in kinds}
     lines = [f"{path}: {reason}" for path, reason in list(files.items())[:_SHOWN_FILES]]
     return lines + ([f"and {len(files) - _SHOWN_FILES} more, in {EVENTS}"] if len(files) > _SHOWN_FILES else [])
 

@@ -38,7 +38,6 @@ from volo.record.logger import Logger
 from volo.record.machine_use import Arithmetic, peak_flops
 from volo.record.run_directory import (
     DEFAULT_ROOT,
-    SUPERSEDED,
     RunDirectory,
     changed_settings,
     choose_directory,
@@ -181,7 +180,7 @@ def open_run(run: Run, training: Training) -> Saver:
             records.record_start(args, run.world.size, str(run.world.device), more)
             logger.open(records, training.schedule.total_updates, training.arithmetic)
             if dropped := records.rewind(state.epoch, state.update):
-                logger.line(f"{dropped} records of what is done again now: moved to {SUPERSEDED}")
+                logger.line(f"{dropped} records of what is done again now are removed")
             logger.track(trackers_of(args), args.tracker_project, args.wandb_tags or [])
             checkpoints = CheckpointDir(run.directory, args.checkpoint_hist, ranked_by(vars(args)))
     logger.open_events(run.directory)

@@ -91,7 +91,7 @@ def run(args: TrainArgs) -> int:
         # A rank that fails keeps its connections until its process ends, so that the launcher sees its failure before
         # the ranks that lose the connection do. It does not wait for them.
         watchdog.end()
-    logger.wait_for_trackers()
+    logger.trackers.wait()
     return 0
 
 

@@ -1,18 +1,37 @@
-"""Files of JSON lines that several processes may append to, that survive a full disk, and that any parser reads."""
+"""Records in lines of JSON: files that several processes may append to and any parser reads; times in them.
+
+`events.jsonl` has the events of a run, by `volo.record.logger.Logger.event`; docs/training.md lists their kinds.
+"""
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 from collections import deque
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from tlt.io.files import read_at
 
+EVENTS = "events.jsonl"
 _MOST_PENDING = 10_000  # lines kept in memory while a file can't be written
+
+
+def utc_now() -> str:
+    """Return the present time in milliseconds, as ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as `1d 02:03:04`, `02:03:04` or `03:04`."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour:02d}:{minute:02d}:{second:02d}" if hours or days else f"{minute:02d}:{second:02d}"
+    return f"{days}d {clock}" if days else clock
 
 
 def strict_json(record: dict[str, Any]) -> str:
@@ -50,48 +69,38 @@ class LineFile:
 
     A line that can't be written (no file yet, full disk) is kept in memory and tried again with the next one: a failed
     record must not end the run.
-
-    Attributes:
-        path: None until the place of the file is known.
-        error: The error of the last attempt; None if all lines are written.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-        self.error: OSError | None = None
+        self.path = path  # None until it is known
         self._pending: deque[bytes] = deque(maxlen=_MOST_PENDING)
 
     def open(self, path: Path) -> None:
         """Write to this file from now on, the waiting lines first."""
         self.path = path
-        self.flush()
+        self._flush()
 
     def append(self, line: str) -> None:
         """Write a line after the waiting ones."""
         self._pending.append(line.encode(errors="backslashreplace") + b"\n")
-        self.flush()
+        self._flush()
 
-    def flush(self) -> None:
-        """Write the waiting lines, if possible."""
+    def _flush(self) -> None:
         if self.path is None:
             return
-        self.error = None
-        try:
-            with open(self.path, "a+b", buffering=0) as file:
-                while self._pending:
-                    # It is taken out first, because a signal handler or another thread may append in the meantime.
-                    self._write(file.fileno(), self._pending.popleft())
-        except OSError as error:
-            self.error = error
+        with suppress(OSError), open(self.path, "a+b", buffering=0) as file:
+            # It is taken out first, because a signal handler or another thread may append in the meantime.
+            while self._pending and self._wrote(file.fileno(), self._pending.popleft()):
+                pass
 
-    def _write(self, descriptor: int, line: bytes) -> None:
+    def _wrote(self, descriptor: int, line: bytes) -> bool:
+        """Write a line; put it back and return False where that fails."""
         # The file may end within a line, because the machine or the disk failed during a write.
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and read_at(descriptor, 1, size - 1) != b"\n"
-        whole = b"\n" + line if is_torn else line
-        try:
-            if os.write(descriptor, whole) < len(whole):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
+        whole, written = b"\n" + line if is_torn else line, 0
+        with suppress(OSError):
+            written = os.write(descriptor, whole)
+        if written < len(whole):
             self._pending.appendleft(line)
-            raise
+        return written == len(whole)

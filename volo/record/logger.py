@@ -18,73 +18,67 @@ from tqdm import tqdm
 from tlt.data.batch import Skipped
 from tlt.io.text import printable, safe_text
 from volo.cluster.distributed import World
-from volo.record.events import FILE as EVENTS
-from volo.record.events import duration, outcome, utc_now
-from volo.record.json_lines import LineFile, strict_json
+from volo.record.json_lines import EVENTS, LineFile, duration, strict_json, utc_now
 from volo.record.machine_use import Arithmetic, gpu_use
 from volo.record.metrics import EpochTotals, Evaluation, Interval
 from volo.record.run_directory import RunDirectory
 from volo.record.trackers import FOLDER as TRACKERS
 from volo.record.trackers import Trackers
 
+# One sentence a run, where it has waited for data for more than this share of its time, and so many seconds.
+WAIT_SHARE, WAIT_SECONDS = 0.2, 30.0
+ADVICE = (
+    "raise --workers up to the CPUs of this rank, pack the images smaller on a disk of this machine (tlt pack-images "
+    "DATA OUT --max-side N), or decode on the GPU (--data-backend dali-gpu)"
+)
+
+
+def outcome(error: BaseException | None) -> tuple[int, str]:
+    """Return the exit code of a program that ends with `error` (None: success), as in `volo.commands.console`, and in
+    one line why it ends."""
+    if error is None:
+        return 0, "done"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted from the keyboard"
+    if hasattr(error, "exit_code"):
+        return error.exit_code, str(error)
+    return 141 if isinstance(error, BrokenPipeError) else 1, f"{type(error).__name__}: {error}".splitlines()[0]
+
 
 class Logger:
-    """Writes to the console and the run directory on rank 0; other ranks write only events and warnings.
-
-    Attributes:
-        directory: The records of the run; None before `open`, and on other ranks.
-    """
+    """Writes to the console and the run directory on rank 0; other ranks write only events and warnings."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.directory: RunDirectory | None = None
+        self.directory: RunDirectory | None = None  # before `open`, and on other ranks
         self._events = LineFile()  # events.jsonl; it keeps those from before `open_events`
-        self.trackers = Trackers()
+        self.trackers = Trackers(self.warning)
         self._arithmetic: Arithmetic | None = None
         self._at: dict[str, int] = {}  # position of the run, once known; part of every event
         self._total_updates = 0
         self._bar: tqdm | None = None
-        self._curve_failed = False
         self._lines = LineFile()  # log.txt; it keeps the lines from before `open`
-        self._seconds, self._updates = 0.0, 0
+        self._seconds, self._waited, self._updates = 0.0, 0.0, 0  # of this start
+        self._advised = False
 
     def open(self, directory: RunDirectory, total_updates: int, arithmetic: Arithmetic | None = None) -> None:
-        """Write records to `directory` from now on; earlier lines go to its log.txt, too.
-
-        Args:
-            total_updates: Updates of the whole run, for the ETA.
-            arithmetic: Of a step; None where it can't be counted.
-        """
+        """Write records to `directory` from now on; earlier lines go to its log.txt, too. `total_updates` are those of
+        the whole run; `arithmetic` is that of a step, None where it can't be counted."""
         self.directory, self._total_updates, self._arithmetic = directory, total_updates, arithmetic
         self._lines.open(directory.path / "log.txt")
 
     def track(self, names: Sequence[str], project: str, tags: Sequence[str]) -> None:
         """Send the records to these experiment trackers, too; one that fails is a warning. Call `open` before."""
-        if self.directory is None or not names:
-            return
-        self.line(f"trackers: {', '.join(names)}; what they print is in {self.directory.path / TRACKERS}")
-        self._warn_of(self.trackers.start(self.directory.path, names, project, tags))
-
-    def _warn_of(self, failures: list[str]) -> None:
-        for text in failures:
-            self.warning(text)
-
-    def wait_for_trackers(self) -> None:
-        """Let the trackers send what is left; call it at the end of a run that is done, when no other rank waits."""
-        self._warn_of(self.trackers.wait())
+        if self.directory is not None and names:
+            self.line(f"trackers: {', '.join(names)}; what they print is in {self.directory.path / TRACKERS}")
+            self.trackers.start(self.directory.path, names, project, tags)
 
     def open_events(self, directory: Path) -> None:
-        """Write events to the existing `directory` from now on; every rank calls it.
-
-        Events of ranks on other machines are lost unless the directory is shared.
-        """
+        """Write events to the existing `directory` from now on, on every rank that can reach it."""
         self._events.open(directory / EVENTS)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Add an event to events.jsonl on any rank; `epoch` and `update` are added unless given.
-
-        Never raises for a file that can't be written.
-        """
+        """Add an event to events.jsonl on any rank, if possible; `epoch` and `update` are added unless given."""
         where = {"rank": self.world.rank, "node": socket.gethostname(), "pid": os.getpid()}
         self._events.append(strict_json({"time": utc_now(), "kind": kind, **where, **self._at, **fields}))
 
@@ -157,9 +151,11 @@ class Logger:
         if self.directory is None:
             return
         self._seconds += interval.seconds
+        self._waited += interval.wait_seconds
         self._updates += interval.updates
         remaining = (self._total_updates - interval.update) * self._seconds / max(self._updates, 1)
         per_device = interval.images_per_second / self.world.size
+        wait_share = interval.wait_seconds / max(interval.seconds, 1e-9)
         skipped = f" | skipped steps {interval.skipped_steps}" if interval.skipped_steps else ""
         losses = f"loss {interval.loss:.4f}"
         if interval.dense_loss:
@@ -168,7 +164,7 @@ class Logger:
             f"epoch {interval.epoch + 1} [{interval.update_in_epoch}/{interval.updates_per_epoch}] "
             f"{losses} | lr {interval.lr:.3e} | grad norm {interval.grad_norm:.3f} | "
             f"{interval.images_per_second:.0f} images/s ({per_device:.0f} per device) | "
-            f"data wait {100 * interval.wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
+            f"data wait {100 * wait_share:.0f} % | ETA {duration(remaining)}{skipped}"
         )
         if self._bar is None:
             self.line(text)
@@ -179,15 +175,18 @@ class Logger:
         use = gpu_use(self.world.device) | (self._arithmetic.use(per_device) if self._arithmetic else {})
         more = {"images_per_second": interval.images_per_second, **use, "time": utc_now()}
         self.directory.metrics({"event": "train", **asdict(interval), **more})
-        self._warn_of(self.trackers.failures())
+        self.trackers.check()
+        if self._waited > max(WAIT_SHARE * self._seconds, WAIT_SECONDS):
+            self._advise(self._waited / self._seconds)
 
-    def epoch(
-        self,
-        epoch: int,
-        totals: EpochTotals,
-        evaluations: dict[str, Evaluation],
-        best: float | None,
-    ) -> None:
+    def _advise(self, share: float) -> None:
+        """Say once a run what to do about waiting for data."""
+        if not self._advised:
+            self.event("data-wait", share=round(share, 3))
+            self.warning(f"data wait {100 * share:.0f} % of the time so far: {ADVICE}")
+        self._advised = True
+
+    def epoch(self, epoch: int, totals: EpochTotals, evaluations: dict[str, Evaluation], best: float | None) -> None:
         """Write the row of an epoch to summary.csv, and its record.
 
         Call it before the checkpoint of the epoch is saved: a run that is killed in between repeats the epoch.
@@ -209,12 +208,7 @@ class Logger:
         }
         for name, result in evaluations.items():
             suffix = "" if name == "model" else f"_{name}"
-            row |= {
-                f"eval_top1{suffix}": result.top1,
-                f"eval_top5{suffix}": result.top5,
-                f"eval_loss{suffix}": result.loss,
-                f"eval_images{suffix}": result.images,
-            }
+            row |= {f"eval_{key}{suffix}": getattr(result, key) for key in ("top1", "top5", "loss", "images")}
         if best is not None:
             row["best"] = best
         self.directory.epoch(row)
@@ -225,12 +219,10 @@ class Logger:
             self.directory.sync()
 
     def curve(self) -> None:
-        """Draw the learning curves if matplotlib is installed; warn once if that fails."""
+        """Draw the learning curves if matplotlib is installed; warn if that fails."""
         if self.directory is None or importlib.util.find_spec("matplotlib") is None:
             return
         try:
             self.directory.draw_curve()
         except Exception as error:  # whatever happens: no run may end because of a picture
-            if not self._curve_failed:
-                self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")
-            self._curve_failed = True
+            self.line(f"warning: curve.png could not be drawn: {type(error).__name__}: {error}")

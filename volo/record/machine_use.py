@@ -18,15 +18,10 @@ _PEAKS = {
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The arithmetic of a training step.
+    """The arithmetic of a training step."""
 
-    Attributes:
-        flops_per_image: Floating-point operations of the model, forwards and backwards, without what is recomputed.
-        peak: FLOP/s of a device; None where it isn't known.
-    """
-
-    flops_per_image: float
-    peak: float | None
+    flops_per_image: float  # forwards and backwards, without what is recomputed
+    peak: float | None  # FLOP/s of a device; None where it isn't known
 
     def use(self, images_per_second: float) -> dict[str, float]:
         """Return `tflops_per_second`, and `mfu`, its share of the peak in [0, 1], of a device with so many images."""
@@ -43,11 +38,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | None) -> float | None:
 
 
 def gpu_use(device: torch.device) -> dict[str, float]:
-    """Return what this rank's GPU tells; nothing on other devices.
-
-    - `gpu_memory_bytes`: the most that tensors have occupied in the whole run;
-    - `gpu_share`: of the last moment's time in which it was busy, in [0, 1]; needs nvidia-ml-py.
-    """
+    """Return what this rank's GPU tells: `gpu_memory_bytes`, the most that tensors have occupied in the whole run, and
+    `gpu_share`, how busy it was in the last moment, in [0, 1] (needs nvidia-ml-py). Nothing on other devices."""
     if device.type != "cuda":
         return {}
     found = {"gpu_memory_bytes": float(torch.cuda.max_memory_allocated(device))}

@@ -21,11 +21,8 @@ class Sums:
 
     def add(self, *values: Tensor | float) -> None:
         """Add one value per name, in order."""
-        rows = [v.detach().to(self._values.dtype) if isinstance(v, Tensor) else float(v) for v in values]
-        if len(rows) != len(self.names):
-            raise ValueError(f"{len(rows)} values for {len(self.names)} names")
-        for position, row in enumerate(rows):
-            self._values[position] += row
+        for position, value in zip(range(len(self.names)), values, strict=True):
+            self._values[position] += value.detach().to(self._values.dtype) if isinstance(value, Tensor) else value
 
     def totals(self) -> dict[str, float]:
         """Return the sums over all images. Synchronises; every rank must call it."""
@@ -89,11 +86,6 @@ class Interval:
     def images_per_second(self) -> float:
         """Global throughput."""
         return self.images / max(self.seconds, 1e-9)
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the time spent waiting for data, in [0, 1]."""
-        return self.wait_seconds / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,6 @@
 """The directory of one run: its arguments, its machines and its results. Only rank 0 writes.
 
-args.yaml        resolved arguments; `-c args.yaml` repeats the run
-run.json         one record per start: command line, versions, host, world size
-log.txt          the lines of the console
-events.jsonl     events with time and place (`volo.record.events`; every rank writes)
-metrics.jsonl    one record per report and per epoch
-summary.csv      one row per epoch, from metrics.jsonl
-superseded-metrics.jsonl   records of updates that a resumed run does again
-curve.png        learning curves (where matplotlib is installed)
-first_batch.png  the first images with their targets (where matplotlib is installed; `volo.train.batch_watch`)
-validation_images.txt  the training images that are held out for validation (--val-fraction)
-trackers/        what experiment trackers were sent and have printed (`volo.record.trackers`)
-*.pth.tar        checkpoints (`volo.checkpoint.checkpoint`)
+docs/training.md lists the files.
 """
 
 from __future__ import annotations
@@ -35,17 +24,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import yaml
 
+from tlt._version import __version__
 from tlt.errors import UserError
 from volo.cluster.ranks import launch_id
 from volo.config.flags_data import AUGMENTATION, TOKEN_LABELS
 from volo.config.flags_train import BATCH_NORM, EMA, MODEL, OPTIMIZER, REGULARISATION, SCHEDULE
-from volo.record.events import utc_now
-from volo.record.json_lines import LineFile, read_json_lines, strict_json
+from volo.record.json_lines import LineFile, read_json_lines, strict_json, utc_now
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.csv"
-SUPERSEDED = "superseded-metrics.jsonl"
 DEFAULT_ROOT = "output/train"
 _CURVES = {
     "loss": ("train_loss", "train_cls_loss", "train_dense_loss", "eval_loss"),
@@ -90,12 +79,10 @@ def choose_directory(
     with `--resume auto` and no name, the newest run of this experiment: of this model and size, with the same seed,
     labels, optimizer, schedule, augmentation and regularisation.
 
-    Args:
-        report: Receives a line about a newer run that is another experiment and is not continued.
-        make: False: make nothing (`--dry-run`).
+    `report` receives a line about a newer run that is another experiment. Without `make` nothing is made (`--dry-run`).
 
     Raises:
-        UserError: The directory holds checkpoints of another run without `--resume`, is not in ROOT, or can't be made.
+        UserError: The directory holds checkpoints of another run without `--resume`, or can't be made.
     """
     root = Path(args.output or DEFAULT_ROOT)
     suffix = f"-{re.sub(r'[^-.a-zA-Z0-9_]+', '_', args.model)}-{max(image_size)}"
@@ -104,8 +91,6 @@ def choose_directory(
         return resumed
     if not args.experiment:
         return (args.resume == "auto" and _newest_alike(root, suffix, args, report)) or _new(root, suffix, make)
-    if Path(args.experiment).is_absolute() or ".." in Path(args.experiment).parts:
-        raise UserError(f"--experiment {args.experiment} leads out of {root}: give a name, and its folder as --output")
     directory = root / args.experiment
     if args.resume != "auto" and any(directory.glob("*.pth.tar")):
         raise UserError(
@@ -115,10 +100,14 @@ def choose_directory(
 
 
 def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[str], None]) -> Path | None:
-    """Return the newest run with the settings of `args`, or None."""
+    """Return the newest run with the settings of `args`, or None; report the newest one that has others."""
+    now = {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT}
     alike, passed_over = None, ""
     for file in sorted(root.glob(f"*{suffix}/args.yaml"), reverse=True):
-        if not (changes := _other_experiment(file, args)):
+        changes: list[str] = []
+        with suppress(OSError, yaml.YAMLError):  # where it is damaged, its checkpoints are compared all the same
+            changes = changed_settings(yaml.safe_load(file.read_bytes()), now)
+        if not changes:
             alike = file.parent
             break
         passed_over = passed_over or (
@@ -128,15 +117,6 @@ def _newest_alike(root: Path, suffix: str, args: Namespace, report: Callable[[st
     if passed_over:
         report(passed_over)
     return alike
-
-
-def _other_experiment(file: Path, args: Namespace) -> list[str]:
-    """Return how an args.yaml differs; nothing if it is damaged, since the checkpoints are compared as well."""
-    try:
-        recorded = yaml.safe_load(file.read_bytes())
-    except (OSError, yaml.YAMLError):
-        return []
-    return changed_settings(recorded, {k: v for k, v in settings_of(args).items() if k in _OF_EXPERIMENT})
 
 
 def changed_settings(recorded: Any, now: dict[str, Any]) -> list[str]:
@@ -159,16 +139,14 @@ def _is_named(directory: Path, args: Namespace) -> bool:
 
 def _new(root: Path, suffix: str, make: bool) -> Path:
     """Make and return a directory named after the present second, with a number if that name exists."""
-    now, numbers = datetime.now().strftime("%Y%m%d-%H%M%S"), itertools.count(2)
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
     path = root / f"{now}{suffix}"
     try:
-        if make:
-            root.mkdir(parents=True, exist_ok=True)
-        while make:
+        for number in itertools.count(2) if make else ():
             with suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(parents=True)
                 break
-            path = root / f"{now}-{next(numbers)}{suffix}"
+            path = root / f"{now}-{number}{suffix}"
     except OSError as error:
         raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
     return path
@@ -179,15 +157,10 @@ def launch_record() -> str | None:
     of a torchrun that was given none; None without a launcher."""
     if launch_id() is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return launch_id()
-    return f"process {os.getppid()} on {socket.gethostname()}, started at {_process_started(os.getppid())}"
-
-
-def _process_started(pid: int) -> str | None:
-    """Return when a process on this machine started, in kernel ticks; None where the system does not tell."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, LookupError):
-        return None
+    started = ""
+    with suppress(OSError, LookupError):  # in kernel ticks, because the system gives a process's number out again
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"process {os.getppid()} on {socket.gethostname()}, started at {started}"
 
 
 class RunDirectory:
@@ -203,69 +176,53 @@ class RunDirectory:
             raise UserError(f"--output {path}: cannot create the run directory ({error.strerror})") from error
 
     def record_start(
-        self,
-        args: Namespace,
-        world_size: int,
-        device: str,
-        more: Mapping[str, bytes] | None = None,
+        self, args: Namespace, world_size: int, device: str, more: Mapping[str, bytes] | None = None
     ) -> None:
         """Write args.yaml and `more` files, and add a record to run.json."""
-        starts = self._starts()
-        starts.append(
-            {
-                "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-                "command": sys.argv,
-                "working_directory": os.getcwd(),
-                "launch": launch_record(),
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "python": platform.python_version(),
-                "versions": versions(),
-                "world_size": world_size,
-                "device": device,
-            }
-        )
-        self._started = {
-            "args.yaml": yaml.safe_dump(settings_of(args), sort_keys=True).encode(),
-            "run.json": (json.dumps(starts, indent=1) + "\n").encode(),
-            **(more or {}),
+        starts: Any = []
+        with suppress(OSError, ValueError):  # missing or damaged; events.jsonl has the starts, too
+            starts = json.loads((self.path / "run.json").read_bytes())
+        start = {
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "working_directory": os.getcwd(),
+            "launch": launch_record(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "versions": versions(),
+            "world_size": world_size,
+            "device": device,
         }
+        starts = [*starts, start] if isinstance(starts, list) else [start]
+        settings = yaml.safe_dump(settings_of(args), sort_keys=True)
+        self._started = {"args.yaml": settings.encode(), "run.json": json.dumps(starts, indent=1).encode() + b"\n"}
+        self._started |= more or {}
         for name, content in self._started.items():
             _write(self.path / name, content)
-
-    def _starts(self) -> list[dict[str, Any]]:
-        try:
-            starts = json.loads((self.path / "run.json").read_bytes())
-        except (OSError, ValueError):  # missing or damaged; events.jsonl has the starts, too
-            return []
-        return starts if isinstance(starts, list) else []
 
     def rewind(self, epoch: int, update: int) -> int:
         """Remove the records after a position from metrics.jsonl and summary.csv: the run will make them again.
 
         Args:
-            epoch: Epochs finished.
-            update: Optimizer steps done.
+            epoch, update: Epochs finished, and optimizer steps done.
 
         Returns:
-            How many lines were moved from metrics.jsonl to superseded-metrics.jsonl.
+            How many lines of metrics.jsonl were removed.
 
         Raises:
             UserError: The files can't be written.
         """
         file = self.path / METRICS
-        lines = [line + b"\n" for line in file.read_bytes().splitlines()] if file.is_file() else []
+        lines = file.read_bytes().splitlines() if file.is_file() else []
         kept = [line for line in lines if _is_before(line, epoch, update)]
-        dropped = [line for line in lines if not _is_before(line, epoch, update)]
-        try:
-            if dropped:
-                with (self.path / SUPERSEDED).open("ab") as again:
-                    again.write(b"".join(dropped))
-                _write(file, b"".join(kept))
+        if len(kept) < len(lines):
+            try:
+                _write(file, b"".join(line + b"\n" for line in kept))
                 self._write_summary()
-        except OSError as error:
-            raise UserError(f"{self.path}: the records can't be written ({error.strerror}): make room there") from error
-        return len(dropped)
+            except OSError as error:
+                raise UserError(f"{file} can't be written ({error.strerror}): make room there") from error
+        return len(lines) - len(kept)
 
     def sync(self) -> None:
         """Write the records to the disk, as far as possible: a checkpoint must not outlive them.
@@ -290,8 +247,7 @@ class RunDirectory:
             self._write_summary()
 
     def _write_summary(self) -> None:
-        records = [record for record in read_json_lines(self.path / METRICS)[0] if record.get("event") == "epoch"]
-        rows = [{k: v for k, v in record.items() if k not in ("event", "time")} for record in records]
+        rows = [{k: v for k, v in record.items() if k not in ("event", "time")} for record in epochs_of(self.path)]
         out = io.StringIO(newline="")
         writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), restval="")
         writer.writeheader()
@@ -299,27 +255,41 @@ class RunDirectory:
         _write(self.path / SUMMARY, out.getvalue().encode())
 
     def draw_curve(self) -> Path:
-        """Draw curve.png from summary.csv. Raises whatever matplotlib raises."""
-        return _draw(read_summary(self.path / SUMMARY), self.path / "curve.png")
+        """Draw curve.png from the records of the epochs. Raises whatever matplotlib raises."""
+        from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
+
+        figure, epochs = Figure(figsize=(10, 4), layout="constrained"), epochs_of(self.path)
+        for axes, label, names in zip(figure.subplots(1, 2), _CURVES, _CURVES.values(), strict=True):
+            for name in names:
+                points = [(record["epoch"] + 1, record[name]) for record in epochs if record.get(name) is not None]
+                if any(value for _, value in points):
+                    axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".")
+            axes.set(xlabel="epoch", ylabel=label)
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend()
+        file = self.path / "curve.png"
+        figure.savefig(file, dpi=120)
+        return file
+
+
+def epochs_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the finished epochs of a run."""
+    return [record for record in read_json_lines(folder / METRICS)[0] if record.get("event") == "epoch"]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on."""
-    return {name: _version(name) for name in ("volo-tlt", "torch", "torchvision", "timm", "numpy", "simplejpeg")}
+    """Return the versions of the packages that a run depends on; torch's with its build (+cu130)."""
+    found = {"volo-tlt": __version__, "torch": torch.__version__}
+    for name in ("torchvision", "timm", "numpy", "simplejpeg"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """Return the arguments that define the run, as plain types, without those that only say how it was started."""
     return plain({k: v for k, v in sorted(vars(args).items()) if k not in _NOT_SETTINGS})
-
-
-def read_summary(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a summary.csv that have an epoch; none if the file is missing."""
-    if not file.is_file():
-        return []
-    with file.open(newline="", encoding="utf-8", errors="replace") as lines:
-        rows = csv.DictReader(line.replace("\0", "") for line in lines)
-        return [row for row in rows if (row.get("epoch") or "").isdecimal()]
 
 
 def _is_before(line: bytes, epoch: int, update: int) -> bool:
@@ -342,35 +312,7 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _draw(rows: list[dict[str, str]], file: Path) -> Path:
-    from matplotlib.figure import Figure  # not pyplot, whose backend is a notebook's to choose
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, label, names in zip(figure.subplots(1, 2), _CURVES, _CURVES.values(), strict=True):
-        for name in names:
-            points = [(int(row["epoch"]) + 1, float(row[name])) for row in rows if row.get(name)]
-            if any(value for _, value in points):
-                axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=".")
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    figure.savefig(file, dpi=120)
-    return file
-
-
 def _write(file: Path, content: bytes) -> None:
     staged = file.with_name(file.name + ".tmp")
     staged.write_bytes(content)
     staged.replace(file)
-
-
-def _version(name: str) -> str:
-    """The version that runs, with the build that torch adds to it (+cu130); of the metadata where not imported."""
-    module = sys.modules.get(name)
-    if module is not None and hasattr(module, "__version__"):
-        return str(module.__version__)
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -45,8 +45,18 @@ class RunLock:
         Raises:
             UserError: Another job holds it.
         """
-        if self._lock is None:
-            self._take()
+        if self._lock is not None:
+            return
+        lock = FileLock(self.path, thread_local=False)
+        try:
+            lock.acquire(timeout=_WAIT)
+        except Timeout as error:
+            raise UserError(
+                f"{self.path.parent} is in use by {self._holder()}: end that job first, or name another --experiment"
+            ) from error
+        except (OSError, NotImplementedError) as error:  # no permission, or a file system without locks
+            raise UserError(f"{self.path} cannot be locked ({error}): name another --output") from error
+        self._lock, self._inode = lock, os.stat(self.path).st_ino
 
     def check(self) -> None:
         """Create the directory again if it was removed, and take its lock again; does nothing without the lock.
@@ -60,28 +70,16 @@ class RunLock:
             if self.path.exists() and self.path.stat().st_ino == self._inode:
                 return
             self.path.parent.mkdir(exist_ok=True)
-            self._take()
+            self._lock = None
+            self.acquire()
             self._warn(
                 f"warning: {self.path.parent} was removed while this run goes on: made anew, without what it held"
             )
-
-    def _take(self) -> None:
-        lock = FileLock(self.path, thread_local=False)
-        try:
-            lock.acquire(timeout=_WAIT)
-        except Timeout as error:
-            raise UserError(
-                f"{self.path.parent} is in use by {self._holder()}: end that job first, or name another --experiment"
-            ) from error
-        except (OSError, NotImplementedError) as error:  # no permission, or a file system without locks
-            raise UserError(f"{self.path} cannot be locked ({error}): name another --output") from error
-        self._lock, self._inode = lock, os.stat(self.path).st_ino
 
     def _holder(self) -> str:
         """Return who holds the lock, by the newest start in run.json."""
         try:
             start = json.loads((self.path.parent / "run.json").read_bytes())[-1]
-            launch = f", {start['launch']}" if start.get("launch") else ""
-            return f"process {start['pid']} on {start['host']}{launch} (since {start['time']})"
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it has not begun, or is damaged
+            return f"process {start['pid']} on {start['host']} (since {start['time']})"
+        except (OSError, ValueError, LookupError, TypeError):  # it has not begun, or is damaged
             return "another job"

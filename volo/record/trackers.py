@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import yaml
 
 # Files of the run directory (`volo.record.run_directory`).
-METRICS, ARGUMENTS, PICTURE, FOLDER = "metrics.jsonl", "args.yaml", "first_batch.png", "trackers"
+METRICS, ARGUMENTS, FOLDER = "metrics.jsonl", "args.yaml", "trackers"
 DEFAULT_PROJECT = "volo-tlt"
 POLL_S = 1.0
 CALL_S = 120  # that a call of a library may take, before its process ends
@@ -37,15 +37,19 @@ _OFF = "off: "  # begins the line that says why a process has ended
 
 
 class Trackers:
-    """The processes that send the records of a run; none before `start`. Use it on rank 0 only."""
+    """The processes that send the records of a run; none before `start`. Use it on rank 0 only.
 
-    def __init__(self) -> None:
+    Args:
+        warn: Receives a line for each tracker that can't be started, has failed, or is not done in time.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._folder = warn, Path()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._folder = Path()
 
-    def start(self, run: Path, names: Sequence[str], project: str = "", tags: Sequence[str] = ()) -> list[str]:
-        """Start the trackers `names` for the run directory `run`; return a warning for each that can't be started."""
-        self._folder, warnings = run / FOLDER, []
+    def start(self, run: Path, names: Sequence[str], project: str = "", tags: Sequence[str] = ()) -> None:
+        """Start the trackers `names` for the run directory `run`."""
+        self._folder = run / FOLDER
         for name in names:
             command = [sys.executable, __file__, name, str(run), project, *tags]
             try:
@@ -56,13 +60,12 @@ class Trackers:
                         command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                     )
             except OSError as error:
-                warnings.append(f"--log-{name} is off: {error.strerror}")
-        return warnings
+                self._warn(f"--log-{name} is off: {error.strerror}")
 
-    def failures(self) -> list[str]:
-        """Return a warning for each tracker that has failed since the last call."""
-        ended = [name for name, process in self._running.items() if process.poll() is not None]
-        return [self._why(name, self._running.pop(name).returncode) for name in ended]
+    def check(self) -> None:
+        """Warn of each tracker that has failed since the last call."""
+        for name in [name for name, process in self._running.items() if process.poll() is not None]:
+            self._warn_of(name, self._running.pop(name).returncode)
 
     def close(self, exit_code: int) -> None:
         """Tell the trackers how the run has ended; they send what is left and end by themselves."""
@@ -71,22 +74,21 @@ class Trackers:
             with suppress(OSError), process.stdin as pipe:
                 pipe.write(b"%d" % exit_code)
 
-    def wait(self) -> list[str]:
-        """Wait for the trackers after `close`, at most WAIT_S; return a warning for each that has failed or goes on."""
-        until, warnings = time.monotonic() + WAIT_S, []
+    def wait(self) -> None:
+        """Wait for the trackers after `close`, at most WAIT_S; for the end of a run, when no other rank waits."""
+        until = time.monotonic() + WAIT_S
         for name, process in self._running.items():
             try:
                 if code := process.wait(max(0.0, until - time.monotonic())):
-                    warnings.append(self._why(name, code))
+                    self._warn_of(name, code)
             except subprocess.TimeoutExpired:
-                warnings.append(f"--log-{name} is still sending; it goes on without this run")
-        return warnings
+                self._warn(f"--log-{name} is still sending; it goes on without this run")
 
-    def _why(self, name: str, code: int) -> str:
+    def _warn_of(self, name: str, code: int) -> None:
         log = self._folder / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         reason = next((line for line in reversed(lines) if line.startswith(_OFF)), f"{_OFF}it ended with {code}")
-        return f"--log-{name} is {reason} ({log})"
+        self._warn(f"--log-{name} is {reason} ({log})")
 
 
 class Start(NamedTuple):
@@ -101,9 +103,8 @@ class Start(NamedTuple):
 
 
 # A tracker is made of a `Start`. Its methods may raise whatever the library raises, and may take their time:
-# `log(values, step, seconds)` sends the values of an update, recorded so many seconds after 1970; `picture(file, step)`
-# the picture of the first batch; `finish(exit_code)` what is left, and how the run has ended. `id` is what `Start.id`
-# needs to continue this run.
+# `log(values, step, seconds)` sends the values of an update, recorded so many seconds after 1970; `finish(exit_code)`
+# what is left, and how the run has ended. `id` is what `Start.id` needs to continue this run.
 
 
 class WandB:
@@ -113,7 +114,6 @@ class WandB:
         import wandb
 
         self.id = start.id or uuid.uuid4().hex[:8]
-        self._image = wandb.Image
         self._run = wandb.init(
             project=start.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             id=self.id,
@@ -131,9 +131,6 @@ class WandB:
 
     def log(self, values: dict[str, float], step: int, seconds: float) -> None:
         self._run.log({**values, "update": step})
-
-    def picture(self, file: Path, step: int) -> None:
-        self._run.log({"first_batch": self._image(str(file)), "update": step})
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
@@ -158,13 +155,6 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, seconds)
         self._writer.flush()
-
-    def picture(self, file: Path, step: int) -> None:
-        import numpy as np
-        from PIL import Image
-
-        with Image.open(file) as page:
-            self._writer.add_image("first_batch", np.asarray(page.convert("RGB")), step, dataformats="HWC")
 
     def finish(self, exit_code: int) -> None:
         self._writer.close()
@@ -192,9 +182,6 @@ class MLflow:
         metrics = [self._metric(name, value, int(1000 * seconds), step) for name, value in values.items()]
         self._client.log_batch(self.id, metrics=metrics)
 
-    def picture(self, file: Path, step: int) -> None:
-        self._client.log_artifact(self.id, str(file))
-
     def finish(self, exit_code: int) -> None:
         self._client.set_terminated(self.id, "FAILED" if exit_code else "FINISHED")
 
@@ -207,37 +194,16 @@ class Trackio:
 
         # Trackio knows a run by its name, and another folder may hold a run of the same name.
         self.id = start.id or f"{start.run.name}-{uuid.uuid4().hex[:8]}"
-        self._image = trackio.Image
         self._run = trackio.init(start.project or DEFAULT_PROJECT, self.id, config=start.config, resume="allow")
 
     def log(self, values: dict[str, float], step: int, seconds: float) -> None:
         self._run.log(values, step)
-
-    def picture(self, file: Path, step: int) -> None:
-        self._run.log({"first_batch": self._image(str(file))}, step)
 
     def finish(self, exit_code: int) -> None:
         self._run.finish()
 
 
 TRACKERS: dict[str, Any] = {"wandb": WandB, "tensorboard": TensorBoard, "mlflow": MLflow, "trackio": Trackio}
-
-
-class Sent:
-    """What a tracker has been sent, kept in a file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        noted = json.loads(file.read_text()) if file.exists() else {}
-        self.id: str = noted.get("id", "")
-        self.last: list[int] = noted.get("last", [-1, 0, -1])  # epoch, whether the record is of the whole epoch, update
-        self.picture: bool = noted.get("picture", False)
-
-    def save(self) -> None:
-        """Write the file."""
-        staged = self._file.with_suffix(".tmp")
-        staged.write_text(json.dumps({"id": self.id, "last": self.last, "picture": self.picture}))
-        staged.replace(self._file)
 
 
 def new_records(file: Path) -> Iterator[list[dict[str, Any]]]:
@@ -265,23 +231,6 @@ def values_of(record: dict[str, Any]) -> dict[str, float]:
     return {f"{event}/{key}": float(values[key]) for key in sorted(values)}
 
 
-def send(tracker: Any, records: list[dict[str, Any]], sent: Sent, picture: Path) -> None:
-    """Send the records that come after `sent.last`, and the picture before the first of them."""
-    step = sent.last[2]
-    for record in records:
-        step = record.get("update", step)
-        place = [record["epoch"], int(record["event"] == "epoch"), step]
-        if place <= sent.last:
-            continue
-        if not sent.picture and picture.is_file():
-            tracker.picture(picture, step)
-            sent.picture = True
-        signal.alarm(CALL_S)
-        tracker.log(values_of(record), step, datetime.fromisoformat(record["time"]).timestamp())
-        sent.last = place
-        sent.save()
-
-
 def how_it_ended(training: int) -> int | None:
     """Wait POLL_S at most; return the exit code of the run, or None while it goes on.
 
@@ -294,21 +243,41 @@ def how_it_ended(training: int) -> int | None:
 
 
 def follow(name: str, run: Path, project: str, tags: Sequence[str]) -> None:
-    """Send the records of a run until it ends; its exit code comes through stdin."""
-    training, code = os.getppid(), None
+    """Send the records of a run until it ends; its exit code comes through stdin. No call may take longer than CALL_S.
+
+    RUN/trackers/NAME.json holds the tracker's `id`, and the place of the last record that was sent: epoch, whether it
+    is of a whole epoch, update.
+    """
+    training, code, note = os.getppid(), None, run / FOLDER / f"{name}.json"
+
+    def write_note() -> None:
+        staged = note.with_suffix(".tmp")
+        staged.write_text(json.dumps(sent))
+        staged.replace(note)
+
     signal.alarm(CALL_S)
-    sent = Sent(run / FOLDER / f"{name}.json")
+    sent: dict[str, Any] = {"id": "", "last": [-1, 0, -1]}
+    if note.exists():
+        sent = json.loads(note.read_text())
+    step = sent["last"][2]
     config = yaml.safe_load((run / ARGUMENTS).read_bytes())
-    tracker = TRACKERS[name](Start(run, sent.id, sent.last[2], project, tags, config))
-    sent.id = tracker.id
-    sent.save()
+    tracker = TRACKERS[name](Start(run, sent["id"], step, project, tags, config))
+    sent["id"] = tracker.id
+    write_note()
     for records in new_records(run / METRICS):
+        for record in records:
+            step = record.get("update", step)
+            place = [record["epoch"], int(record["event"] == "epoch"), step]
+            if place <= sent["last"]:
+                continue
+            signal.alarm(CALL_S)
+            tracker.log(values_of(record), step, datetime.fromisoformat(record["time"]).timestamp())
+            sent["last"] = place
+            write_note()
         signal.alarm(CALL_S)
-        send(tracker, records, sent, run / PICTURE)
         if code is not None:
             break
         code = how_it_ended(training)
-    signal.alarm(CALL_S)
     tracker.finish(code)
 
 

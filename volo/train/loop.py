@@ -84,8 +84,7 @@ def train_epoch(
         if micro_batch == 0:
             begin_step()
         with synchronised(model, is_last):
-            with meter.own_work():
-                loss = training.criterion.loss(model, batch, step)  # targets, MixToken's box, both heads, loss
+            loss = training.criterion.loss(model, batch, step)  # targets, MixToken's box, both heads, loss
             # Micro-batches are weighted by their images, so that accumulation equals one large batch of any size.
             precision.backward(loss.total * (batch.size / update_size), reduced=is_last and run.world.size > 1)
         meter.add(loss, batch)

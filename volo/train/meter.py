@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +11,6 @@ from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.loss import LossTerms
 from volo.record.metrics import EpochTotals, Interval, Sums
-from volo.record.slowdown import CompileWatch, SlowdownWatch
 from volo.train.run import Run, Training
 
 
@@ -26,12 +23,10 @@ class Meter:
     def __init__(self, run: Run, training: Training) -> None:
         self.state, self.precision, self.loader = training.state, training.precision, training.loader
         self.logger, self.guard, self.log_interval = run.logger, run.guard, run.args.log_interval
-        self.slowdown_watch, self.compile_watch = SlowdownWatch(run.logger), CompileWatch(run.logger)
         self.sums = Sums(("images", "unreadable", "loss", "cls", "dense"), run.world)
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = 0
         self.lr = self.epoch_seconds = 0.0
-        self.own = 0.0  # seconds that this rank works without waiting for other ranks
         self._lap_start, self._waited_before = time.perf_counter(), run.guard.waited
         self.state.sums = self.progress
 
@@ -41,11 +36,10 @@ class Meter:
         Raises:
             UserError: The checkpoint's sums of the epoch can't be read.
         """
-        self.compile_watch.skip()
         self.sums.reset()
         self.epoch = dict.fromkeys(self.sums.names, 0.0)
         self.done = self.reported = self.state.update - self.state.epoch * self.state.updates_per_epoch
-        self.lr = self.epoch_seconds = self.own = 0.0
+        self.lr = self.epoch_seconds = 0.0
         self._lap_start, self._waited_before = time.perf_counter(), self.guard.waited
         if self.state.progress:
             self._restore(self.state.progress)
@@ -55,13 +49,6 @@ class Meter:
     def waited(self) -> float:
         """Seconds of this interval that this rank has waited for data."""
         return self.guard.waited - self._waited_before
-
-    @contextmanager
-    def own_work(self) -> Iterator[None]:
-        """Measure a block in which this rank works without waiting for other ranks."""
-        began = time.perf_counter()
-        yield
-        self.own += time.perf_counter() - began
 
     def progress(self) -> dict[str, Any]:
         """Return what a run that is resumed here needs for the same reports. Every rank must call it."""
@@ -132,8 +119,8 @@ class Meter:
             wait_seconds=wait_seconds,
             skipped_steps=skipped,
         )
-        self._report(interval)
-        self.reported, self.own = self.done, 0.0
+        self.logger.interval(interval)
+        self.reported = self.done
 
     def _record_skipped(self, update: int, in_loss: bool) -> None:
         """Record a skipped step and this rank's images in it, on rank 0 and on ranks whose loss was not finite."""
@@ -144,13 +131,6 @@ class Meter:
         images = [self.loader.dataset.path(int(index)) for indices in micro_batches for index in indices]
         parts = ["loss", "gradients"] if in_loss else ["gradients"]
         self.logger.event("nonfinite", epoch=epoch, update=update, not_finite=parts, images=images)
-
-    def _report(self, interval: Interval) -> None:
-        self.compile_watch.interval(interval.update - interval.updates, interval.update)
-        self.logger.interval(interval)
-        # In the first interval of an epoch the data workers are starting, too.
-        if not interval.update_in_epoch == interval.updates < interval.updates_per_epoch:
-            self.slowdown_watch.interval(interval, self.own + interval.wait_seconds)
 
     def end(self) -> EpochTotals:
         """Return the sums over the whole epoch."""

@@ -1,9 +1,8 @@
-"""What a run says about itself is whole lines of strict JSON, whatever happens to it."""
+"""What a run says about itself: whole lines of strict JSON, whatever happens to it, and one warning of slow data."""
 
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 from pathlib import Path
@@ -11,35 +10,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.record.tracked import report
 from tlt.data.batch import Skipped
 from tlt.errors import NonFiniteError
 from volo.cluster.distributed import World
 from volo.record import json_lines
-from volo.record.events import FILE
-from volo.record.json_lines import LineFile, read_json_lines, strict_json
+from volo.record.json_lines import EVENTS, LineFile, read_json_lines, strict_json
 from volo.record.logger import Logger
+from volo.record.run_directory import RunDirectory
 
 
 def _logger(rank: int = 0) -> Logger:
     return Logger(World(rank, rank, 2, torch.device("cpu")))
 
 
-def _strict(line: str) -> object:
-    def refuse(name: str) -> None:
-        raise AssertionError(f"{name} is no JSON")
-
-    return json.loads(line, parse_constant=refuse)
-
-
 def test_events_of_all_ranks_from_before_and_after_the_directory_is_known(tmp_path: Path) -> None:
-    loggers = [_logger(0), _logger(1)]
-    for logger in loggers:
+    (tmp_path / EVENTS).write_text('{"kind": "start", "rank": 0}\n{"kind": "chec')  # torn by a power cut
+    for logger in (_logger(0), _logger(1)):
         logger.event("start", lr=float("nan"))
         logger.open_events(tmp_path)
         logger.at(3, 70)
         logger.skipped("skipped-image", [Skipped("a\nb.jpg", "empty file")])
-    events, damaged = read_json_lines(tmp_path / FILE)
-    assert damaged == 0
+    (_, *events), damaged = read_json_lines(tmp_path / EVENTS)
+    assert damaged == 1
     assert [(e["rank"], e["kind"]) for e in events] == [(r, k) for r in (0, 1) for k in ("start", "skipped-image")]
     assert events[0]["lr"] is None and "update" not in events[0]
     assert {"epoch": 3, "update": 70, "path": "a\\nb.jpg", "reason": "empty file"}.items() <= events[1].items()
@@ -64,7 +57,7 @@ def test_the_end_of_a_run_is_noted(error: BaseException | None, code: int, why: 
                 raise error
     except BaseException as raised:
         assert raised is error
-    (event,), _ = read_json_lines(tmp_path / FILE)
+    (event,), _ = read_json_lines(tmp_path / EVENTS)
     assert (event["kind"], event["exit_code"], event["reason"]) == ("end", code, why)
 
 
@@ -76,32 +69,20 @@ def _write_many(file: Path, number: int) -> None:
 
 def test_processes_do_not_tear_each_others_lines(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_write_many, args=(tmp_path / FILE, n)) for n in range(3)]
+    processes = [context.Process(target=_write_many, args=(tmp_path / EVENTS, n)) for n in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    records, damaged = read_json_lines(tmp_path / FILE)
+    records, damaged = read_json_lines(tmp_path / EVENTS)
     assert damaged == 0
     for number in range(3):
         assert [r["count"] for r in records if r["process"] == number] == list(range(200))
 
 
-def test_a_line_torn_by_a_power_cut_spoils_no_other(tmp_path: Path) -> None:
-    file = tmp_path / FILE
-    file.write_text('{"kind": "start"}\n{"kind": "chec')
-    log = _logger()
-    log.open_events(tmp_path)
-    log.event("end")
-    log.event("start")
-    records, damaged = read_json_lines(file)
-    assert [r["kind"] for r in records] == ["start", "end", "start"] and damaged == 1
-
-
 def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = LineFile(tmp_path / "x")
+    lines, room, os_write = LineFile(tmp_path / "x"), [2], os.write
     lines.append("one")
-    room = [2]
 
     def write(descriptor: int, data: bytes) -> int:
         if not room[0]:
@@ -109,12 +90,34 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.M
         part, room[0] = data[: room[0]], max(0, room[0] - len(data))
         return os_write(descriptor, part)
 
-    os_write = os.write
     monkeypatch.setattr(json_lines.os, "write", write)
     lines.append("two")
     lines.append("three")
-    assert lines.error is not None and lines.error.errno == errno.ENOSPC
     monkeypatch.undo()
     lines.append("four")
-    assert lines.error is None
     assert (tmp_path / "x").read_text().splitlines() == ["one", "tw", "two", "three", "four"]
+
+
+def test_the_log_begins_with_what_was_said_before_there_was_a_directory(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        logger = _logger(rank)
+        logger.line("learning rate 0.1")
+        if rank == 0:
+            logger.open(RunDirectory(tmp_path), 10)
+        logger.line("epoch 1")
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["learning rate 0.1", "epoch 1"]
+
+
+def test_slow_data_is_reported_once_a_run_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = _logger()
+    logger.open_events(tmp_path)
+    logger.open(RunDirectory(tmp_path), 10)
+    told = []
+    # Of 100 s each: 25 s in all, which may be workers that begin; 17.5 % of the time; more.
+    for waited in (25.0, 10.0, 60.0, 60.0):
+        logger.interval(report(1, seconds=100.0, wait_seconds=waited))
+        told.append("--workers" in capsys.readouterr().out)
+    assert told == [False, False, True, False]
+    (event,), _ = read_json_lines(tmp_path / EVENTS)
+    assert event["kind"] == "data-wait" and event["share"] == 0.317
