@@ -113,7 +113,7 @@ def test_a_run_outlives_its_output_and_its_pictures(make_dataset: Callable[..., 
     assert ended.stderr.count("warning: output is left out that can't be written: No space left on device\n") == 1
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "done: 2 updates" in log
-    assert log.count("warning: curve.png could not be drawn: ") == log.count("warning: first_batch.png could not") == 1
+    assert "warning: curve.png could not be drawn: " in log and log.count("warning: first_batch.png could not") == 1
     assert len(epochs_of(tmp_path / "run")) == 2
 
 
