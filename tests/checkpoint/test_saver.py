@@ -27,48 +27,28 @@ class Told:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
+        self.line, self.sync = self.lines.append, lambda: None
 
     def event(self, kind: Any, **fields: Any) -> None:
         self.events.append((kind, fields))
 
-    def sync(self) -> None:
-        pass
 
-    @property
-    def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
-
-
-class Clock:
-    """What the saver has in place of the module `time`."""
-
-    now = 0.0
-    sleep = staticmethod(lambda _: None)
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(module, "time", clock := Clock())
-    return clock
-
-
-class Disk:
-    """Stands between the saver and the file system: full, read-only or slow, as a test wishes."""
+class World:
+    """The clock that the saver looks at, and the disk that it writes to: full, broken or slow, as a test wishes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.slept = 0.0, list[float]()
         self.error: int | None = None
         self.open = threading.Event()
         self.open.set()
         self.writes = 0
+        monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(checkpoint_module, "save_checkpoint", self._save)
         monkeypatch.setattr(os, "fsync", self._fsync)
-        self._real_fsync = os.fsync
+        self.sleep = self.slept.append
+
+    def monotonic(self) -> float:
+        return self.now
 
     def _save(self, path: Path, payload: dict[str, Any]) -> None:
         self.writes += 1
@@ -80,17 +60,18 @@ class Disk:
             raise OSError(self.error, os.strerror(self.error))
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
 
 
 def saver_of(state: TrainState, directory: Path, **policy: Any) -> tuple[Saver, Told]:
     told = Told()
-    return Saver(state, CheckpointDir(directory, keep=2), told, SavePolicy(**policy)), told
+    return Saver(state, CheckpointDir(directory, keep=2), told, SavePolicy(**policy)), told  # type: ignore[arg-type]
 
 
-def after_epoch(saver: Saver, top1: float) -> RankedCheckpoint | None:
+def an_epoch(saver: Saver, top1: float) -> RankedCheckpoint | None:
+    train(saver.state)
     saver.state.scores[saver.state.epoch - 1] = {"top1": top1}
     return saver.after_epoch()
 
@@ -103,22 +84,21 @@ def ended(saver: Saver) -> None:
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, disk: Disk, synchronous: bool) -> None:
+def test_training_goes_on_and_the_file_holds_what_was(tmp_path: Path, world: World, synchronous: bool) -> None:
     state = build()
-    train(state)
     saver, told = saver_of(state, tmp_path, synchronous=synchronous)
     if not synchronous:
-        disk.open.clear()
-    after_epoch(saver, 50.0)
+        world.open.clear()
+    assert an_epoch(saver, 50.0) == (50.0, 0, "checkpoint-0.pth.tar")
     assert ("last.pth.tar" in names(tmp_path)) == synchronous
     expected = payload_of(state)
     train(state)
-    disk.open.set()
+    world.open.set()
     saver.finish()
     written = read_checkpoint(tmp_path / "last.pth.tar")
     assert all(map(torch.equal, tensors(expected), tensors(written))) and written["update"] == 4
     assert not torch.equal(written["state_dict"]["0.weight"], state.model.state_dict()["0.weight"])
-    assert told.kinds == ["checkpoint"] and told.events[0][1]["update"] == 4
+    assert [(kind, fields["update"]) for kind, fields in told.events] == [("checkpoint", 4)]
 
 
 def test_the_copy_keeps_strides_and_types() -> None:
@@ -130,88 +110,64 @@ def test_the_copy_keeps_strides_and_types() -> None:
     assert copied["a"].stride() == weight.stride() and copied["empty"].shape == (0,)
 
 
-def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(
-    tmp_path: Path, disk: Disk, clock: Clock
-) -> None:
+def test_intervals_by_updates_and_minutes_and_a_save_that_is_still_under_way(tmp_path: Path, world: World) -> None:
     state = build(updates_per_epoch=100)
     saver, told = saver_of(state, tmp_path, every_updates=3, every_minutes=2.0, check_interval=2)
-    saved = []
-    for update in range(1, 9):
-        state.update, clock.now = update, {4: 119.0, 5: 190.0}.get(update, clock.now)
-        before = disk.writes
+    for update, now in ((1, 0), (3, 0), (4, 119), (5, 190), (6, 190), (7, 311), (8, 311)):
+        state.update, world.now = update, now
         saver.after_update()
-        if disk.writes > before or saver._thread is not None:
-            saved.append(update)
+        if saver._thread is not None:
             ended(saver)
-        clock.now += update in (5, 7)
     # 3 and 6 by count; the clock is looked at after even updates, and runs from the save before.
-    assert saved == [3, 6] and told.kinds == ["checkpoint"] * 2
-    clock.now += 120
-    saver.after_update()
-    ended(saver)
-    assert told.events[-1][1]["reason"] == "--checkpoint-minutes"
+    saved = [(fields["update"], fields["reason"]) for _, fields in told.events]
+    assert saved == [(3, "--recovery-interval"), (6, "--recovery-interval"), (8, "--checkpoint-minutes")]
 
-    disk.open.clear()
-    state.update = 9
-    saver.after_update()
-    state.update = 12
-    saver.after_update()
-    assert told.kinds[-1] == "checkpoint-skipped" and "update 12 is not saved" in told.lines[-1]
-    disk.open.set()
+    world.open.clear()
+    for state.update in (9, 12):
+        saver.after_update()
+    assert told.events[-1][0] == "checkpoint-skipped" and "update 12 is not saved" in told.lines[-1]
+    world.open.set()
     saver.save_now("SIGTERM")  # waits for that of update 9
     assert read_checkpoint(tmp_path / "last.pth.tar")["update"] == 12
     saver.save_now("again")
     assert [fields["update"] for kind, fields in told.events if kind == "checkpoint"] == [3, 6, 8, 9, 12]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESTALE])
-@pytest.mark.parametrize("synchronous", [False, True])
+@pytest.mark.parametrize(("code", "synchronous"), [(errno.ENOSPC, False), (errno.ESTALE, True)])
 def test_fault_14_a_failed_save_is_told_borne_and_tried_again(
-    tmp_path: Path, disk: Disk, clock: Clock, code: int, synchronous: bool
+    tmp_path: Path, world: World, code: int, synchronous: bool
 ) -> None:
     state = build()
     saver, told = saver_of(state, tmp_path, synchronous=synchronous)
-    train(state)
-    after_epoch(saver, 50.0)
+    an_epoch(saver, 50.0)
     saver.finish()
     before, kept = names(tmp_path), (tmp_path / "last.pth.tar").read_bytes()
-
-    disk.error = code
-    train(state)
-    after_epoch(saver, 60.0)
+    world.error = code
+    an_epoch(saver, 60.0)
+    expected = payload_of(state)
     if not synchronous:
         ended(saver)
     assert f"cannot write {tmp_path}/last.pth.tar: {os.strerror(code)}; it needs 0.0 MiB, " in told.lines[-1]
-    assert "are free" in told.lines[-1] and "\n" not in told.lines[-1] and told.kinds[-1] == "checkpoint-failed"
+    assert told.events[-1][0] == "checkpoint-failed"
     assert names(tmp_path) == before and (tmp_path / "last.pth.tar").read_bytes() == kept
-    saver.after_update()
-    assert disk.writes == 2  # not yet
-    clock.now += 30
-    saver.after_update()
-    ended(saver)
-    clock.now += 59
-    saver.after_update()
-    assert disk.writes == 3  # the second pause is longer
-
-    disk.error = None
-    expected = payload_of(state)
     train(state)
-    clock.now += 1
-    saver.after_update()
-    ended(saver)
-    assert told.kinds[-1] == "checkpoint" and told.events[-1][1]["attempts"] == 3
-    written = read_checkpoint(tmp_path / "last.pth.tar")
-    assert all(map(torch.equal, tensors(expected), tensors(written)))
+    for seconds, writes in ((0, 2), (30, 3), (59, 3), (1, 4)):  # the second pause is longer
+        world.now += seconds
+        world.error = code if writes < 4 else None
+        saver.after_update()
+        if saver._thread is not None:
+            ended(saver)
+        assert world.writes == writes
+    assert told.events[-1][0] == "checkpoint" and told.events[-1][1]["attempts"] == 3
+    assert all(map(torch.equal, tensors(expected), tensors(read_checkpoint(tmp_path / "last.pth.tar"))))
     assert read_checkpoint(tmp_path / "model_best.pth.tar")["epoch"] == 1
 
 
-def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp_path: Path, disk: Disk) -> None:
+def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp_path: Path, world: World) -> None:
     state = build()
     saver, told = saver_of(state, tmp_path)
-    for metric, error in ((50.0, None), (99.0, errno.ENOSPC), (60.0, None)):
-        train(state)
-        disk.error = error
-        after_epoch(saver, metric)
+    for metric, world.error in ((50.0, None), (99.0, errno.ENOSPC), (60.0, None)):
+        an_epoch(saver, metric)
         ended(saver)
     assert {n for n in names(tmp_path) if "-" in n} == {"checkpoint-0.pth.tar", "checkpoint-2.pth.tar"}
     assert "epoch 2 could not be saved and is not among the kept checkpoints" in told.lines[-1]
@@ -219,66 +175,47 @@ def test_fault_14_a_save_that_failed_gives_way_to_the_next_and_is_not_ranked(tmp
     assert same(again, state) and messages == []
 
 
-def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: Path, disk: Disk) -> None:
-    state = build()
-    saver, _ = saver_of(state, tmp_path, max_failed=2)
-    disk.error = errno.ENOSPC
+def test_fault_14_too_many_failed_saves_end_the_run_with_exit_code_4(tmp_path: Path, world: World) -> None:
+    saver, _ = saver_of(build(), tmp_path, max_failed=2)
+    world.error = errno.ENOSPC
     for _ in range(2):
-        train(state)
-        after_epoch(saver, 1.0)
+        an_epoch(saver, 1.0)
         ended(saver)
-    train(state)
-    after_epoch(saver, 1.0)
-    with pytest.raises(
-        NotWrittenError, match="3 saves in a row have failed .--max-failed-saves.*No space left"
-    ) as told:
+    an_epoch(saver, 1.0)
+    with pytest.raises(NotWrittenError, match="3 saves in a row have failed .--max-failed-saves.*No space") as caught:
         ended(saver)
-    assert told.value.exit_code == 4
+    assert caught.value.exit_code == 4
 
 
-def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(
-    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = build()
-    saver, told = saver_of(state, tmp_path)
-    slept: list[float] = []
+def test_fault_14_the_last_save_is_tried_again_and_then_fails_the_run(tmp_path: Path, world: World) -> None:
+    saver, told = saver_of(build(), tmp_path)
 
     def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        disk.error = None if seconds == 5.0 else errno.EIO
+        world.slept.append(seconds)
+        world.error = None if len(world.slept) == 2 else errno.EIO
 
-    monkeypatch.setattr(module.time, "sleep", sleep)
-    disk.error = errno.EIO
-    train(state)
+    world.sleep, world.error = sleep, errno.EIO
     with saver:
-        after_epoch(saver, 1.0)
-    assert slept == [1.0, 5.0] and told.kinds[-1] == "checkpoint"
-    monkeypatch.setattr(module.time, "sleep", slept.append)
-    disk.error = errno.EIO
-    train(state)
+        an_epoch(saver, 1.0)
+    assert world.slept == [1.0, 5.0] and told.events[-1][0] == "checkpoint"
+    world.error = errno.EIO
     with pytest.raises(NotWrittenError, match="Input/output error"), saver:
-        after_epoch(saver, 1.0)
-    assert slept[2:] == [1.0, 5.0, 30.0]
+        an_epoch(saver, 1.0)
+    assert world.slept[2:] == [1.0, 5.0, 30.0]
     with pytest.raises(NotWrittenError):
         saver.save_now("SIGTERM")
 
 
-def test_other_ranks_only_take_part(tmp_path: Path) -> None:
+def test_other_ranks_only_take_part_and_not_where_rank_0_has_it_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
     state, told, collected = build(), Told(), list[int]()
     state.sums = lambda: {"calls": collected.append(1)}  # type: ignore[func-returns-value]
-    saver = Saver(state, None, told, SavePolicy(every_updates=1))
-    state.update = 1
+    saver = Saver(state, None, told, SavePolicy(every_updates=4))  # type: ignore[arg-type]
     with saver:
+        assert an_epoch(saver, 1.0) is None
         saver.after_update()
         saver.save_now("SIGTERM")
-        assert after_epoch(saver, 1.0) is None
-    assert len(collected) == 3 and told.events == [] and not list(tmp_path.iterdir())
-
-
-def test_what_rank_0_has_on_disk_is_not_saved_again_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal right after an epoch: rank 0 saves nothing more, and others that began to would wait for it for ever."""
-    state, asked = build(), list[bool]()
-    state.sums = lambda: pytest.fail("rank 0 takes no part")
-    monkeypatch.setattr(module, "from_primary", lambda own: bool(asked.append(own)))  # type: ignore[func-returns-value]
-    Saver(state, None, Told(), SavePolicy()).save_now("SIGTERM")
-    assert asked == [True]
+        assert len(collected) == 3 and told.events == []
+        monkeypatch.setattr(module, "from_primary", lambda own: False)
+        saver.save_now("SIGTERM")
+    assert len(collected) == 3

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file
 
-from tests.commands.conftest import QUICK
 from tlt.errors import UserError
-from volo import cli
 from volo.checkpoint.finetune import load_finetune
 from volo.config.args import parse_train
 from volo.train.model import build_model, eval_settings
@@ -43,7 +39,6 @@ def _args(*flags: str) -> Namespace:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_labels": 3},
         {"num_labels": 5, "patch_size": 4, "qkv_bias": False, "num_channels": 1},
         {"num_labels": 7, "hidden_size": 192, "num_hidden_layers": 12, "patch_size": 16},
     ],
@@ -79,18 +74,6 @@ def test_fine_tuning_takes_the_backbone_without_the_heads_for_pretraining(of_fil
     with torch.no_grad():
         expected = theirs(images).last_hidden_state
         torch.testing.assert_close(ours.forward_features(images), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_folder_is_trained_and_validated(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
-    _saved("ViTForImageClassification", tmp_path / "vit", num_labels=2)
-    data, flags = make_dataset(), QUICK.replace("volo_test", f"local-dir:{tmp_path / 'vit'}").split()
-    flags += ["--output", str(tmp_path), "--epochs", "1", "--lr", "0"]
-    assert cli.run("train", [str(data), *flags, "--finetune", str(tmp_path / "vit"), "--experiment", "run"]) == 0
-    trained = torch.load(tmp_path / "run" / "last.pth.tar", weights_only=True)["state_dict"]
-    file = load_file(tmp_path / "vit" / "model.safetensors")
-    query = file["vit.encoder.layer.1.attention.attention.query.weight"]
-    torch.testing.assert_close(trained["blocks.1.attn.qkv.weight"][:32], query)
-    assert cli.run("validate", [str(data), "--checkpoint", str(tmp_path / "run" / "last.pth.tar"), "-j", "0"]) == 0
 
 
 def test_what_timm_lacks_is_told(tmp_path: Path) -> None:

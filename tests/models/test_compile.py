@@ -22,36 +22,14 @@ def model(request):
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_training_compiles_once_for_all_boxes(model, as_tensor, make_images):
     counter = CompileCounterWithBackend("aot_eager" if as_tensor else "eager")
-    compiled = torch.compile(model.train(), fullgraph=True, backend=counter)
+    model.train().set_grad_checkpointing(not as_tensor)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
     x = make_images(4, 64)
     for box in BOXES:
         got = compiled(x, dense=True, mix_box=torch.tensor(box) if as_tensor else box)
         expected = model(x, dense=True, mix_box=box)
         torch.testing.assert_close(got, expected)
         sum(out.sum() for out in got).backward()
-    assert counter.frame_count == 1
-
-
-def test_a_whole_training_step_compiles_once(model, make_images):
-    counter = CompileCounterWithBackend("eager")
-    model.train()
-    model.set_grad_checkpointing()
-
-    @torch.compile(fullgraph=True, backend=counter)
-    def loss_of(x, box):
-        cls, tokens = model(x, dense=True, mix_box=box)
-        return cls.square().mean() + tokens.square().mean()
-
-    losses = [loss_of(make_images(2, 64), torch.tensor(box)).item() for box in BOXES]
-    assert counter.frame_count == 1 and len(set(losses)) > 1
-
-
-def test_evaluation_compiles(model, make_images):
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model.eval(), fullgraph=True, backend=counter)
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(compiled(make_images(2, 64)), model(make_images(2, 64)))
     assert counter.frame_count == 1
 
 

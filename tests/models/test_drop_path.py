@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -127,28 +126,28 @@ def test_masks_have_each_branch_s_own_rate() -> None:
     assert not masks[4].any() and masks.isfinite().all()
 
 
-@pytest.mark.parametrize("rate", [0.0001, 0.1, 0.31, 0.47, 0.5, 0.75, 0.999, 1.0])
-def test_the_number_kept_is_the_nearest_and_at_least_one(rate: float) -> None:
-    for batch in (1, 2, 3, 8, 44, 128, 1000):
+def test_the_number_kept_is_the_nearest_and_at_least_one() -> None:
+    for rate, batch in itertools.product((0.0001, 0.31, 0.5, 0.75, 1.0), (1, 2, 3, 44, 1000)):
         nearest = int(batch * (1 - Fraction(rate)) + Fraction(1, 2))
         assert kept_images(batch, kept_share(DropPath(rate))) == max(1, nearest)
 
 
-class Operators(TorchDispatchMode):
-    """Collects the names of the operators that run; with `seeded` only those that draw random numbers."""
+class Draws(TorchDispatchMode):
+    """Collects the names of the operators that draw random numbers."""
 
-    def __init__(self, seeded: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.seeded, self.names = seeded, []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if not self.seeded or (torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__):
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
             self.names.append(func.__name__.split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("mode", "operator"), [("mask", "bernoulli"), ("subset", "rand")])
+@pytest.mark.parametrize(
+    ("mode", "operator", "checkpointing"), [("mask", "bernoulli", False), ("subset", "rand", True)]
+)
 def test_a_step_of_d5_s_depth_draws_once_and_each_of_its_72_branches_apart(
     mode: str, operator: str, checkpointing: bool, make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +158,9 @@ def test_a_step_of_d5_s_depth_draws_once_and_each_of_its_72_branches_apart(
     forward = TransformerBlock.forward
     watched = lambda block, x, *drawn: used.extend(drawn) or forward(block, x, *drawn)  # noqa: E731
     monkeypatch.setattr(TransformerBlock, "forward", watched)
-    with Operators(seeded=True) as operators:
+    with Draws() as draws:
         sum(out.square().mean() for out in model(images, dense=True)).backward()
-    assert operators.names == [operator] and len(used) == 72 * (1 + checkpointing)
+    assert draws.names == [operator] and len(used) == 72 * (1 + checkpointing)
     assert len({drawn.data_ptr() for drawn in used}) == 72
     if mode == "subset":
         assert all(len(set(drawn.tolist())) == len(drawn) for drawn in used)
@@ -169,8 +168,7 @@ def test_a_step_of_d5_s_depth_draws_once_and_each_of_its_72_branches_apart(
         assert [len(drawn) for drawn in used[:72]] == [kept_images(16, share) for share in shares]
 
 
-@pytest.mark.parametrize("mode", ["mask", "subset"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mode"), zip(MODELS, ("mask", "subset"), strict=True))
 def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(
     name: str, mode: str, make_images: Callable[..., Tensor]
 ) -> None:
@@ -184,27 +182,7 @@ def test_checkpointing_recomputes_what_was_drawn_and_evaluation_drops_nothing(
     plain = run(3, False)
     assert all(torch.equal(a, b) for a, b in zip(plain, run(3, True), strict=True))
     assert not torch.equal(plain[0], run(4, False)[0])
-    whole = model_of(name, rate=0.0)
-    assert torch.equal(model.eval()(x), whole.eval()(x))
-
-
-def test_a_pruned_model_draws_for_what_is_left(make_images: Callable[..., Tensor]) -> None:
-    model = timm.create_model("lvvit_test", features_only=True, out_indices=(1,), img_size=64, drop_path_rate=0.5)
-    assert len(model.train()(make_images(2, 64))) == 1 and len(model.model._dropping) == 1
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("drawn", [torch.tensor([2.0, 0, 2, 0]), torch.tensor([2, 0])], ids=["mask", "subset"])
-def test_autocast_keeps_the_residual_in_its_type(name: str, drawn: Tensor) -> None:
-    make, shape = BLOCKS[name]
-    torch.manual_seed(0)
-    block, x = make(), torch.randn(shape)
-    expected = block(x, drawn, drawn)
-    for dtype in (torch.float32, torch.bfloat16):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = block(x.to(dtype), drawn, drawn)
-        assert out.dtype is dtype
-        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05)
+    assert torch.equal(model.eval()(x), model_of(name, rate=0.0).eval()(x))
 
 
 def test_one_graph_serves_all_draws_and_another_one_all_batches(make_images: Callable[..., Tensor]) -> None:
@@ -246,36 +224,15 @@ def test_timm_models_are_refused_in_one_line() -> None:
     assert build_model(parse_train([*flags, "--model", "lvvit_test"])).drop_path_mode == "subset"
 
 
-def test_cudnn_makes_no_plans_where_each_block_has_a_batch_size_of_its_own(
-    make_images: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, images, allowed = model_of("lvvit_test"), make_images(4, 64), []
-    fused = F.scaled_dot_product_attention
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return fused(*args, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    for mode, training, expected in (("mask", True, True), ("subset", True, False), ("subset", False, True)):
-        model.set_drop_path_mode(mode)
-        model.train(training)(images).sum().backward()
-        assert allowed == [expected] * 3
-        allowed.clear()
-
-
 @pytest.mark.gpu
-def test_a_gpu_takes_flash_attention_for_the_subset_repeats_itself_and_does_not_wait() -> None:
+def test_a_gpu_repeats_itself_and_does_not_wait() -> None:
     model, images = model_of("lvvit_test").to("cuda", torch.bfloat16), torch.randn(8, 3, 64, 64, device="cuda")
     results = []
     for attempt in range(3):
         torch.manual_seed(3)
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")  # the first one starts libraries up
         try:
-            with Operators() as operators:
-                results.append(output_and_gradients(model, images.bfloat16()))
+            results.append(output_and_gradients(model, images.bfloat16()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found = {name for name in operators.names if "attention" in name}
-    assert found == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
     assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))

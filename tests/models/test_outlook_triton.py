@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -59,8 +58,7 @@ def test_logits_of_places_outside_the_image_may_be_huge(height: int, device: str
 
 @on_each
 def test_a_program_that_cannot_be_made_is_one_line(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.compiler.errors import CompilationError
-    from triton.runtime.errors import OutOfResources, PTXASError
+    from triton.runtime.errors import PTXASError
 
     from volo.kernels import triton_programs
 
@@ -69,19 +67,12 @@ def test_a_program_that_cannot_be_made_is_one_line(device: str, monkeypatch: pyt
             patched.setattr(triton_programs, program, MagicMock(**{"__getitem__.return_value.side_effect": error}))
             results(by_kernel("triton"), *(x.to(device) for x in tensors(1, 1, torch.float32, batch=1)))
 
-    forward, *others = triton_outlook.PROGRAMS
-    for program, error in (
-        (forward, OutOfResources(300_000, 232_448, "shared memory")),
-        (forward, PTXASError("fatal\n" * 100)),
-        (forward, CompilationError(None, ast.Pass(lineno=1, col_offset=0), "two\nlines")),
-        *((each, subprocess.CalledProcessError(1, ["gcc"])) for each in others),
-    ):
-        expected = rf"{program} of .*\({type(error).__name__}: .*\): --outlook-kernel windows \(or reference\)"
-        with pytest.raises(UserError, match=expected) as caught:
-            run(program, error)
+    for program in triton_outlook.PROGRAMS:
+        with pytest.raises(UserError, match=rf"{program} of .*\(PTXASError: .*\): --outlook-kernel windows") as caught:
+            run(program, PTXASError("fatal\n" * 100))
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
     with pytest.raises(RuntimeError, match="illegal memory access"):  # may be another program's fault
-        run(forward, RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
+        run(program, RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -115,19 +106,17 @@ volo.kernels.outlook_attention(v, logits)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("dropout", "heads", "dtype", "device", "reason"),
     [
-        ({"dropout": 0.1}, "no dropout"),
-        ({"heads": 4}, "heads of 16, 32, 64, 128 channels, not 8"),
-        ({"dtype": torch.float64}, "not torch.float64"),
-        ({"device": "meta"}, "needs a CUDA device, not meta"),
+        (0.1, 1, torch.float32, "cpu", "no dropout"),
+        (0.0, 4, torch.float32, "cpu", "heads of 16, 32, 64, 128 channels, not 8"),
+        (0.0, 1, torch.float64, "cpu", "not torch.float64"),
+        (0.0, 1, torch.float32, "meta", "needs a CUDA device, not meta"),
     ],
 )
-def test_what_it_leaves_to_others(change: dict[str, object], reason: str) -> None:
-    given = {"dropout": 0.0, "heads": 1, "dtype": torch.float32, "device": "cpu", **change}
-    v = torch.empty(1, 2, 2, 32, dtype=given["dtype"], device=given["device"])  # type: ignore[call-overload]
-    logits = torch.empty(1, 1, 1, 81 * given["heads"], dtype=given["dtype"], device=given["device"])  # type: ignore
-    assert reason in str(triton_outlook.why_unsupported(v, logits, given["dropout"]))  # type: ignore
+def test_what_it_leaves_to_others(dropout: float, heads: int, dtype: torch.dtype, device: str, reason: str) -> None:
+    v, logits = (torch.empty(1, 2, 2, n, dtype=dtype, device=device) for n in (32, 81 * heads))
+    assert reason in str(triton_outlook.why_unsupported(v, logits, dropout))
 
 
 def stage(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,8 +3,8 @@
 from tlt.models import lvvit as lvvit
 from tlt.models import transformers_vit as transformers_vit
 from tlt.models.fit_weights import adapt_state_dict
+from tlt.models.layers import resize_pos_embed
 from tlt.models.lvvit import ENTRYPOINTS, LVViT
-from tlt.models.pos_embed import resize_pos_embed
 from tlt.models.token_labeling import TokenLabelModel
 
 globals().update(ENTRYPOINTS)  # tlt.models.lvvit_s(...), the published names; `lvvit` stays the module

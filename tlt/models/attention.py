@@ -1,22 +1,18 @@
-"""Softmax attention by whichever of torch's ways is fastest on the device. B samples, N queries, M keys, D channels."""
+"""Softmax attention by whichever of torch's ways is fastest on the device, and where custom operators would be wrong.
+
+B samples, N queries, M keys, D channels.
+"""
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from tlt.models.operators import have_tangents
 
 # Up to here products written out are faster than torch's fused attention on a CPU in bfloat16: forward and backward
 # 1.8 to 3.2 times at 196 tokens (heads of 32 to 64 channels), 1.5 at 784; at 1024 heads of 48 channels are slower. In
 # float32 the fused one wins at every size (by 1.05 to 1.2), and it needs no memory for N * M weights.
 WRITTEN_OUT_TOKENS = 800
-
-_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def check_heads(dim: int, num_heads: int) -> None:
@@ -25,7 +21,7 @@ def check_heads(dim: int, num_heads: int) -> None:
         raise ValueError(f"{dim} channels can't be divided among {num_heads} heads")
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cudnn: bool = True) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """`softmax(q k^T / sqrt(D)) v`, the softmax computed in float32.
 
     Queries are scaled before their product with the keys, so that half precision does not overflow where the scaled
@@ -35,15 +31,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cudnn: bool
         q: (B, heads, N, D).
         k, v: (B, heads, M, D).
         dropout: Rate of dropout on the weights; 0 outside training.
-        cudnn: cuDNN may compute it, which torch prefers on some GPUs (H100). It makes a plan for every size of batch it
-            meets, tens of milliseconds each; flash attention is compiled for all of them.
 
     Returns:
         (B, heads, N, D)
     """
-    if not (_written_out(k) or have_tangents(q, k, v)):  # torch has none for its fused attention on a CPU
-        with nullcontext() if cudnn else sdpa_kernel(_WITHOUT_PLANS):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    if not (_written_out(k) or transformed()):  # torch's fused attention on a CPU has no forward-mode derivatives
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = F.dropout(logits.softmax(dim=-1), dropout)  # in float32, but written in the queries' type
     return weights @ v
@@ -51,3 +44,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, cudnn: bool
 
 def _written_out(k: Tensor) -> bool:
     return k.device.type == "cpu" and k.dtype is torch.bfloat16 and k.shape[-2] <= WRITTEN_OUT_TOKENS
+
+
+def transformed() -> bool:
+    """Whether a transformation of `torch.func` is active, which custom operators break or give zero for."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def own_operators_fit() -> bool:
+    """Whether custom operators may be used: nothing exports, traces or transforms these operations."""
+    return not (torch.compiler.is_exporting() or torch.jit.is_tracing() or transformed())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from tlt.errors import UserError
 from tlt.io.weights import clean_state_dict, unwrap
-from tlt.models.pos_embed import Grid, guess_grid, resize_pos_embed, resize_token_pos_embed
+from tlt.models.layers import Grid, resize_pos_embed, resize_token_pos_embed
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import DENSE_LAYERS, WithDenseHead
 
@@ -150,7 +152,7 @@ def adapt_state_dict(
     if pos.ndim == 4:
         adapted["pos_embed"] = resize_pos_embed(pos, model.pos_grid)
     else:
-        grid = source_grid or guess_grid(pos.shape[1] - 1, model.pos_grid)
+        grid = source_grid or _guess_grid(pos.shape[1] - 1, model.pos_grid)
         adapted["pos_embed"] = resize_token_pos_embed(pos, grid, model.pos_grid)
     return adapted, ["pos_embed"] if adapted["pos_embed"] is not pos else []
 
@@ -164,3 +166,21 @@ def source_grid(
         return None
     rows, cols = model.token_grid(img_size)
     return (rows, cols) if rows * cols == pos.shape[1] - 1 else None
+
+
+def _guess_grid(tokens: int, target: Grid) -> Grid:
+    """The grid of a checkpoint's tokens: a square, else one of the aspect ratio of `target`.
+
+    Raises:
+        UserError: Neither has so many tokens.
+    """
+    side = math.isqrt(tokens)
+    if side * side == tokens:
+        return side, side
+    rows = round(math.sqrt(tokens * target[0] / target[1]))
+    if rows > 0 and tokens % rows == 0 and rows * target[1] * rows == tokens * target[0]:
+        return rows, tokens // rows
+    raise UserError(
+        f"pos_embed of the checkpoint has {tokens} tokens, which is not a square grid: load it into a model built with "
+        "the image size it was trained at, then change the size with set_input_size"
+    )

@@ -16,6 +16,8 @@ from tlt.models.linear import linear
 
 torch.fx.wrap("attention")  # it looks at devices and types, which a traced graph does not have
 
+Grid = tuple[int, int]  # rows and columns of tokens
+
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention over all tokens.
@@ -24,12 +26,7 @@ class SelfAttention(nn.Module):
         dim: Channels, a multiple of `num_heads`.
         attn_drop: Dropout rate on the attention weights.
         proj_drop: Dropout rate on the output.
-
-    Attributes:
-        cudnn: cuDNN may compute the attention in training (`tlt.models.attention`).
     """
-
-    cudnn = True
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = False, attn_drop: float = 0.0, proj_drop: float = 0.0
@@ -47,7 +44,7 @@ class SelfAttention(nn.Module):
         tokens = x.flatten(1, -2)  # (B, N, C)
         qkv = linear(self.qkv, tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, C / heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, C / heads)
-        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0, self.cudnn or not self.training)
+        mixed = attention(q, k, v, self.attn_drop if self.training else 0.0)
         mixed = mixed.transpose(1, 2).flatten(2)  # (B, N, C); a tensor-parallel rank has the columns of its own heads
         return self.proj_drop(linear(self.proj, mixed)).reshape(x.shape)
 
@@ -55,6 +52,24 @@ class SelfAttention(nn.Module):
 def channels_last(x: Tensor) -> Tensor:
     """x (B, C, H, W) with its channels last in memory. Not by memory format, which `torch.vmap` does not have."""
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def resize_pos_embed(pos: Tensor, grid: Grid) -> Tensor:
+    """Resize position embeddings (1, H, W, C) to (1, rows, columns, C) as published: bicubic, pixel centres at +0.5, no
+    antialiasing. They are computed in float32 or better, and returned in the dtype of `pos`."""
+    if tuple(pos.shape[1:3]) == tuple(grid):
+        return pos
+    wide = pos if pos.dtype == torch.float64 else pos.float()
+    resized = F.interpolate(wide.permute(0, 3, 1, 2), size=tuple(grid), mode="bicubic", align_corners=False)
+    return resized.permute(0, 2, 3, 1).to(pos.dtype)
+
+
+def resize_token_pos_embed(pos: Tensor, grid: Grid, target: Grid) -> Tensor:
+    """Like `resize_pos_embed` for (1, 1 + N, C), N = rows * columns of `grid`; the class token's entry is unchanged."""
+    if tuple(grid) == tuple(target):
+        return pos
+    resized = resize_pos_embed(pos[:, 1:].unflatten(1, grid), target)
+    return torch.cat((pos[:, :1], resized.flatten(1, 2)), dim=1)
 
 
 class Mlp(nn.Module):

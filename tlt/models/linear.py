@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from tlt.models.operators import own_operators_fit
+from tlt.models.attention import own_operators_fit
 
 CHOICE = "TLT_LINEAR"  # variable: "mkl" or "onednn" whatever the processor
 _PROCESSOR = Path("/proc/cpuinfo")
@@ -72,7 +72,7 @@ def _takes_onednn(x: Tensor, layer: nn.Linear) -> bool:
         and type(weight) is nn.Parameter  # a quantized weight is of another class
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
         and not torch.is_autocast_enabled("cpu")
-        and own_operators_fit(x, weight)
+        and own_operators_fit()
         and x.numel() > 0  # oneDNN refuses empty products
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_cells, mix_tokens
-from tlt.models.token_positions import Shrinking, Size, positions_of, shrinking_layers
+from tlt.models.token_positions import Shrinking, Size, TokenGrid, positions_of, shrinking_layers
 
 # Names that timm gives to that layer, in the order in which they are looked for.
 _EMBEDDINGS = ("patch_embed", "stem", "maxpool", "bn1")
@@ -22,23 +22,26 @@ _TOLERANCE = 1e-3  # of the largest feature
 Features = Callable[[Tensor], Tensor]  # images (B, 3, H, W) -> map (B, h, w, C)
 
 
-class EmbeddingCells(NamedTuple):
-    """Which token the cells of an embedding belong to, along (rows, columns).
+class Tokens(NamedTuple):
+    """The last map of a model for images of one size.
 
     Attributes:
-        grid: Tokens.
-        pitch: Cells from one token to the next.
-        start: Where the first token begins, in cells from the first one's edge; negative where it looks at padding.
+        grid: Rows and columns.
+        channels: Of the map.
+        cells: Where the cells lie that MixToken mixes; None where they are the tokens.
     """
 
     grid: Size
-    pitch: tuple[float, float]
-    start: tuple[float, float]
+    positions: TokenGrid
+    channels: int
+    cells: TokenGrid | None = None
 
-    def tokens(self, axis: int, count: int, device: torch.device) -> Tensor:
+    def of_cells(self, axis: int, count: int, device: torch.device) -> Tensor:
         """(count,) the token of each cell along an axis; cells beyond the outer tokens belong to these."""
-        centres = torch.arange(count, device=device) + (0.5 - self.start[axis])
-        return (centres / self.pitch[axis]).floor().clamp(0, self.grid[axis] - 1)
+        assert self.cells is not None
+        centres = torch.arange(count, device=device) * self.cells.pitch[axis] + self.cells.first[axis]
+        steps = (centres - self.positions.first[axis]) / self.positions.pitch[axis]
+        return (steps + 0.5).floor().clamp(0, self.grid[axis] - 1)
 
 
 class MixPoint:
@@ -49,43 +52,30 @@ class MixPoint:
         layout: "NLC" (patches row by row), "NHWC" or "NCHW".
 
     Attributes:
-        cells: For images of the present size; the caller sets it with `box`.
+        tokens: For images of the present size; the caller sets it with `box`.
     """
 
     def __init__(self, layer: str, layout: str) -> None:
         self.layer, self.layout = layer, layout
         self.box: Box | None = None
-        self.cells: EmbeddingCells | None = None
+        self.tokens: Tokens | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if self.box is None:
+        if self.box is None or self.tokens is None:
             return None
         if self.layout == "NLC":
-            image = inputs[0]  # (B, 3, H, W)
-            grid = module.dynamic_feat_size((image.shape[-2], image.shape[-1]))  # type: ignore[operator]
-            return mix_tokens(output.unflatten(1, grid), self.box).flatten(1, 2)
-        if self.layout == "NHWC":
-            return self._mixed(output)
-        return self._mixed(output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            return mix_tokens(output.unflatten(1, self.tokens.grid), self.box).flatten(1, 2)
+        x = output if self.layout == "NHWC" else output.permute(0, 2, 3, 1)
+        rows, cols = (self.tokens.of_cells(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
+        mixed = mix_cells(x, self.box, rows, cols)
+        return mixed if self.layout == "NHWC" else mixed.permute(0, 3, 1, 2)
 
-    def cells_of(self, output: Tensor, layers: list[Shrinking], grid: Size, img_size: Size) -> EmbeddingCells | None:
-        """The cells of this `output` in a network with these layers; None where they are the tokens."""
+    def cells_of(self, output: Tensor, layers: list[Shrinking], img_size: Size) -> TokenGrid | None:
+        """Where the cells of this `output` lie in a network with these layers; None where they are the tokens."""
         if self.layout == "NLC":
             return None
         rows = self.layout.index("H")
-        tokens = positions_of(layers, grid, img_size)
-        cells = positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
-        pitch_y, pitch_x = (far / near for far, near in zip(tokens.pitch, cells.pitch, strict=True))
-        start_y, start_x = (
-            (token - cell) / near + 0.5 - pitch / 2
-            for token, cell, near, pitch in zip(tokens.first, cells.first, cells.pitch, (pitch_y, pitch_x), strict=True)
-        )
-        return EmbeddingCells(grid, (pitch_y, pitch_x), (start_y, start_x))
-
-    def _mixed(self, x: Tensor) -> Tensor:
-        assert self.box is not None and self.cells is not None
-        rows, cols = (self.cells.tokens(axis, x.shape[axis + 1], x.device) for axis in (0, 1))
-        return mix_cells(x, self.box, rows, cols)
+        return positions_of(layers, (output.shape[rows], output.shape[rows + 1]), img_size)
 
 
 def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPoint:
@@ -110,7 +100,8 @@ def add_mix_point(model: nn.Module, features: Features, images: Tensor) -> MixPo
     lower[:, :, images.shape[2] // 2 :] *= -1
     point = MixPoint(name, _layout(name, layer, grid, output, layer_output(layer, features, lower)[1]))
     handle = layer.register_forward_hook(point)
-    point.box, point.cells = (0, 0, *grid), point.cells_of(output, layers, grid, size)
+    cells = point.cells_of(output, layers, size)
+    point.box, point.tokens = (0, 0, *grid), Tokens(grid, positions_of(layers, grid, size), partner.shape[3], cells)
     mixed = features(images)
     point.box = None
     if not (mixed - partner).abs().max() <= _TOLERANCE * partner.abs().max():

@@ -21,9 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from tlt.errors import UserError
 from tlt.mixtoken import Box, mix_tokens, unmix_tokens
 from tlt.models.drop_path import WHOLE, draw_masks, draw_subsets, kept_share
-from tlt.models.layers import ResidualBlock, SelfAttention, TransformerBlock, init_linear
+from tlt.models.layers import (
+    ResidualBlock,
+    TransformerBlock,
+    init_linear,
+    resize_pos_embed,
+    resize_token_pos_embed,
+)
 from tlt.models.linear import linear
-from tlt.models.pos_embed import resize_pos_embed, resize_token_pos_embed
 from tlt.models.token_positions import TokenGrid
 
 RunBlock = Callable[[nn.Module, Tensor], Tensor]  # runs a block; bound to what was drawn for it
@@ -286,11 +291,6 @@ class TokenLabelModel(nn.Module):
                 (see `tlt.models.drop_path`).
         """
         self.drop_path_mode = mode
-        for module in self.modules():
-            if isinstance(module, SelfAttention):
-                # Nearly every block keeps another number of images. Rounded to few numbers, cuDNN would plan less, but
-                # blocks would train at other rates than they were given.
-                module.cudnn = mode == "mask"
 
     # Heads ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from tlt.errors import UserError
 from tlt.io.weights import EMA_KEYS, WEIGHT_KEYS, state_dict_of, unwrap, weights_entry
 from tlt.mixtoken import Box, mix_tokens
 from tlt.models.layers import init_linear
-from tlt.models.mix_point import EmbeddingCells, MixPoint, add_mix_point, layer_output
+from tlt.models.mix_point import MixPoint, Tokens, add_mix_point, layer_output
 from tlt.models.spatial import feature_map, norm_after_pooling
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.token_positions import Size, TokenGrid, positions_of, shrinking_layers
@@ -31,16 +31,6 @@ from tlt.models.transformers_vit import from_transformers
 # Where a checkpoint keeps the dense head that belongs to the weights in its other entries.
 DENSE_ENTRIES = {WEIGHT_KEYS[0]: "dense_head", EMA_KEYS[0]: "dense_head_ema"}
 DENSE_LAYERS = ("aux_head", "aux_norm")
-
-
-class Tokens(NamedTuple):
-    """The last map of a model for one size of images: rows and columns, where they lie, channels, and which
-    of them the cells belong to that MixToken mixes."""
-
-    grid: Size
-    positions: TokenGrid
-    channels: int
-    cells: EmbeddingCells | None = None
 
 
 class WithDenseHead(nn.Module):
@@ -59,10 +49,6 @@ class WithDenseHead(nn.Module):
     mix_point: MixPoint | None
     mix_refusal: str  # why there is no `mix_point`
     _seen: dict[Size, Tokens]  # for images of a size
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class was made for this model: what can be found again by its name is timm's.
-        return _restored, (type(self).__bases__[1],), self.__dict__
 
     def forward(self, x: Tensor, dense: bool = False, mix_box: Box | None = None) -> Any:
         """Classify images; arguments and results as of `TokenLabelModel.forward`.
@@ -87,7 +73,7 @@ class WithDenseHead(nn.Module):
     def _mixed_features(self, x: Tensor, box: Box) -> Tensor:
         self.check_mix_token()
         assert self.mix_point is not None
-        self.mix_point.box, self.mix_point.cells = box, self._tokens((x.shape[-2], x.shape[-1])).cells
+        self.mix_point.box, self.mix_point.tokens = box, self._tokens((x.shape[-2], x.shape[-1]))
         try:
             return self.forward_features(x)
         finally:
@@ -173,7 +159,7 @@ def with_dense_head(model: Any, img_size: tuple[int, int] | None = None) -> Any:
     model.mix_point, model.mix_refusal = None, ""
     try:
         model.mix_point = add_mix_point(model, functools.partial(_last_map, model), _probe(model, 2, size))
-        model._seen = {size: found._replace(cells=model.mix_point.cells)}
+        model._seen = {size: model.mix_point.tokens}
     except UserError as error:
         model.mix_refusal = str(error)
     return model
@@ -185,19 +171,13 @@ def find_tokens(model: Any, size: Size, mix_point: MixPoint | None = None) -> To
     with shrinking_layers(model) as layers:
         found, output = layer_output(layer, features, _probe(model, 1, size))
     grid = found.shape[1], found.shape[2]
-    cells = mix_point.cells_of(output, layers, grid, size) if mix_point else None
+    cells = mix_point.cells_of(output, layers, size) if mix_point else None
     return Tokens(grid, positions_of(layers, grid, size), found.shape[3], cells)
 
 
 @functools.cache
 def _subclass(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (WithDenseHead, kind), {"__doc__": kind.__doc__, "__module__": __name__})
-
-
-def _restored(kind: Any) -> nn.Module:
-    """An empty WithDenseHead of timm's class `kind`; pickle fills it."""
-    made = _subclass(kind)
-    return made.__new__(made)
 
 
 def _new_head(model: Any, channels: int) -> nn.Linear:

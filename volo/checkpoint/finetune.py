@@ -77,16 +77,14 @@ def load_weights(
         UserError: The file can't be read, holds NaN, or belongs to another model (which is named if possible).
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
-    state = joined_state_dict(model, checkpoint, use_ema, path)
-    fit = fit_state_dict(model, state, trained_size(checkpoint))
+    fit, report = _fit(model, checkpoint, use_ema, path)
     missing = needed(fit.missing)
     if isinstance(unwrap(model), WithDenseHead):
         missing = [n for n in missing if not is_dense_head(n)]
     if missing or fit.dropped or set(fit.resized) - {"pos_embed"}:
         raise UserError(explain_misfit(model, fit, checkpoint, path))
-    check_finite(fit.weights, path)
-    load_clean(model, fit.weights, strict=False)
-    return _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
+    _load(model, fit, path)
+    return report
 
 
 def load_finetune(
@@ -101,9 +99,7 @@ def load_finetune(
         UserError: The file can't be read, holds NaN, belongs to another architecture, or almost nothing of it fits.
     """
     checkpoint = read_checkpoint(path) if checkpoint is None else checkpoint
-    state = joined_state_dict(model, checkpoint, use_ema, path)
-    fit = fit_state_dict(model, state, trained_size(checkpoint))
-    report = _report(model, fit, path, weights_entry(checkpoint, use_ema, path))
+    fit, report = _fit(model, checkpoint, use_ema, path)
     misfits = [name for name in needed(fit.missing) + fit.dropped if name not in fit.changeable]
     if misfits and (other := other_architecture(model, checkpoint)):
         raise UserError(f"checkpoint is {other}, --model is {architecture(model)}: {path} (--finetune)")
@@ -112,8 +108,7 @@ def load_finetune(
             f"--finetune {path} does not fit --model {architecture(model)}: {len(fit.dropped)} of its tensors have "
             f"other names or shapes, {100 * report.share:.1f} % of the model would be loaded"
         )
-    check_finite(fit.weights, path)
-    load_clean(model, fit.weights, strict=False)
+    _load(model, fit, path)
     return report
 
 
@@ -133,12 +128,6 @@ def needed(names: Iterable[str]) -> list[str]:
     return [n for n in names if not n.endswith("num_batches_tracked")]
 
 
-def trained_size(checkpoint: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the (H, W) pixels that a checkpoint of ours says it was trained on."""
-    config = model_config_of(checkpoint) or {}
-    return tuple(config["img_size"]) if "img_size" in config else None
-
-
 def architecture(model: nn.Module) -> str:
     """Return the name that timm created the model by, without its tag."""
     model = unwrap(model)
@@ -152,8 +141,19 @@ def other_architecture(model: nn.Module, checkpoint: dict[str, Any]) -> str | No
     return name if timm.is_model(name) and name != architecture(model) else None
 
 
-def _report(model: nn.Module, fit: Fit, path: str | Path, entry: str) -> FinetuneReport:
+def _fit(
+    model: nn.Module, checkpoint: dict[str, Any], use_ema: bool | None, path: str | Path
+) -> tuple[Fit, FinetuneReport]:
+    config = model_config_of(checkpoint) or {}
+    trained_size = tuple(config["img_size"]) if "img_size" in config else None
+    fit = fit_state_dict(model, joined_state_dict(model, checkpoint, use_ema, path), trained_size)
     heads = tuple(f"{h}." for h in head_names(model))
     backbone = {n: v.numel() for n, v in clean_state_dict(model).items() if not n.startswith(heads)}
     share = sum(count for n, count in backbone.items() if n in fit.weights) / max(sum(backbone.values()), 1)
-    return FinetuneReport(str(path), entry, fit.resized, fit.kept, fit.dropped, fit.missing, share, fit.notes)
+    entry = weights_entry(checkpoint, use_ema, path)
+    return fit, FinetuneReport(str(path), entry, fit.resized, fit.kept, fit.dropped, fit.missing, share, fit.notes)
+
+
+def _load(model: nn.Module, fit: Fit, path: str | Path) -> None:
+    check_finite(fit.weights, path)
+    load_clean(model, fit.weights, strict=False)

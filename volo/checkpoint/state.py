@@ -245,18 +245,20 @@ def checked_optimizer_state(
     Raises:
         UserError: `saved` is no such state; the message has the remedy.
     """
+    own_class, groups = type(optimizer).__name__, optimizer.param_groups
     try:
-        problem = _group_problem(optimizer, saved, saved_class)
-        if not problem:
-            own = own_optimizer_state(model, optimizer, saved)
-            problem = _state_problem(optimizer, saved, own)
+        if isinstance(saved_class, str) and saved_class != own_class:
+            raise ValueError(f"it is of {saved_class}, --opt gives {own_class}")
+        sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved["param_groups"], groups))
+        if sizes != own_sizes:
+            raise ValueError(f"its groups have {sizes} parameters, this model's {own_sizes}")
+        own = own_optimizer_state(model, optimizer, saved)
+        _check_state([p for group in groups for p in group["params"]], saved, own)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        problem = f"it is no optimizer state ({type(error).__name__}: {error})"
-    if problem:
         raise UserError(
-            f"{path}: its optimizer state does not fit, {problem}: "
+            f"{path}: its optimizer state does not fit ({type(error).__name__}: {error}): "
             "use the optimizer of the checkpoint, or leave its state out with --no-resume-opt"
-        )
+        ) from error
     return own
 
 
@@ -283,24 +285,13 @@ def _match_layout(optimizer: Optimizer) -> None:
                 state[key] = torch.empty_like(parameter).copy_(state[key])
 
 
-def _group_problem(optimizer: Optimizer, saved: Any, saved_class: Any) -> str | None:
-    own_class = type(optimizer).__name__
-    if isinstance(saved_class, str) and saved_class != own_class:
-        return f"it is of {saved_class}, --opt gives {own_class}"
-    groups = saved["param_groups"]
-    sizes = [len(group["params"]) for group in groups]
-    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return f"its groups have {sizes} parameters, this model's {own_sizes}" if sizes != own_sizes else None
-
-
-def _state_problem(optimizer: Optimizer, whole: dict[str, Any], own: dict[str, Any]) -> str | None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+def _check_state(parameters: list[Tensor], whole: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raise ValueError for moments of another shape than their parameter, and for NaN."""
     for number, index in enumerate(index for group in whole["param_groups"] for index in group["params"]):
         tensors = {k: v for k, v in whole["state"].get(index, {}).items() if isinstance(v, Tensor)}
         for key in _PER_VALUE & tensors.keys():
             if tensors[key].numel() != 1 and own["state"][index][key].shape != parameters[number].shape:
                 shapes = f"{tuple(tensors[key].shape)}, the parameter {tuple(parameters[number].shape)}"
-                return f"{key} of parameter {number} is {shapes}"
+                raise ValueError(f"{key} of parameter {number} is {shapes}")
         if broken := first_non_finite(tensors):
-            return f"{broken} of parameter {number} holds NaN or infinite values"
-    return None
+            raise ValueError(f"{broken} of parameter {number} holds NaN or infinite values")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.errors import UserError
-from tlt.models.operators import own_operators_fit, transformed
+from tlt.models.attention import own_operators_fit, transformed
 from volo.kernels import reference, triton_outlook, windows
 
 
@@ -63,20 +63,20 @@ def choose_kernel(kernel: str, v: Tensor, logits: Tensor, dropout: float) -> Out
     """Return the implementation of a name, or for "auto" the fastest that fits.
 
     Tensors without contents always get the reference, so that operations counted on them do not depend on the kernel.
-    With "auto", `torch.export`, `torch.jit.trace`, `torch.func` and forward-mode differentiation get it, too, so that
+    With "auto", `torch.export`, `torch.jit.trace` and `torch.func` get it, too, so that
     an exported program holds no operation of our own.
 
     Raises:
         UserError: The named implementation doesn't fit.
     """
-    if v.is_meta or (kernel == "auto" and not own_operators_fit(v, logits)):
+    if v.is_meta or (kernel == "auto" and not own_operators_fit()):
         return reference
     if kernel == "auto":
         return next(each for each in KERNELS.values() if each.why_unsupported(v, logits, dropout) is None)
     chosen = KERNELS[kernel]
     reason = chosen.why_unsupported(v, logits, dropout)
-    if chosen is not reference and transformed(v, logits):
-        reason = "it has no forward-mode derivatives, and torch.func can't transform it"
+    if chosen is not reference and transformed():
+        reason = "torch.func can't transform it"
     if reason is not None:
         raise UserError(f"--outlook-kernel {kernel}: {reason}; --outlook-kernel auto takes another")
     return chosen

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from tlt.models.operators import refuse_second_derivatives
+from tlt.errors import UserError
 
 Forward: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
 Backward: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -37,9 +37,12 @@ def define_operator(name: str, forward: Forward, backward: Backward) -> Forward:
     def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return *of_gradients(grad, *ctx.saved_tensors, ctx.scale), None
 
+    def refuse(ctx: Any, *grads: Any) -> None:
+        remedy = 'model.set_outlook_kernel("reference") has them (on a CPU under sdpa_kernel(SDPBackend.MATH))'
+        raise UserError(f"volo::{name} has no second derivatives: {remedy}")
+
     operator.register_autograd(differentiate, setup_context=keep)
-    remedy = 'model.set_outlook_kernel("reference") has them (on a CPU under sdpa_kernel(SDPBackend.MATH))'
-    refuse_second_derivatives(of_gradients, remedy)
+    of_gradients.register_autograd(refuse)
     register_flop_formula(getattr(torch.ops.volo, name))(_flops)
     register_flop_formula(getattr(torch.ops.volo, f"{name}_backward"))(_backward_flops)
     return operator
