@@ -141,9 +141,24 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
     """Yield the batches, which one thread makes two ahead. Raises UserError."""
     made: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
     free, stop = threading.Semaphore(PREFETCH_FACTOR), threading.Event()
+
+    def make() -> None:
+        while free.acquire() and not stop.is_set():
+            try:
+                made.put(next(batches, None))
+            except BaseException as error:
+                made.put(error)
+
     # A daemon: the interpreter waits for others at its end, for ever where a file hangs.
-    thread = threading.Thread(target=_serve, args=(batches, made, free, stop), daemon=True)
-    end = weakref.finalize(thread, _end, thread, free, stop)  # at the latest when the program ends
+    thread = threading.Thread(target=make, daemon=True)
+
+    def end() -> None:
+        """Let the thread end after the batch in hand: the interpreter must not end while it is in a library's code."""
+        stop.set()
+        free.release()
+        thread.join(_JOIN_S)
+
+    at_exit = weakref.finalize(stop, end)  # at the latest when the program ends
     thread.start()
     try:
         while True:
@@ -158,27 +173,7 @@ def _from_one_thread(batches: Iterator[Batch], dataset: BatchDataset, timeout: f
             free.release()
             yield batch
     finally:
-        end()
-
-
-def _serve(
-    batches: Iterator[Batch],
-    made: SimpleQueue[Batch | BaseException | None],
-    free: threading.Semaphore,
-    stop: threading.Event,
-) -> None:
-    while free.acquire() and not stop.is_set():
-        try:
-            made.put(next(batches, None))
-        except BaseException as error:
-            made.put(error)
-
-
-def _end(thread: threading.Thread, free: threading.Semaphore, stop: threading.Event) -> None:
-    """Let a thread end after the batch in hand: the interpreter must not end while it is in a library's code."""
-    stop.set()
-    free.release()
-    thread.join(_JOIN_S)
+        at_exit()
 
 
 def _died(processes: list[BaseProcess]) -> WorkerDied:

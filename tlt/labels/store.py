@@ -76,7 +76,7 @@ def open_labels(
         class_names: Compared with the recorded class names, if there are any.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
             have the share that the annotator gave them (`tlt.labels.tail`).
-        found: As in `tlt.data.sources.folder_listing.list_folder`.
+        found: As in `tlt.data.sources.folder.FolderListing`.
 
     Raises:
         UserError: The labels were made for other classes, all are missing, or there is no log-sum-exp that `"exact"`

@@ -108,7 +108,7 @@ class TreeReader:
     Args:
         names: Image paths relative to the image folder.
         num_classes: Class ids must be below it.
-        found: As in `tlt.data.sources.folder_listing.list_folder`.
+        found: As in `tlt.data.sources.folder.FolderListing`.
 
     Attributes:
         files: The label file of every image, relative to the tree, "" where there is none.

@@ -36,7 +36,7 @@ from tlt.data.sources.image_file import (
     pillow_errors,
 )
 from tlt.data.sources.open_images import open_images
-from tlt.data.sources.records import Contents, FileRecords, RecordImages, concatenated, write_table
+from tlt.data.sources.records import FileRecords, RecordImages, concatenated, write_table
 from tlt.data.sources.source import ImageSource
 from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PACKING, TABLE, scan_packed
 from tlt.errors import UserError
@@ -50,7 +50,7 @@ from tlt.labels.store import LabelStore, open_labels
 
 FORMAT = "volo-tlt shards, version 1"
 _OURS = re.compile(r"\d{5,}\.tar|\.\d{5,}\.tar\.tmp|(shards|labels)\.(npy|names|json)")
-_JPEG_SUFFIXES = {".jpeg", ".jpe", ".jfif"}  # other readers look for jpg
+_READ_BY_OTHERS = image_extensions() - {".jpeg", ".jpe", ".jfif"}  # they look for jpg
 _JPEG_QUALITY = 90
 _MOST_PIXELS = 10 * DEFAULT_MAX_PIXELS  # of an image that is made smaller: 1.5 GB of memory
 _SAMPLED = 256  # images whose bytes say how many make a shard
@@ -172,10 +172,10 @@ class Packing:
         if labels is not None:
             about = described(replace(labels.info, area=labels.area), labels.identity())
             names = [source.paths[row] for row in sorted(self.labelled)]
-            contents = Contents(concatenated(maps), names, source.class_names, about=about)
-            write_table(os.path.join(self.folder, LABELS), maps, contents)
-        contents = Contents(concatenated(shards), source.paths, source.class_names, source.folder_names)
-        write_table(os.path.join(self.folder, TABLE), shards, contents)
+            table = os.path.join(self.folder, LABELS)
+            write_table(table, maps, concatenated(maps), names, source.class_names, about=about)
+        table = os.path.join(self.folder, TABLE)
+        write_table(table, shards, concatenated(shards), source.paths, source.class_names, source.folder_names)
 
 
 def member_names(names: Sequence[str]) -> list[str]:
@@ -187,10 +187,7 @@ def member_names(names: Sequence[str]) -> list[str]:
         stem, suffix = os.path.splitext(name)
         folder, base = os.path.split(stem)
         key = base.replace("%", "%25").replace(".", "%2E") + (f"%_{suffix[1:]}" if shared[stem] > 1 else "")
-        suffix = suffix.lower()
-        if suffix in _JPEG_SUFFIXES or suffix not in image_extensions():
-            suffix = ".jpg"
-        members.append(os.path.join(folder, key + suffix))
+        members.append(os.path.join(folder, key + (suffix.lower() if suffix.lower() in _READ_BY_OTHERS else ".jpg")))
     return members
 
 
@@ -237,8 +234,6 @@ def _write(packing: Packing, rows: range, path: str) -> dict[str, int]:
         tar.close()  # which writes the end marker
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that it is read back from the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return written
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from tlt.data.loader import EvalLoader
-from tlt.data.sources.folder import ImageFolder
-from tlt.data.sources.folder_listing import list_folder
+from tlt.data.sources.folder import FolderListing, ImageFolder
 from tlt.errors import UserError, require
 from tlt.io.files import refuse_existing
 from tlt.io.progress import Progress
@@ -106,8 +105,8 @@ def find_images(paths: list[str]) -> Found:
     found = Found([], [], [])
     for path in paths:
         if os.path.isdir(path):
-            listing = list_folder(path, classes=False)
-            if not len(listing.names):
+            listing = FolderListing(path, classes=False)
+            if not listing.names:
                 notes = "".join(f"; {line}" for line in listing.warnings)
                 raise UserError(f"no images in {printable(path)}, by their suffixes{notes}")
             own = os.path.basename(os.path.abspath(path)) if len(paths) > 1 else ""

@@ -3,6 +3,7 @@ here (`graph`): its windows against Pillow's, its filter against a float64 one."
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 from collections.abc import Callable, Sequence
@@ -162,7 +163,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], list[int]]
 
     def fail(names: set[str]) -> list[int]:
         runs: list[int] = []
-        build = dali._build
+        build = dali._pipeline.__wrapped__
 
         class Failing:
             def __init__(self, *args: object) -> None:
@@ -177,12 +178,10 @@ def fails_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[str]], list[int]]
                     raise RuntimeError("Critical error in pipeline:\nencountered:\n\nfailed here\nmore")
                 return self.pipeline.run(encoded=encoded, geometry=geometry)
 
-        monkeypatch.setattr(dali, "_build", Failing)
-        dali._pipeline.cache_clear()
+        monkeypatch.setattr(dali, "_pipeline", functools.lru_cache(2)(Failing))
         return runs
 
-    yield fail
-    dali._pipeline.cache_clear()
+    return fail
 
 
 def named(count: int) -> list[Request]:

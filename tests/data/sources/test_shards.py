@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tlt.data.sources import records
+from tlt.data.sources import tar_shards
 from tlt.data.sources.image_file import BadImage, read_size
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.records import ROW, RecordImages
@@ -302,7 +302,7 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     for path in (data / "train").glob("shards.*"):
         path.unlink()
     (data / "train" / "shards.npy").write_bytes(b"part")
-    write = records.write_table
+    write = tar_shards.write_table
 
     def counted(*arguments: Any) -> None:
         with open(data / "written", "a") as file:
@@ -312,7 +312,7 @@ def test_a_table_is_made_once_by_whoever_comes_first(data: Path, monkeypatch: py
     def open_there() -> None:
         (data / f"{os.getpid()}.paths").write_text("\n".join(opened(data / "train").paths))
 
-    monkeypatch.setattr(records, "write_table", counted)
+    monkeypatch.setattr(tar_shards, "write_table", counted)
     running = [multiprocessing.get_context("fork").Process(target=open_there) for _ in range(3)]
     for process in running:
         process.start()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tlt.data.backends.dali import DaliBackend
-from tlt.data.backends.decode import BACKENDS, Backend, TorchvisionBackend
+from tlt.data.backends.decode import BACKENDS, Backend, PilBackend, TorchvisionBackend
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS
 from tlt.errors import UserError
 
@@ -30,10 +29,10 @@ def create_backend(
         UserError: Unknown name, DALI is not installed, or a device that dali-gpu can't use.
     """
     if name in DALI_BACKENDS:
+        from tlt.data.backends.dali import DaliBackend
+
         return DaliBackend(max_pixels, threads, torch.device(device) if name == "dali-gpu" else None, dct_scaling)
-    if name == TorchvisionBackend.name:
-        return TorchvisionBackend(max_pixels, dct_scaling)
     if name not in BACKENDS:
         known = ", ".join((*BACKENDS, *DALI_BACKENDS))
         raise UserError(f"--data-backend {name}: known ones for image files are {known}")
-    return BACKENDS[name](max_pixels)
+    return PilBackend(max_pixels) if name == PilBackend.name else TorchvisionBackend(max_pixels, dct_scaling)

@@ -40,6 +40,7 @@ from tlt.errors import UserError, require
 _FILTERS = {"bilinear": "INTERP_LINEAR", "bicubic": "INTERP_CUBIC"}
 _JPEG_END = b"\xff\xd9"
 _FAILURES = (RuntimeError, ValueError)  # what a pipeline raises for an image that it can't decode
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class DaliBackend(Backend):
@@ -108,9 +109,8 @@ class DaliBackend(Backend):
         """
         if not requests:
             return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {}
-        pipeline = _pipeline(self.device, self.threads, tuple(fill) if self.resizes else None)
         try:
-            images = pipeline.run(requests, size)
+            images = _run(requests, size, self.threads, self.device, tuple(fill) if self.resizes else None)
         except _FAILURES as error:
             if len(requests) == 1:
                 return torch.empty(0, 3, *size, dtype=torch.uint8, device=self.device), {0: error}
@@ -149,33 +149,24 @@ def is_sound(encoded: Encoded) -> bool:
         return False
 
 
-class _Pipeline:
-    """A pipeline that is built for the largest batch so far, and anew after a failure.
+def _run(
+    requests: Sequence[Request], size: Size, threads: int, device: torch.device, fill: tuple[int, ...] | None
+) -> Any:
+    """DALI's list of images: windows (h, w, 3), or (3, H, W) where it resizes. Raises one of `_FAILURES`.
 
     Args:
-        fill: It also resizes, and shows this colour outside of the images; None: it only decodes.
+        fill: The pipeline also resizes, and shows this colour outside of the images; None: it only decodes.
     """
-
-    def __init__(self, device: torch.device, threads: int, fill: tuple[int, ...] | None) -> None:
-        self.device, self.threads, self.fill = device, threads, fill
-        self._lock = threading.Lock()
-        self._built: Any = None
-        self._room = 0
-
-    def run(self, requests: Sequence[Request], size: Size) -> Any:
-        """DALI's list of images: windows (h, w, 3), or (3, H, W) where it resizes. Raises one of `_FAILURES`."""
-        geometry = np.array([_geometry(request, size) for request in requests], np.int32)
-        encoded = [np.frombuffer(request.encoded.data, np.uint8) for request in requests]
-        with self._lock:
-            if self._built is None or self._room < len(requests):
-                self._room = max(self._room, len(requests))
-                self._built = _build(self._room, self.threads, self.device, self.fill)
-            try:
-                (images,) = self._built.run(encoded=encoded, geometry=geometry)
-            except _FAILURES:
-                self._built = None  # it is of no more use
-                raise
-        return images
+    geometry = np.array([_geometry(request, size) for request in requests], np.int32)
+    encoded = [np.frombuffer(request.encoded.data, np.uint8) for request in requests]
+    room = 1 << (len(requests) - 1).bit_length()
+    with _ONE_AT_A_TIME:
+        try:
+            (images,) = _pipeline(room, threads, device, fill).run(encoded=encoded, geometry=geometry)
+        except _FAILURES:
+            _pipeline.cache_clear()  # one that has failed is of no more use
+            raise
+    return images
 
 
 def _taken(images: Any, device: torch.device) -> Tensor:
@@ -192,12 +183,6 @@ def _reason(error: Exception) -> str:
     return str(error).rpartition("encountered:")[2].strip().split("\n")[0]
 
 
-@functools.cache
-def _pipeline(device: torch.device, threads: int, fill: tuple[int, ...] | None) -> _Pipeline:
-    """The pipeline of this process, which training and validation share."""
-    return _Pipeline(device, threads, fill)
-
-
 def _geometry(request: Request, size: Size) -> tuple[int, ...]:
     """What is fed for an image: window (row, column, height, width), resized size, filter, output window."""
     x, y, width, height = request.crop or (0, 0, request.encoded.width, request.encoded.height)
@@ -205,8 +190,10 @@ def _geometry(request: Request, size: Size) -> tuple[int, ...]:
     return (y, x, height, width, *request.size, int(kind), request.top, request.left, *size)
 
 
-def _build(room: int, threads: int, device: torch.device, fill: tuple[int, ...] | None) -> Any:
-    """A DALI pipeline for batches of up to `room` images. Raises UserError: DALI can't start."""
+@functools.lru_cache(2)
+def _pipeline(room: int, threads: int, device: torch.device, fill: tuple[int, ...] | None) -> Any:
+    """A pipeline for batches of up to `room` images, which training and validation share. Raises UserError: DALI can't
+    start."""
     fn, types, gpu = _dali().fn, _dali().types, device.type == "cuda"
     # Threads stay on the cores that the rank is bound to. Which images the GPU's own JPEG decoder gets would depend on
     # the others of the batch.

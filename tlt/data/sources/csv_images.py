@@ -46,25 +46,23 @@ def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:
 
 def _rows(file: str) -> list[dict[str, str]]:
     """The rows, with their paths in the usual form (`a.jpg` for `./a.jpg`)."""
+    shown, rows = printable(file), list[dict[str, str]]()
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines)
-            rows = [(reader.line_num, row) for row in reader]
+            if not {"path", "class"} <= {*(reader.fieldnames or ())}:
+                raise UserError(f"{shown} is no table, with commas, of columns 'path' and 'class' in its first line")
+            for row in reader:
+                where = f"{shown}, line {reader.line_num}"
+                if None in row or None in row.values() or "" in (row["path"], row["class"]):
+                    raise UserError(
+                        f"{where}: a row needs a path and a class, and a field for each column and no more; write "
+                        '"a, b" for a name with a comma'
+                    )
+                row["path"] = os.path.normpath(row["path"])
+                if leads_out(row["path"]):
+                    raise UserError(f"{where}: {printable(row['path'])} is not below DATA: paths count from there")
+                rows.append(row)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--dataset csv: {printable(file)} can't be read as a table: {error}") from error
-    if not rows or not {"path", "class"} <= rows[0][1].keys():
-        raise UserError(f"{printable(file)} is no table, with commas, of columns 'path' and 'class' in its first line")
-    for line, row in rows:
-        where = f"{printable(file)}, line {line}"
-        if None in row.values() or "" in (row["path"], row["class"]):
-            raise UserError(f"{where}: a row needs a path and a class, and a field for each column")
-        if any(row.get(None, ())):
-            raise UserError(
-                f'{where}: a row has more fields than there are columns; write "a, b" for a name with a comma'
-            )
-        row["path"] = os.path.normpath(row["path"])
-        if leads_out(row["path"]):
-            raise UserError(
-                f"{where}: {printable(row['path'])} is not below DATA: paths are relative, and count from there"
-            )
-    return [row for _, row in rows]
+        raise UserError(f"--dataset csv: {shown} can't be read as a table: {error}") from error
+    return rows

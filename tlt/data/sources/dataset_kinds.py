@@ -15,9 +15,9 @@ OPENERS = {
     "tfrecord": "tfrecords.open_tfrecords",
     "wds": "webdatasets.open_webdataset",
     "tfds": "tfrecords.open_tfds",
-    "hfds": "hub.open_hub_dataset",
+    "hfds": "libraries.open_hub_dataset",
     "csv": "csv_images.open_csv",
-    "torch": "torch_datasets.open_torch_dataset",
+    "torch": "libraries.open_torch_dataset",
 }
 KINDS = ("tfrecord", "wds/NAME", "tfds/NAME", "hfds/NAME", "csv/NAME", *(f"torch/{name}" for name in TORCH_NAMES))
 

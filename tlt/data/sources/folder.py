@@ -1,6 +1,6 @@
-"""Class folders: which images there are, which class each has, and in which order.
+"""Image folders: which images there are, which class each has, and in which order, found in one pass.
 
-The class of an image is the name of the folder that holds it, as in timm. Classes and images are in natural order
+The class of an image is the name of the folder that holds it. Classes and images are in natural order of their paths
 (`n2` before `n10`), as in timm. What timm drops without a word (unreadable folders, empty classes, other suffixes, two
 folders of one name) is an error or a warning here, because each of them can shift every label.
 """
@@ -8,19 +8,120 @@ folders of one name) is an error or a warning here, because each of them can shi
 from __future__ import annotations
 
 import os
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 
 import numpy as np
 
-from tlt.data.sources.folder_listing import list_folder
-from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, read_file
-from tlt.data.sources.source import Found, ImageSource
+from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, read_file
+from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import MissingSplit, UserError
-from tlt.io.natural import natural_sorted
+from tlt.io.names import Names
+from tlt.io.natural import natural_key, natural_sorted
+from tlt.io.progress import SearchProgress
 from tlt.io.text import printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")
+_HIDDEN = re.compile(r"(^|/)\.")
+
+
+class FolderListing:
+    """The images below `root`.
+
+    Args:
+        found: None: lines are printed if it takes long.
+        classes: Folders are classes, so that images in `root` itself belong to none and are left out.
+
+    Attributes:
+        names: `CLASS/FILE` relative to `root`, in natural order of the whole text.
+        leaves: Folders with images, or without any folder in them.
+        leaf: For each name, which of `leaves` holds the image.
+
+    Raises:
+        UserError: A missing or unreadable folder.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], found: Found | None = None, classes: bool = True) -> None:
+        self.root, self._found, self._classes = os.fspath(root), found or SearchProgress(), classes
+        self.names, self.leaves, self.leaf = list[str](), list[str](), list[int]()
+        self._left_out = defaultdict[str, list[str]](list)
+        self._linked: set[str] = set()  # real paths of the folders that were reached through links
+        self._suffixes, self._real_root = image_extensions(), os.path.realpath(self.root)
+        if not os.path.isdir(self.root):
+            raise UserError(f"image folder {printable(self.root)} does not exist or is not a folder")
+        self._visit("")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was left out, one line for each reason."""
+        return [f"{printable(self.root)}: {line}" for line in left_out_lines(self._left_out)]
+
+    def _visit(self, folder: str) -> None:
+        prefix, (images, folders) = os.path.join(folder, ""), self._entries(folder)
+        if self._classes and not folder:
+            self._left_out["images outside of any class folder"] += images
+            images = []
+        for link in sorted(name for name, is_link in folders.items() if is_link):
+            if self._is_read_elsewhere(prefix + link):
+                self._left_out["links to folders already read"].append(prefix + link)
+                del folders[link]
+        leaf = len(self.leaves)
+        if (images or not folders) and (folder or not self._classes):
+            self.leaves.append(folder)
+        # The whole paths are in natural order where each folder is sorted as if a slash followed its name.
+        names = sorted([*images, *folders])
+        keys = dict(zip(names, natural_key("/".join(names)).split("/"), strict=bool(names)))
+        for name in folders:
+            keys[name] += "/"
+        for name in sorted(names, key=keys.__getitem__):
+            if name in folders:
+                self._visit(prefix + name)
+            else:
+                self.names.append(prefix + name)
+                self.leaf.append(leaf)
+        self._found(f"listing {printable(self.root)}", len(self.names))
+
+    def _entries(self, folder: str) -> tuple[list[str], dict[str, bool]]:
+        """The names of the images in a folder, and of its folders with whether they are links."""
+        path, images, folders = os.path.join(self.root, folder), list[str](), dict[str, bool]()
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    name = entry.name
+                    by_suffix = name[name.rfind(".") :].lower() in self._suffixes
+                    if by_suffix and name[0] != "." and entry.is_file():
+                        images.append(name)
+                    elif name[0] != "." and entry.is_dir():
+                        folders[name] = entry.is_symlink()
+                    else:
+                        self._left_out[_kind(entry, by_suffix)].append(os.path.join(folder, name))
+            return images, folders
+        except OSError as error:
+            where = printable(error.filename or path)
+            raise UserError(
+                f"{where} can't be read ({error.strerror}): mend its permissions or the link"
+                + ("; leaving it out would change the class numbers" if self._classes else "")
+            ) from error
+
+    def _is_read_elsewhere(self, link: str) -> bool:
+        """Whether a folder that is a link is read where it really is, or through another link."""
+        real = os.path.realpath(os.path.join(self.root, link))
+        below = os.path.relpath(real, self._real_root)
+        if below == os.curdir or not _HIDDEN.search(below) or real in self._linked:
+            return True
+        self._linked.add(real)
+        return False
+
+
+def _kind(entry: os.DirEntry[str], by_suffix: bool) -> str:
+    """What an entry is that is neither image nor folder."""
+    if entry.name[0] == ".":
+        return "hidden entries"
+    if by_suffix:
+        return "pipes or dangling links"
+    entry.stat()  # raises for a dangling link: it may have been a class folder
+    return "files that are not images by their suffix"
 
 
 class ImageFolder(ImageSource):
@@ -37,7 +138,7 @@ def scan_folder(root: str | os.PathLike[str], found: Found | None = None) -> Ima
     Raises:
         UserError: Missing or unreadable folder, no images, two class folders of one name.
     """
-    listing = list_folder(root, found)
+    listing = FolderListing(root, found)
     shown, folders = printable(listing.root), dict[str, str]()
     for folder in listing.leaves:
         first = folders.setdefault(os.path.basename(folder), folder)
@@ -48,7 +149,7 @@ def scan_folder(root: str | os.PathLike[str], found: Found | None = None) -> Ima
             )
     names = natural_sorted(folders)
     index = {name: number for number, name in enumerate(names)}
-    if not len(listing.names):
+    if not listing.names:
         notes = "".join(f"; {line}" for line in listing.warnings)
         raise UserError(
             f"no images in the class folders of {shown} (expected {shown}/CLASS/IMAGE.jpg or another format that "
@@ -58,7 +159,7 @@ def scan_folder(root: str | os.PathLike[str], found: Found | None = None) -> Ima
     warnings = [*listing.warnings]
     if empty := [names[number] for number in np.flatnonzero(np.bincount(classes, minlength=len(names)) == 0)]:
         warnings.append(f"{shown}: {len(empty)} classes without images keep their number: {some_names(empty)}")
-    return ImageFolder(listing.root, listing.names, classes, names, list(folders), warnings)
+    return ImageFolder(listing.root, Names(listing.names), classes, names, list(folders), warnings)
 
 
 def split_names(split: str) -> list[str]:

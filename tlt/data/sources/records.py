@@ -19,11 +19,10 @@ import json
 import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -44,7 +43,7 @@ ROW = np.dtype(
     [("file", "<u4"), ("offset", "<i8"), ("length", "<i8"), ("crc32", "<u4"), ("class", "<i4"), ("name_end", "<i8")]
 )
 LONGEST_NAME = 4096  # bytes
-_OPEN_FILES = 256  # kept open per table; others are opened for each read
+_OPEN_FILES = 256  # kept open per table, the last ones used
 
 
 @dataclass
@@ -67,36 +66,11 @@ class FileRecords:
     left_out: dict[str, list[str]] = field(default_factory=dict)
 
 
-class Contents(NamedTuple):
-    """What large files hold together, in the order in which the images are numbered.
-
-    Attributes:
-        rows: (N,) of `ROW`; `name_end` is not set.
-        names: `CLASS/FILE`.
-        class_names: By number; the numbers themselves where classes have no names.
-        folder_names: The classes that are there; None: those with images.
-        notes: Warnings.
-        about: What else is kept with the table.
-    """
-
-    rows: np.ndarray
-    names: Sequence[str]
-    class_names: list[str]
-    folder_names: list[str] | None = None
-    notes: Sequence[str] = ()
-    about: Any = None
-
-    def in_natural_order(self) -> Contents:
-        """The same, in natural order of the names."""
-        order = sorted(range(len(self.names)), key=lambda row: (natural_key(self.names[row]), self.names[row]))
-        return self._replace(rows=self.rows[order], names=[self.names[row] for row in order])
-
-
 def open_records(
     paths: list[str],
     table: str,
     scan: Callable[[str], FileRecords],
-    contents: Callable[[list[FileRecords]], Contents],
+    write: Callable[[str, list[FileRecords]], None],
     found: Found | None = None,
 ) -> RecordImages:
     """The images in large files; their table is made first where there is none, by one process at a time.
@@ -105,29 +79,32 @@ def open_records(
         paths: Of the files, in order.
         table: Path of their table, without an ending.
         scan: Reads a file, every byte of it. Raises UserError: it is cut, damaged or something else.
-        contents: What the scanned files hold together.
+        write: Writes the table of the scanned files (`write_table`).
         found: Called often, with what is done and how many files were read; None: lines are printed.
 
     Raises:
         UserError: A file is missing, cut, damaged, or not the one of the table.
     """
-    shown = f"{printable(table)}.json"
-    if not os.path.isfile(f"{table}.json"):
-        what, found = f"reading every byte of {len(paths)} files for {shown}", found or SearchProgress()
-        try:
-            with _locked(f"{table}.lock", partial(found, what, 0)):
-                if not os.path.isfile(f"{table}.json"):
+    shown, lock, found = f"{printable(table)}.json", FileLock(f"{table}.lock"), found or SearchProgress()
+    what = f"reading every byte of {len(paths)} files for {shown}"
+    try:
+        while not os.path.isfile(f"{table}.json"):
+            try:
+                with lock.acquire(timeout=1):
+                    if os.path.isfile(f"{table}.json"):
+                        break
                     files = []
-                    workers = min(available_cpus(), len(paths))
-                    for file in in_processes(_scan, scan, paths, workers, "reading files"):
+                    for file in in_processes(_scan, scan, paths, min(available_cpus(), len(paths)), "reading files"):
                         files.append(file)
                         found(what, len(files))
-                    write_table(table, files, contents(files))
-        except (OSError, NotImplementedError) as error:
-            raise UserError(
-                f"{shown} can't be written ({error}): where the data set is read-only, make a folder with links to its "
-                "files, and give that as DATA"
-            ) from error
+                    write(table, files)
+            except Timeout:  # another process makes it
+                found(what, 0)
+    except (OSError, NotImplementedError) as error:
+        raise UserError(
+            f"{shown} can't be written ({error}): where the data set is read-only, make a folder with links to its "
+            "files, and give that as DATA"
+        ) from error
     images = RecordImages(table)
     if other := {*map(os.path.abspath, images.files)} ^ {*map(os.path.abspath, paths)}:
         raise UserError(
@@ -136,20 +113,6 @@ def open_records(
             "made anew"
         )
     return images
-
-
-@contextmanager
-def _locked(path: str, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock; `waiting` is called each second until it is free."""
-    lock = FileLock(path)
-    while not lock.is_locked:
-        with suppress(Timeout):
-            lock.acquire(timeout=1)
-        waiting()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _scan(scan: Callable[[str], FileRecords], path: str) -> FileRecords:
@@ -173,17 +136,40 @@ def concatenated(files: Sequence[FileRecords]) -> np.ndarray:
     return rows
 
 
-def write_table(table: str, files: Sequence[FileRecords], contents: Contents) -> None:
+def in_natural_order(rows: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Rows and names in natural order of the names."""
+    order = sorted(range(len(names)), key=lambda row: (natural_key(names[row]), names[row]))
+    return rows[order], [names[row] for row in order]
+
+
+def write_table(
+    table: str,
+    files: Sequence[FileRecords],
+    rows: np.ndarray,
+    names: Sequence[str],
+    class_names: list[str],
+    folder_names: list[str] | None = None,
+    notes: Sequence[str] = (),
+    about: Any = None,
+) -> None:
     """Write a table, its `.json` last.
+
+    Args:
+        table: Its path, without an ending.
+        rows: (N,) of `ROW`, in the order in which the images are numbered; `name_end` is set here.
+        names: `CLASS/FILE` of each image.
+        class_names: By number; the numbers themselves where classes have no names.
+        folder_names: The classes that are there; None: those with images.
+        notes: Warnings.
+        about: What else is kept with the table.
 
     Raises:
         UserError: No images, two of one name, or a file outside of the table's folder.
         OSError: It can't be written.
     """
-    if not len(contents.names):
+    if not len(names):
         raise UserError(f"no image in {len(files)} files, such as {printable(files[0].path)}")
-    twice = [name for name, count in Counter(contents.names).items() if count > 1]
-    if twice:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{len(twice)} images are there more than once, such as {printable(twice[0])}: make it anew")
     paths = [os.path.relpath(file.path, os.path.dirname(table) or ".") for file in files]
     if outside := [path for path in paths if leads_out(path)]:
@@ -192,24 +178,35 @@ def write_table(table: str, files: Sequence[FileRecords], contents: Contents) ->
     for file in files:
         for kind, each in file.left_out.items():
             left_out[kind] += each
-    rows, names = contents.rows, Names(contents.names)
-    rows["name_end"] = names.ends
+    packed = Names(names)
+    rows["name_end"] = packed.ends
     description = {
         "files": [[path, file.length] for path, file in zip(paths, files, strict=True)],
-        "class_names": contents.class_names,
-        "folder_names": contents.folder_names or [contents.class_names[number] for number in np.unique(rows["class"])],
-        "warnings": [*contents.notes, *left_out_lines(left_out)],
-        "about": contents.about,
+        "class_names": class_names,
+        "folder_names": folder_names or [class_names[number] for number in np.unique(rows["class"])],
+        "warnings": [*notes, *left_out_lines(left_out)],
+        "about": about,
     }
     np.save(array := io.BytesIO(), rows)
     write_whole(f"{table}.npy", array.getvalue())
-    write_whole(f"{table}.names", names.block)
-    content = {"format": FORMAT, "crc32": _crc(rows, names.block, description), "description": description}
+    write_whole(f"{table}.names", packed.block)
+    content = {"format": FORMAT, "crc32": _crc(rows, packed.block, description), "description": description}
     write_whole(f"{table}.json", json.dumps(content).encode())
 
 
 def _crc(rows: np.ndarray, names: bytes | memoryview, description: Any) -> int:
     return zlib.crc32(rows.view(np.uint8).data, zlib.crc32(names, zlib.crc32(json.dumps(description).encode())))
+
+
+class _OpenFile:
+    """A file that is open until nobody holds this any more."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, READ_FLAGS)  # opening a pipe without a writer would wait for ever otherwise
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 class RecordImages(ImageSource):
@@ -262,14 +259,10 @@ class RecordImages(ImageSource):
         warnings = [f"{printable(table)}: {text}" for text in description["warnings"]]
         super().__init__(folder, paths, classes, description["class_names"], description["folder_names"], warnings)
         self._table = table
-        self._open: dict[int, int] = {}
+        self._opened = lru_cache(_OPEN_FILES)(_OpenFile)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RecordImages, (self._table,), {"classes": self.classes, "class_names": self.class_names}
-
-    def __del__(self) -> None:
-        for descriptor in getattr(self, "_open", {}).values():
-            os.close(descriptor)
 
     def damaged_files(self) -> list[str]:
         """Files in which a record's checksum is wrong; every record is read."""
@@ -285,30 +278,22 @@ class RecordImages(ImageSource):
         """The bytes of a record, by any number of threads and processes. Raises BadImage: they can't be read, or their
         crc32 is wrong; MachineFault."""
         file, offset, length, crc32, *_ = self.rows[index].item()
-        data, shown = bytearray(check_length(length, max_pixels)), printable(self.files[file])
-        try:
-            done = with_retries(lambda: self._read(file, offset, data), self.files[file])
-        except OSError as error:
-            raise BadImage(f"{shown} can't be read: {error.strerror}") from error
-        if done < length:
-            raise BadImage(f"{shown} ends after {done} of its {length} bytes")
-        if zlib.crc32(data) != crc32:
-            raise BadImage(f"damaged in {shown} (crc32 is wrong): copy that file again")
-        return data
+        data, path = bytearray(check_length(length, max_pixels)), self.files[file]
 
-    def _read(self, file: int, offset: int, data: bytearray) -> int:
-        if (descriptor := self._open.get(file)) is not None:
+        def read() -> int:
             try:
-                return read_into(data, descriptor, offset)
+                opened = self._opened(path)
+                return read_into(data, opened.descriptor, offset)
             except OSError:
-                # Opened anew the next time, which helps where it is stale. Not closed: others may be reading from it.
-                self._open.pop(file, None)
+                self._opened.cache_clear()  # opened anew the next time, which helps where it is stale
                 raise
-        # Opening a pipe without a writer would wait for ever.
-        descriptor = os.open(self.files[file], READ_FLAGS)
-        kept = len(self._open) < _OPEN_FILES and self._open.setdefault(file, descriptor) == descriptor
+
         try:
-            return read_into(data, descriptor, offset)
-        finally:
-            if not kept:
-                os.close(descriptor)
+            done = with_retries(read, path)
+        except OSError as error:
+            raise BadImage(f"{printable(path)} can't be read: {error.strerror}") from error
+        if done < length:
+            raise BadImage(f"{printable(path)} ends after {done} of its {length} bytes")
+        if zlib.crc32(data) != crc32:
+            raise BadImage(f"damaged in {printable(path)} (crc32 is wrong): copy that file again")
+        return data

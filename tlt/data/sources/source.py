@@ -20,6 +20,7 @@ from tlt.io.text import printable, some_names
 
 # Called often, with what is done and how many images or files were found by then.
 Found = Callable[[str, int], None]
+MAX_CLASS = 999_999  # by number, where others wrote it
 
 
 @dataclass

@@ -18,8 +18,17 @@ from typing import NamedTuple
 import numpy as np
 
 from tlt.data.sources.image_file import image_extensions
-from tlt.data.sources.records import ROW, Contents, FileRecords, RecordImages, checked_name, concatenated, open_records
-from tlt.data.sources.source import Found
+from tlt.data.sources.records import (
+    ROW,
+    FileRecords,
+    RecordImages,
+    checked_name,
+    concatenated,
+    in_natural_order,
+    open_records,
+    write_table,
+)
+from tlt.data.sources.source import MAX_CLASS, Found
 from tlt.errors import UserError
 from tlt.io.files import read_at
 from tlt.io.names import leads_out
@@ -30,26 +39,27 @@ PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came t
 LABEL_KEY = "label"  # of KEY.json, where there is no KEY.cls
 LABELS = "labels"  # table of the label maps in the tar files of a folder
 LABEL_EXTENSION = "labels.safetensors"
-_MAX_CLASS = 999_999
 _AT_ONCE = 2**22  # bytes
 _LONGEST_TEXT = 2**20  # bytes of KEY.cls or KEY.json, and of the headers of a member
 
 
-class ByteRange(NamedTuple):
-    """Where a file lies in its tar, in bytes."""
+class Member(NamedTuple):
+    """A file in a tar: its name, where it lies in bytes, and the class that goes with it."""
 
+    name: str
     offset: int
     length: int
+    label: int = 0
 
 
-Samples = dict[str, dict[str, ByteRange]]  # key -> extension -> where
+Samples = dict[str, dict[str, Member]]  # key -> extension -> file
 
 
 def open_shards(folder: str, found: Found | None = None) -> RecordImages:
     """The images in the tar files of a folder, but the hidden ones that a killed writer left."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".tar") and not name.startswith("."))
     paths = [os.path.join(folder, name) for name in names]
-    return open_records(paths, os.path.join(folder, TABLE), scan_tar, tar_contents, found)
+    return open_records(paths, os.path.join(folder, TABLE), scan_tar, write_tar_table, found)
 
 
 def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
@@ -64,25 +74,26 @@ def scan_tar(path: str, label_key: str = LABEL_KEY) -> FileRecords:
 
 def scan_packed(path: str, label_key: str = LABEL_KEY) -> tuple[FileRecords, FileRecords]:
     """The images of a shard, as `scan_tar` reads them, and the label maps that `tlt pack-images` put beside them."""
-    left_out: dict[str, list[str]] = {}
-    images, maps = list[tuple[str, ByteRange, int]](), list[tuple[str, ByteRange, int]]()
+    left_out, images, maps = dict[str, list[str]](), list[Member](), list[Member]()
     samples = list_members(path, left_out)
     with open(path, "rb") as file:
+        descriptor = file.fileno()
         for key, files in samples.items():
-            if extension := _image_of(path, key, files):
-                label = _class_of(f"tar {printable(path)}: sample {printable(key)}", files, file.fileno(), label_key)
-                images.append((checked_name(f"{key}.{extension}", path), files[extension], label))
+            shown = f"tar {printable(path)}: sample {printable(key)}"
+            if extension := _image_of(files, shown):
+                label = _class_of(files, descriptor, label_key, shown)
+                images.append(files[extension]._replace(name=checked_name(f"{key}.{extension}", path), label=label))
             else:
                 left_out.setdefault("samples without an image", []).append(key)
             if LABEL_EXTENSION in files:
-                maps.append((f"{key}.{LABEL_EXTENSION}", files[LABEL_EXTENSION], 0))
-        found = [_file_records(path, file.fileno(), each) for each in (images, maps)]
+                maps.append(files[LABEL_EXTENSION]._replace(name=f"{key}.{LABEL_EXTENSION}"))
+        found = [_file_records(path, descriptor, each) for each in (images, maps)]
     return replace(found[0], left_out=left_out), found[1]
 
 
-def _file_records(path: str, descriptor: int, found: list[tuple[str, ByteRange, int]]) -> FileRecords:
-    rows = [(0, *where, _crc32(descriptor, *where), label, 0) for _, where, label in found]
-    return FileRecords(path, os.fstat(descriptor).st_size, np.array(rows, ROW), [name for name, *_ in found])
+def _file_records(path: str, descriptor: int, members: list[Member]) -> FileRecords:
+    rows = [(0, offset, length, _crc32(descriptor, offset, length), label, 0) for _, offset, length, label in members]
+    return FileRecords(path, os.fstat(descriptor).st_size, np.array(rows, ROW), [member.name for member in members])
 
 
 def _crc32(descriptor: int, offset: int, length: int) -> int:
@@ -92,8 +103,8 @@ def _crc32(descriptor: int, offset: int, length: int) -> int:
     return crc
 
 
-def tar_contents(shards: list[FileRecords]) -> Contents:
-    """Names and classes of samples that others wrote, in natural order of the names. Classes are named after the keys'
+def write_tar_table(table: str, shards: list[FileRecords]) -> None:
+    """Write the table of samples that others wrote, in natural order of the names. Classes are named after the keys'
     folders where each class has one of its own, else by their number."""
     rows, names = concatenated(shards), [name for shard in shards for name in shard.names]
     classes = rows["class"].tolist()
@@ -104,7 +115,7 @@ def tar_contents(shards: list[FileRecords]) -> Contents:
         for folder, number in pairs:
             class_names[number] = folder
     named = [name if folder else f"{label}/{name}" for name, folder, label in zip(names, folders, classes, strict=True)]
-    return Contents(rows, named, class_names).in_natural_order()
+    write_table(table, shards, *in_natural_order(rows, named), class_names)
 
 
 def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
@@ -140,7 +151,7 @@ def list_members(path: str, left_out: dict[str, list[str]]) -> Samples:
                 files = samples.setdefault(os.path.join(folder, stem), {})
                 if extension.lower() in files:
                     raise UserError(f"{shown} holds two files named {printable(name)}: make it again")
-                files[extension.lower()] = ByteRange(info.offset_data, info.size)
+                files[extension.lower()] = Member(name, info.offset_data, info.size)
     except UserError:
         raise
     except OSError as error:
@@ -179,32 +190,29 @@ def _infos(path: str) -> Iterator[tarfile.TarInfo]:
             raise tarfile.ReadError(f"no end marker at byte {tar.offset}")
 
 
-def _image_of(path: str, key: str, files: dict[str, ByteRange]) -> str:
+def _image_of(files: dict[str, Member], shown: str) -> str:
     """Extension of a sample's image; "": it has none. `jpg` goes before `mask.png`."""
     images = [each for each in files if f".{each.rpartition('.')[2]}" in image_extensions()]
-    plain = [each for each in images if "." not in each]
-    found = plain or images
+    found = [each for each in images if "." not in each] or images
     if len(found) > 1:
         raise UserError(
-            f"tar {printable(path)}: sample {printable(key)} has several images ({', '.join(map(printable, found))}); "
-            "its name up to the first dot must be its own, as `tlt pack-images` makes it"
+            f"{shown} has several images ({', '.join(map(printable, found))}); its name up to the first dot must be "
+            "its own, as `tlt pack-images` makes it"
         )
     return found[0] if found else ""
 
 
-def _class_of(shown: str, files: dict[str, ByteRange], descriptor: int, label_key: str) -> int:
+def _class_of(files: dict[str, Member], descriptor: int, label_key: str, shown: str) -> int:
     extension = "cls" if label_key == LABEL_KEY and "cls" in files else "json"
     if extension not in files:
         raise UserError(f"{shown} has no class: no .json is there" + ", nor .cls" * (label_key == LABEL_KEY))
-    offset, length = files[extension]
-    if length > _LONGEST_TEXT:
-        raise UserError(f"{shown}: .{extension} has {length} bytes, more than a class takes")
-    text = read_at(descriptor, length, offset)
+    _, offset, length, _ = files[extension]
+    text = read_at(descriptor, min(length, _LONGEST_TEXT), offset)
     try:
         number = int(text) if extension == "cls" else json.loads(text)[label_key]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         number = None
-    if type(number) is not int or not 0 <= number <= _MAX_CLASS:
+    if type(number) is not int or not 0 <= number <= MAX_CLASS:
         where = f"{label_key!r} in .json" if extension == "json" else ".cls"
-        raise UserError(f"{shown}: {where} is not a class number (0 to {_MAX_CLASS})")
+        raise UserError(f"{shown}: {where} is not a class number (0 to {MAX_CLASS})")
     return number

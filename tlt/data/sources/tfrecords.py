@@ -16,14 +16,24 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.image_file import most_bytes
-from tlt.data.sources.records import ROW, Contents, FileRecords, RecordImages, checked_name, concatenated, open_records
-from tlt.data.sources.source import Found, check_classes, class_folder, numbered_names
+from tlt.data.sources.records import (
+    ROW,
+    FileRecords,
+    RecordImages,
+    checked_name,
+    concatenated,
+    in_natural_order,
+    open_records,
+    write_table,
+)
+from tlt.data.sources.source import MAX_CLASS, Found, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
 from tlt.io.names import leads_out
 from tlt.io.natural import natural_key, natural_sorted
@@ -35,10 +45,8 @@ _LABEL = ("image/class/label", "label")
 _CLASS_NAME = ("image/class/synset", "image/class/text")
 _FILE_NAME = ("image/filename", "file_name")
 _GZIP = b"\x1f\x8b"
-_MAX_CLASS = 999_999
 _RECORDS = re.compile(r"(?!\.).*(\.tfrecords?(-\d+-of-\d+)?|-\d{5,}-of-\d{5,})")
 _PART = re.compile(r"(.*)-(\d{5,9})-of-(\d{5,9})")
-
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 # tensorflow/core/example/*.proto, but for floating-point numbers; a map is a list of such entries on the wire.
@@ -74,9 +82,8 @@ def open_tfrecords(_name: str, data: str, split: str, found: Found | None) -> Re
             folder, table = data, f"{name}.records"
             files = [file for file in _record_names(data) if re.search(rf"(^|-){re.escape(name)}[-._]", file)]
         if files:
-            contents = partial(record_contents, class_names=_class_names(os.path.join(folder, "label.labels.txt")))
-            paths = _whole(folder, files)
-            return open_records(paths, os.path.join(folder, table), scan_records, contents, found)
+            write = partial(_write_record_table, class_names=_class_names(os.path.join(folder, "label.labels.txt")))
+            return open_records(_whole(folder, files), os.path.join(folder, table), scan_records, write, found)
     searched = ", ".join(map(printable, split_names(split)))
     raise MissingSplit(
         f"no TFRecord files of the split {printable(split)} in {printable(data)} (searched folders and files that are "
@@ -108,10 +115,7 @@ def open_tfds(name: str, data: str, split: str, found: Found | None) -> RecordIm
 
 
 def _class_names(path: str) -> list[str] | None:
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return file.read().splitlines()
+    return Path(path).read_text("utf-8").splitlines() if os.path.isfile(path) else None
 
 
 def _record_names(folder: str) -> list[str]:
@@ -135,8 +139,8 @@ def _whole(folder: str, names: Sequence[str]) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def record_contents(found: list[FileRecords], class_names: list[str] | None = None) -> Contents:
-    """What TFRecord files hold together.
+def _write_record_table(table: str, found: list[FileRecords], class_names: list[str] | None) -> None:
+    """Write the table of TFRecord files.
 
     Where the records name their classes, these are numbered in natural order, as in a folder; else as in the records.
     Images with names of their own are in natural order, as in a folder; else they are numbered in the files' order.
@@ -155,10 +159,12 @@ def record_contents(found: list[FileRecords], class_names: list[str] | None = No
     files = [name for file in found for name in file.names]
     names = [f"{class_folder(own[number])}/{file}" for number, file in zip(rows["class"], files, strict=True)]
     if all(files) and len({*names}) == len(names):
-        return Contents(rows, names, own, class_names).in_natural_order()
-    numbered = numbered_names(own[number] for number in rows["class"])
-    note = "the records don't name their images, which are numbered: labels of another copy will not be found"
-    return Contents(rows, numbered, own, class_names, [note])
+        write_table(table, found, *in_natural_order(rows, names), own, class_names)
+    else:
+        note = "the records don't name their images, which are numbered: labels of another copy will not be found"
+        write_table(
+            table, found, rows, numbered_names(own[number] for number in rows["class"]), own, class_names, [note]
+        )
 
 
 def scan_records(path: str) -> FileRecords:
@@ -172,18 +178,21 @@ def scan_records(path: str) -> FileRecords:
         length = os.fstat(file.fileno()).st_size
         for number, (offset, record) in enumerate(_records(file, path, length)):
             shown = f"record {number} of {printable(path)}"
-            features = parse_example(record, shown)
-            image = _single(features, _IMAGE, bytes, f"{shown} has no single image")
-            label = _single(features, _LABEL, int, f"{shown} has no single class number")
-            if not 0 <= label <= _MAX_CLASS:
-                raise UserError(f"{shown}: {label} is no class number (0 to {_MAX_CLASS})")
+            features = _parsed(record, shown)
+            image, label = _single(features, _IMAGE, bytes), _single(features, _LABEL, int)
+            for what, names_of, value in (("image", _IMAGE, image), ("class number", _LABEL, label)):
+                if value is None:
+                    there = ", ".join(map(printable, sorted(features))) or "nothing"
+                    raise UserError(f"{shown} has no single {what} named {' or '.join(names_of)}: it has {there}")
+            if not 0 <= label <= MAX_CLASS:
+                raise UserError(f"{shown}: {label} is no class number (0 to {MAX_CLASS})")
             rows.append((0, offset + record.index(image), len(image), zlib.crc32(image), label, 0))
-            names.append(checked_name(os.path.basename(_text(features, _FILE_NAME)), path))
-            class_texts.append(checked_name(_text(features, _CLASS_NAME), path))
+            names.append(checked_name(os.path.basename(os.fsdecode(_single(features, _FILE_NAME, bytes, b""))), path))
+            class_texts.append(checked_name(os.fsdecode(_single(features, _CLASS_NAME, bytes, b"")), path))
     return FileRecords(path, length, np.array(rows, ROW), names, class_texts)
 
 
-def parse_example(record: bytes, shown: str) -> Features:
+def _parsed(record: bytes, shown: str) -> Features:
     """The features of an Example by name. Raises UserError: it is damaged or something else."""
     try:
         entries = _example().FromString(record).features.entries
@@ -195,28 +204,19 @@ def parse_example(record: bytes, shown: str) -> Features:
 @functools.cache
 def _example() -> Any:
     """The class of Example messages."""
-    protobuf = "google.protobuf"
-    file = require(f"{protobuf}.text_format", "tfrecord").Parse(
-        _PROTO, require(f"{protobuf}.descriptor_pb2", "tfrecord").FileDescriptorProto()
+    text, descriptor, pools, factory = (
+        require(f"google.protobuf.{module}", "tfrecord")
+        for module in ("text_format", "descriptor_pb2", "descriptor_pool", "message_factory")
     )
-    pool = require(f"{protobuf}.descriptor_pool", "tfrecord").DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    return require(f"{protobuf}.message_factory", "tfrecord").GetMessageClass(pool.FindMessageTypeByName("Example"))
+    pool = pools.DescriptorPool()
+    pool.AddSerializedFile(text.Parse(_PROTO, descriptor.FileDescriptorProto()).SerializeToString())
+    return factory.GetMessageClass(pool.FindMessageTypeByName("Example"))
 
 
-def _single(features: Features, names: Sequence[str], kind: type, problem: str) -> Any:
-    """The only value of the first of these features that is there. Raises UserError: there is no such thing."""
+def _single(features: Features, names: Sequence[str], kind: type, otherwise: Any = None) -> Any:
+    """The only value of the first of these features that is there; `otherwise` where it is of another kind."""
     values = next((features[name] for name in names if name in features), [])
-    if len(values) != 1 or not isinstance(values[0], kind):
-        there = ", ".join(printable(name) for name in sorted(features)) or "nothing"
-        raise UserError(f"{problem} named {' or '.join(names)}: it has {there}")
-    return values[0]
-
-
-def _text(features: Features, names: Sequence[str]) -> str:
-    """The only value of the first of these features that is there; "" where it is no text."""
-    values = next((features[name] for name in names if name in features), [])
-    return os.fsdecode(values[0]) if len(values) == 1 and isinstance(values[0], bytes) else ""
+    return values[0] if len(values) == 1 and isinstance(values[0], kind) else otherwise
 
 
 def _records(file: BinaryIO, path: str, size: int) -> Iterator[tuple[int, bytes]]:

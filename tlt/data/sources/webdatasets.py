@@ -19,12 +19,11 @@ from functools import partial
 from tlt.data.sources.folder import split_names
 from tlt.data.sources.records import RecordImages, open_records
 from tlt.data.sources.source import Found
-from tlt.data.sources.tar_shards import LABEL_KEY, scan_tar, tar_contents
+from tlt.data.sources.tar_shards import LABEL_KEY, scan_tar, write_tar_table
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import leads_out
 from tlt.io.text import printable, some_names
 
-_INFO = ("_info.json", "info.json")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _MOST_SHARDS = 1_000_000
@@ -52,7 +51,7 @@ def open_webdataset(_name: str, data: str, split: str, found: Found | None) -> R
     if missing or not files:
         raise UserError(f"{len(missing)} of {len(files)} shards are missing: {some_names(missing)}")
     table, scan = os.path.join(data, f"{name}.shards"), partial(scan_tar, label_key=label_key)
-    return open_records(paths, table, scan, tar_contents, found)
+    return open_records(paths, table, scan, write_tar_table, found)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -75,17 +74,16 @@ def _choices(inside: str) -> Sequence[str]:
     """What braces stand for; nothing where that is unknown."""
     if match := _RANGE.fullmatch(inside):
         width = len(match[1]) if match[1].startswith("0") else 0
-        numbers = range(int(match[1]), int(match[2]) + 1)[: _MOST_SHARDS + 1]
-        return [f"{number:0{width}d}" for number in numbers]
+        return [f"{number:0{width}d}" for number in range(int(match[1]), int(match[2]) + 1)[: _MOST_SHARDS + 1]]
     return inside.split(",") if "," in inside else []
 
 
 def _listed(data: str, split: str) -> tuple[str, list[str], str]:
     """A split's name in `_info.json`, the shards that are listed there, and the key of their classes."""
-    path = next((path for name in _INFO if os.path.isfile(path := os.path.join(data, name))), None)
-    if path is None:
+    path = next((path for name in ("_info.json", "info.json") if os.path.isfile(path := os.path.join(data, name))), "")
+    if not path:
         raise MissingSplit(
-            f"no {' or '.join(_INFO)} in {printable(data)}: give a pattern as the split, such as "
+            f"no _info.json or info.json in {printable(data)}: give a pattern as the split, such as "
             "'train-{0000..1023}.tar', or leave --dataset out for shards in DATA/SPLIT"
         )
     try:
@@ -98,8 +96,8 @@ def _listed(data: str, split: str) -> tuple[str, list[str], str]:
         if not all(isinstance(each, str) for each in [*files, label_key]):
             raise TypeError("names that are none")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {printable(str(error))}"
         raise UserError(
-            f"{printable(path)} can't be read or lists no shards as timm does ({type(error).__name__}: "
-            f"{printable(str(error))}): mend it, or give a pattern as the split"
+            f"{printable(path)} lists no shards as timm does ({reason}): mend it, or give a pattern"
         ) from error
     return name, files, label_key

@@ -1,4 +1,5 @@
-"""Data sets of Hugging Face's `datasets` (`--dataset hfds/NAME`), read by index out of its memory-mapped tables."""
+"""Data sets of other libraries: Hugging Face's `datasets` (`--dataset hfds/NAME`), read by index out of its
+memory-mapped tables, and torchvision's CIFAR-10 and CIFAR-100 (`--dataset torch/NAME`), as images of the format PPM."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tlt.data.sources.folder import TRAIN_SPLITS, VALIDATION_SPLITS
 from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, BadImage, check_length, read_file
 from tlt.data.sources.source import ImageSource, numbered_names
 from tlt.errors import MissingSplit, UserError, require
@@ -15,7 +17,7 @@ from tlt.io.text import printable
 
 @dataclass
 class HubImages(ImageSource):
-    """What `open_hub_dataset` found.
+    """Images in a column of a table.
 
     Attributes:
         table: `datasets.Dataset` with the column of encoded images alone, in the format of Arrow.
@@ -68,8 +70,45 @@ def _column(features: Any, kind: type, preferred: str, shown: str) -> str:
     found = [column for column, feature in features.items() if isinstance(feature, kind)]
     if preferred in found or len(found) == 1:
         return preferred if preferred in found else found[0]
-    problem = f"several columns of type {kind.__name__} ({', '.join(found)})" if found else f"no {kind.__name__} column"
     raise UserError(
-        f"{shown} has {problem} among {', '.join(features)}: one of them must be named {preferred!r}, with cast_column "
-        "and rename_column of `datasets`"
+        f"{shown} has {len(found) or 'no'} {kind.__name__} column{'s' * (len(found) > 1)} among {', '.join(features)}: "
+        f"one of them must be named {preferred!r}, with cast_column and rename_column of `datasets`"
     )
+
+
+@dataclass
+class ArrayImages(ImageSource):
+    """Images that are pixels in memory, (N, H, W, 3) uint8, which forked workers share."""
+
+    pixels: np.ndarray = field(kw_only=True)
+
+    def read(self, index: int, max_pixels: int = DEFAULT_MAX_PIXELS) -> bytearray:
+        height, width = self.pixels.shape[1:3]
+        return bytearray(b"P6\n%d %d\n255\n" % (width, height) + self.pixels[index].tobytes())
+
+
+def open_torch_dataset(name: str, data: str, split: str, _found: object) -> ArrayImages:
+    """A data set in torchvision's layout, which torchvision reads: pickles only if their md5 is the published one.
+    Nothing is downloaded.
+
+    Args:
+        name: One of `tlt.data.sources.dataset_kinds.TORCH_NAMES`.
+        data: Folder that holds it, torchvision's `root`.
+        split: A name of the training split, of the validation split, or "test", which is the same.
+
+    Raises:
+        UserError: It is not there, damaged, or has no such split.
+    """
+    from torchvision import datasets
+
+    shown = f"--dataset torch/{name} in {printable(data)}"
+    if split not in (*TRAIN_SPLITS, *VALIDATION_SPLITS, "test"):
+        raise UserError(f"{shown}: no split {printable(split)!r}; it has train and validation")
+    reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    try:
+        dataset = reader(data, train=split in TRAIN_SPLITS)
+    except RuntimeError as error:
+        raise UserError(f"{shown}: {reader.base_folder} is missing or damaged: unpack {reader.url} there") from error
+    own, classes = list(dataset.classes), np.asarray(dataset.targets, np.int64)
+    paths = numbered_names((own[number] for number in classes), ".ppm")
+    return ArrayImages(data, paths, classes, own, own, pixels=np.asarray(dataset.data))
