@@ -1,7 +1,7 @@
 """Where encoded images come from: a list of images with classes, whose bytes are read in any order.
 
 Sources are image folders and tables (`folder.py`, `csv_images.py`), records in large files (`records.py`), and data
-sets of Hugging Face (`hub.py`) and of torchvision (`torch_datasets.py`).
+sets of Hugging Face and of torchvision (`libraries.py`).
 """
 
 from __future__ import annotations
