@@ -42,7 +42,7 @@ for name in ("listdir", "readlink", "open", "stat", "scandir"):
     setattr(os, name, hiding(getattr(os, name)))
 missing = ["sched_getaffinity", "sched_setaffinity", "memfd_create", "posix_fadvise", "setns", "unshare"]
 if system == "Windows":
-    missing += ["pread", "preadv", "pwrite", "geteuid", "getuid", "sysconf", "O_CLOEXEC", "O_NONBLOCK", "getloadavg"]
+    missing += ["pread", "pwrite", "geteuid", "getuid", "sysconf", "O_CLOEXEC", "O_NONBLOCK", "getloadavg"]
     filelock.FileLock = filelock.SoftFileLock  # the lock of Windows is not there, the one of Unix needs O_NONBLOCK
     sys.modules["fcntl"] = sys.modules["resource"] = sys.modules["pwd"] = None
     for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGSTOP", "SIGCONT", "SIGKILL", "setitimer"):

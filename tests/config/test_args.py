@@ -65,7 +65,6 @@ train | --token-label --token-label-data l --token-label-size 1 --dense-weight 1
 train | --token-label --token-label-data l --token-label-teacher t | set the same: keep one of them
 train | --token-label --uncovered uniform | --uncovered uniform has no effect without --token-label-data
 train | --compat label-corp | --compat label-corp: unknown row, did you mean label-crop
-train | --compat no-label-crop | --compat no-label-crop takes a row out of upstream
 train | --token-label --compat upstream | --compat upstream has no effect without --token-label-data
 train | LABELS --smoothing 0 --compat target-sum | --compat target-sum has no effect without --smoothing
 train | LABELS --uncovered ignore --compat uncovered | --uncovered ignore contradicts --compat uncovered
@@ -135,8 +134,8 @@ def test_what_only_one_program_needs_is_refused_there() -> None:
 def test_compat_is_resolved_to_the_rows_that_change_something() -> None:
     args = parse_train(["/data", *LABELS.split(), "--compat", "upstream"])
     assert (args.compat, args.uncovered) == (list(ROWS_OF_COMPAT), "uniform")
-    args = parse_train(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream", "no-label-crop"])
-    assert args.compat == ["label-scale", "label-area", "uncovered"]
+    args = parse_train(["/data", *LABELS.split(), "--smoothing", "0", "--compat", "upstream"])
+    assert args.compat == ["label-crop", "label-scale", "label-area", "uncovered"]
     assert parse_train(["/data"]).compat is None
 
 

@@ -155,16 +155,16 @@ def test_too_many_open_files(images: ImageFolder) -> None:
 
 @pytest.mark.parametrize("times", [3, 10**9])
 def test_storage_that_fails_while_it_is_read(images: ImageFolder, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    expected, preadv, count = images.read(1), os.preadv, 0
+    expected, pread, count = images.read(1), os.pread, 0
 
-    def failing(*arguments: Any) -> int:
+    def failing(*arguments: Any) -> bytes:
         nonlocal count
         count += 1
         if count <= times:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(*arguments)
+        return pread(*arguments)
 
-    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(os, "pread", failing)
     if times == 3:
         assert images.read(1) == expected and count == 4
         return
@@ -187,19 +187,19 @@ def test_a_shard_that_fails_for_a_while_is_opened_anew(
 ) -> None:
     labels = open_labels(tmp_path / "shards", shards.paths, bad_label="skip")
     read: Callable[[int], object] = shards.read if what == "image" else lambda row: labels.read(row, 25, 24).values
-    expected, stale, opens, real = read(1), True, os.open, os.preadv  # its file is open from now on
+    expected, stale, opens, real = read(1), True, os.open, os.pread  # its file is open from now on
 
     def opening(*arguments: Any) -> int:
         nonlocal stale
         stale = False
         return opens(*arguments)
 
-    def preadv(*arguments: Any) -> int:
+    def pread(*arguments: Any) -> bytes:
         if stale:
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
         return real(*arguments)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr(os, "open", opening)
     assert np.array_equal(read(1), expected)  # type: ignore[arg-type]
     monkeypatch.setattr(os, "open", opens)

@@ -11,9 +11,8 @@ from PIL import Image
 from tlt.data.sources.source import ImageSource
 from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter
-from tlt.labels.label_files import label_names
 from tlt.labels.label_info import LabelInfo
-from tlt.labels.tree import write_map
+from tlt.labels.tree import label_names, write_map
 
 SHAPE = (2, 3, 4)
 # natural order, dots, a percent sign, one stem twice, not ASCII, not even UTF-8, nested, a dotted class

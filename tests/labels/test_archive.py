@@ -159,7 +159,7 @@ def test_an_old_or_incomplete_archive_is_refused_with_the_command(archive: Path,
 def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None:
     ids = np.full(SHAPE, 70_000, np.int32)
     info = replace(INFO, num_classes=100_000, log_sum_exp=False)
-    writer = ArchiveWriter(tmp_path / "out", info, NAMES[:2], large_ids=True)
+    writer = ArchiveWriter(tmp_path / "out", info, NAMES[:2])
     values = label_map(0).values
     for bad, message in (
         (LabelMap(values + np.float16("nan"), ids), "NaN or infinite"),
@@ -178,7 +178,7 @@ def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None
     assert store.missing() == [0] and store.warnings == [] and np.load(tmp_path / "out" / "ids.npy").dtype == np.int32
     np.testing.assert_array_equal(store.read(1).ids, ids)
     small = ArchiveWriter(tmp_path / "small", replace(info, num_classes=None), NAMES[:2])
-    with pytest.raises(UserError, match="class id 70000, but the first label is in a number format of few classes"):
+    with pytest.raises(UserError, match="class id 70000, but nothing says that there are more than 65,536 classes"):
         small.write(0, LabelMap(values, ids))
 
 

@@ -11,9 +11,9 @@ import torch
 from tests.labels.packed import SHAPE, label_map, make_archive, make_tree, write_images
 from tlt.data.sources.folder import scan_folder
 from tlt.errors import UserError
-from tlt.labels.label_files import label_names
 from tlt.labels.shards import ShardReader
 from tlt.labels.store import open_labels
+from tlt.labels.tree import label_names
 from tlt.tools.check import check
 from tlt.tools.cli import main
 from tlt.tools.pack_images import pack_images

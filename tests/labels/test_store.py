@@ -13,10 +13,9 @@ import torch
 
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, NO_AREA, LabelMap, centre_square
-from tlt.labels.label_files import label_names
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import LabelStore, open_labels
-from tlt.labels.tree import read_map, write_map
+from tlt.labels.tree import label_names, read_map, write_map
 
 NAMES = ["c0/0.jpg", "c0/1.png", "c1/0.jpg"]
 SHAPE = (2, 3, 4)

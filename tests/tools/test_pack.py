@@ -167,16 +167,6 @@ def test_labels_that_cannot_be_trained_on_are_not_packed_and_packing_goes_on(tre
         pack(str(tree), str(tree))
 
 
-def test_large_class_ids_may_come_late(tree: Path, tmp_path: Path) -> None:
-    for path in tree.rglob("*.pt"):
-        torch.save(torch.load(path).float(), path)
-    large = entry(3).float()
-    large[1] += 70_000
-    torch.save(large, tree / "b" / "deep" / "ü 2.pt")
-    pack(str(tree), str(tmp_path / "out.tlt"))
-    assert open_labels(tmp_path / "out.tlt", NAMES).read(3).ids.max() >= 70_000
-
-
 def write_old(root: Path, known: bool, transposed: bool = False) -> None:
     """An archive of version 1 as its writer made it: three rows a shard, the last row without a label."""
     root.mkdir()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tlt.errors import MachineFault, UserError
 from tlt.io.text import printable
@@ -78,16 +78,10 @@ def read_at(descriptor: int, length: int, offset: int) -> bytes:
 
 def read_into(data: bytearray, descriptor: int, offset: int) -> int:
     """Fill `data` from byte `offset` of an open file; return how many bytes there were."""
-    view, done = memoryview(data), 0
-    while done < len(data):
-        if hasattr(os, "preadv"):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-        else:
-            part = read_at(descriptor, len(data) - done, offset + done)
-            view[done : done + len(part)], count = part, len(part)
-        if not count:
-            break
-        done += count
+    done = 0
+    while done < len(data) and (part := read_at(descriptor, len(data) - done, offset + done)):
+        data[done : done + len(part)] = part
+        done += len(part)
     return done
 
 
@@ -117,16 +111,19 @@ def write_whole(path: str | Path, data: bytes | memoryview) -> None:
         raise
 
 
+def read_json(path: str | Path, format_name: str) -> dict[str, Any]:
+    """The JSON object in a file, whose `format` says what it is. Raises UserError if it is something else."""
+    shown = printable(str(path))
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{shown} can't be read as JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != format_name:
+        raise UserError(f"{shown} does not describe a {format_name}")
+    return content
+
+
 def refuse_existing(path: str | Path, flag: str) -> None:
     """Raise UserError if there is something already where `flag` asks for a file."""
     if os.path.lexists(path):
         raise UserError(f"{flag} {printable(str(path))} exists already: remove it, or choose another name")
-
-
-def sha256_of(path: str | Path) -> str:
-    """The sha256 of a file."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

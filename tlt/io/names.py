@@ -9,11 +9,6 @@ from typing import Any, overload
 import numpy as np
 
 
-def leads_out(name: str) -> bool:
-    """Whether the path of a file, with slashes, is absolute or has `..` in it: it may lie outside of a folder."""
-    return os.path.isabs(name) or ".." in name.split("/")
-
-
 class Names(Sequence[str]):
     """Names as one block of bytes, which processes share: reading from a list of a million strings changes their
     reference counts, and with that makes every data worker copy the pages they are on.
@@ -67,6 +62,13 @@ class Names(Sequence[str]):
         for end in self.ends.tolist():
             yield block[start:end]
             start = end
+
+    def rows_of(self, names: Sequence[str]) -> np.ndarray:
+        """(N,) int64: where each of N other names is among these, -1 where it is not."""
+        if names == self:
+            return np.arange(len(self))
+        row_of = {name: row for row, name in enumerate(self)}
+        return np.array([row_of.get(name, -1) for name in names], np.int64)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):

@@ -1,20 +1,48 @@
-"""Text for people: names, tables, and escapes for what a terminal would take for a command. Imports no torch."""
+"""Names and text: their natural order, tables, and escapes for what a terminal would take for a command.
+
+Imports nothing heavy: the command line is checked with it.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 
 # Control characters but for those that lay out lines; of escapes, the progress bar's step up a line.
 _COMMANDS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[A)")
+_DIGITS = re.compile(r"\d+")
+_COUNTS = 0xE000  # the first character for private use
+NAMES_SHOWN = 5  # in a message
+
+
+def natural_key(text: str) -> str:
+    """Text that sorts in natural order, as timm has it: runs of digits count as numbers, and case is ignored.
+
+    A number becomes NUL, which comes before all that may stand in its place and is in no file's name, then the count of
+    its digits without leading zeros, then these. The count is a character that is no part of a path, such as a slash.
+    """
+
+    def number(found: re.Match[str]) -> str:
+        digits = str(int(found[0]))
+        return f"\0{chr(_COUNTS + len(digits))}{digits}"
+
+    return _DIGITS.sub(number, text.lower())
+
+
+def natural_sorted(names: Iterable[str]) -> list[str]:
+    """The names in natural order (`n2` before `n10`), equal ones by themselves."""
+    return sorted(sorted(names), key=natural_key)
+
+
+def leads_out(name: str) -> bool:
+    """Whether the path of a file, with slashes, is absolute or has `..` in it: it may lie outside of a folder."""
+    return os.path.isabs(name) or ".." in name.split("/")
 
 
 def safe_text(text: str) -> str:
     """Escape what a terminal would take for a command: names of files and folders may hold anything."""
     return _COMMANDS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-NAMES_SHOWN = 5  # in a message
 
 
 def printable(name: str) -> str:

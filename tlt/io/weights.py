@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -25,7 +23,6 @@ WEIGHT_KEYS = ("state_dict", "model")
 EMA_KEYS = ("state_dict_ema", "model_ema")
 
 _FOLDER = 0x10  # among the attributes of a record
-_UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _REFUSED = re.compile(r"GLOBAL (\S+)|unrecognized function (\S+)|but got (?:<class ')?([\w.]+)")
 
 
@@ -33,45 +30,46 @@ class InPartsError(UserError):
     """The tensors of a checkpoint lie beside it, as an earlier version could write them."""
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, peek: bool = False) -> dict[str, Any]:
     """Return everything a checkpoint holds, tensors on the CPU.
 
     Args:
         path: safetensors, or what `torch.save` writes (a zip archive; before torch 1.6 a pickle). The content tells
             which, not the name's ending.
+        peek: For a look at the numbers: checksums are not compared, and tensors of a zip archive are mapped, not read.
 
     Raises:
         UserError: The file is missing, truncated, damaged (naming the record), compressed, something else altogether,
             or holds more than tensors and plain data (naming the class; nothing of it is run).
     """
-    return _read(Path(path), peek=False)
-
-
-def peek_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Like `read_checkpoint`, for a look at the numbers: checksums are not compared, and tensors of a zip archive are
-    mapped and not read."""
-    return _read(Path(path), peek=True)
-
-
-def _read(path: Path, peek: bool) -> dict[str, Any]:
-    with _one_line_errors(path):
-        if path.is_dir():
-            raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
-        if not path.is_file():  # a pipe would wait for its writer
-            raise UserError(f"{path}: no such checkpoint, or no regular file")
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a directory: name a checkpoint in it; a .pth.tar is not to be unpacked")
+    if not path.is_file():  # a pipe would wait for its writer
+        raise UserError(f"{path}: no such checkpoint, or no regular file")
+    try:
         with path.open("rb") as file:
             head = file.read(40)
             file.seek(0)
-            if not head:
-                raise UserError(f"{path} is empty (zero bytes)")
             if head.startswith((b"PK", b"\x80")):  # a pickle's protocol mark
                 return _checkpoint(load_plain(file, path, peek), path)
-            if head[8:9] == b"{":  # after the 8-byte length of a JSON header
-                return dict(safetensors.torch.load_file(path))
+        if head[8:9] == b"{":  # after the 8-byte length of a JSON header
+            return dict(safetensors.torch.load_file(path))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a damaged header leads to
+        raise _damaged(error, path) from error
+    if not head:
+        raise UserError(f"{path} is empty (zero bytes)")
     raise UserError(
         f"{path} is no checkpoint, it begins with {head!r}: download it again where that is a web page or git-lfs "
         "pointer, unpack it where it is a tar or gzip file"
     )
+
+
+def peek_checkpoint(path: str | Path) -> dict[str, Any]:
+    """`read_checkpoint` for a look at the numbers."""
+    return read_checkpoint(path, peek=True)
 
 
 def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
@@ -79,12 +77,12 @@ def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
 
     Args:
         shown: Where messages say that it was read.
-        peek: As `peek_checkpoint`.
+        peek: As of `read_checkpoint`.
 
     Raises:
         UserError: As `read_checkpoint`.
     """
-    with _one_line_errors(shown):
+    try:
         zipped = file.read(2) == b"PK"  # before torch 1.6 it was a pickle, without checksums
         file.seek(0)
         if zipped:
@@ -93,29 +91,24 @@ def load_plain(file: BinaryIO, shown: str | Path, peek: bool = False) -> Any:
         mapped = zipped and peek
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file.name if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
-
-
-@contextmanager
-def _one_line_errors(shown: str | Path) -> Iterator[None]:
-    """Turn whatever a parser raises on foreign bytes into a UserError."""
-    try:
-        yield
     except UserError:
         raise
-    except Exception as error:
-        text = str(error)
-        if isinstance(error, UnpicklingError):
-            if refused := _REFUSED.search(text):
-                name = next(group for group in refused.groups() if group)
-                raise UserError(
-                    f"{shown} is refused: it holds {name}, neither a tensor nor plain data (nothing of it was run); "
-                    "save it with tensors, numbers and text only"
-                ) from error
-            # The rest of torch's text advises to load the file without this protection.
-            found = _UNPICKLER_SAYS.search(text)
-            text = found[1] if found else "neither tensors nor plain data"
-        reason = " ".join(text.split())[:200] or "it ends too early"
-        raise UserError(f"{shown} is truncated or damaged ({type(error).__name__}: {reason}): copy it again") from error
+    except Exception as error:  # whatever a parser raises on foreign bytes
+        raise _damaged(error, shown) from error
+
+
+def _damaged(error: Exception, shown: str | Path) -> UserError:
+    """The error of a parser in one line."""
+    text = str(error)
+    if isinstance(error, UnpicklingError):
+        if refused := _REFUSED.search(text):
+            return UserError(
+                f"{shown} is refused: it holds {refused[refused.lastindex or 0]}, neither a tensor nor plain data "
+                "(nothing of it was run); save it with tensors, numbers and text only"
+            )
+        text = "neither tensors nor plain data"  # torch's text advises to load the file without this protection
+    reason = " ".join(text.split())[:200] or "it ends too early"
+    return UserError(f"{shown} is truncated or damaged ({type(error).__name__}: {reason}): copy it again")
 
 
 def _check_records(archive: zipfile.ZipFile, shown: str | Path, checksums: bool) -> None:
@@ -197,13 +190,10 @@ def clean_names(names: list[str]) -> list[str]:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel, DataParallel and torch.compile wrappers, in any order."""
-    while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return unwrap(model.module)
+    inner = getattr(model, "_orig_mod", None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def clean_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -222,14 +212,11 @@ def load_clean(model: nn.Module, state: dict[str, Tensor], strict: bool = True) 
 
 def check_finite(state: dict[str, Tensor], path: str | Path = "the checkpoint") -> None:
     """Raise UserError naming the first tensor that holds NaN or infinity."""
-    name = first_non_finite(state)
-    if name is not None:
+    if name := first_non_finite(state):
         count = int((~torch.isfinite(state[name])).sum())
         raise UserError(f"{path} is refused: {name} holds {count} NaN or infinite of {state[name].numel()} values")
 
 
 def first_non_finite(state: dict[str, Tensor]) -> str | None:
     """Return the name of the first tensor with a NaN or infinite value. Waits for the device."""
-    # A sum is ten times as fast as isfinite(v).all(), and finite only if all values are; large ones may overflow it.
-    suspects = (k for k, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v.sum())))
-    return next((k for k in suspects if not bool(torch.isfinite(state[k]).all())), None)
+    return next((k for k, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())), None)

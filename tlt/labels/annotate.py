@@ -72,7 +72,7 @@ class Annotation(NamedTuple):
     """The labels that an annotator gives B images.
 
     Attributes:
-        values, ids: (B, k, h, w) float16 and int32, as of `top_classes`.
+        values, ids: (B, k, h, w) float16 logits and int32 class ids.
         log_sum_exp: (B, h, w) float32, of all logits of a position, where those listed count as rounded in `values`.
     """
 
@@ -119,11 +119,13 @@ class Annotator:
 
 
 def _annotation(dense: Tensor, k: int) -> Annotation:
-    """The annotation in dense logits (B, h, w, C), which are overwritten."""
+    """The k largest logits of every position of (B, h, w, C), or all C where there are fewer classes, the largest
+    first; `dense` is overwritten."""
     dense = dense.float()
-    values, ids = top_classes(dense, k)
+    top, classes = dense.topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
+    values, ids = top.permute(0, 3, 1, 2).half(), classes.permute(0, 3, 1, 2).int()
     # The difference of two sums would lose the digits of a small tail.
-    tail = dense.scatter_(-1, ids.permute(0, 2, 3, 1).long(), -torch.inf).logsumexp(-1)
+    tail = dense.scatter_(-1, classes, -torch.inf).logsumexp(-1)
     total = torch.logaddexp(values.double().logsumexp(1), tail.double()).float()
     return Annotation(values, ids, total)
 
@@ -152,10 +154,6 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
         ]
     for own, dense in pairs:
         mean = dense.mean((1, 2))
-        if mean.shape != own.shape:
-            raise UserError(
-                f"{name}: dense logits of {mean.shape[1]} classes, own of {tuple(own.shape)}; {_SUGGESTION}"
-            )
         difference, largest = float((mean - own).abs().max()), float(own.abs().max())
         if not difference <= _TOLERANCE * largest:
             raise UserError(
@@ -163,13 +161,6 @@ def check_dense(model: nn.Module, images: Tensor, name: str = "the annotator") -
                 f"logits (largest {largest:.3g}), because its head is more than a linear layer on averaged features; "
                 f"{_SUGGESTION}"
             )
-
-
-def top_classes(dense: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of every position of (B, h, w, C), or all C where there are fewer classes, the largest
-    first: values (B, k, h, w) float16 and ids (B, k, h, w) int32."""
-    values, ids = dense.float().topk(min(k, dense.shape[-1]), dim=-1)  # (B, h, w, k)
-    return values.permute(0, 3, 1, 2).half(), ids.permute(0, 3, 1, 2).int()
 
 
 def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:

@@ -27,8 +27,8 @@ from tlt.io.names import Names
 from tlt.io.output_folder import read_marker
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
-from tlt.labels.label_files import find_labels, rows_of
 from tlt.labels.label_info import LabelInfo
+from tlt.labels.tree import find_labels
 
 FORMAT = "volo-tlt label archive, version 2"
 META_NAME = "meta.json"
@@ -36,66 +36,58 @@ LABEL, NO_LABEL = 1, 2  # of `done.npy`; 0: not done
 _REMEDY = "copy the archive again, or pack it again"
 
 
+def map_file(path: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> np.memmap:
+    """A .npy file of an archive in a memory map. Raises UserError: it is missing, cut, or holds something else."""
+    shown = f"label archive {printable(path)}"
+    try:
+        if not os.path.isfile(path):
+            raise FileNotFoundError("it is not there, or no file")
+        # np.load compares the header with the length of the file.
+        found = with_retries(lambda: np.load(path, mmap_mode="r"), path)
+    except MachineFault:
+        raise
+    except Exception as error:  # whatever the bytes of a damaged header lead to
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{shown} is missing, cut or damaged ({reason}): {_REMEDY}") from error
+    if not isinstance(found, np.memmap) or found.shape != shape or found.dtype not in map(np.dtype, dtypes):
+        raise UserError(f"{shown} holds something else than {dtypes[0]} {shape}: {_REMEDY}")
+    return found
+
+
 class Column:
     """One .npy file of an archive, whose rows are read and written by number.
 
-    Rows are read from the file and not through a memory map: a process that touches a part of a map that has been cut
-    off is killed by the system. All processes of a machine share the pages in the page cache.
-
-    Args:
-        dtypes: It holds one of them.
+    Not through a memory map: a process that touches a part of a map that has been cut off, or that a full disk has no
+    room for, is killed by the system. All processes of a machine share the pages in the page cache.
 
     Raises:
-        UserError: The file is missing, cut, or holds something else.
+        UserError: As `map_file`.
     """
 
     def __init__(self, path: str, shape: tuple[int, ...], dtypes: Sequence[str], writable: bool = False) -> None:
         self._arguments = path, shape, dtypes, writable
-        self.path, self._shown = path, f"label archive {printable(path)}"
-        try:
-            if not os.path.isfile(path):
-                raise FileNotFoundError("it is not there, or no file")
-            # np.load compares the header with the length of the file.
-            found = with_retries(lambda: np.load(path, mmap_mode="r"), path)
-            self._file = with_retries(lambda: open(path, "r+b" if writable else "rb", buffering=0), path)  # noqa: SIM115
-        except MachineFault:
-            raise
-        except Exception as error:  # whatever the bytes of a damaged header lead to
-            reason = str(error).split("\n")[0]
-            raise UserError(f"{self._shown} is missing, cut or damaged ({reason}): {_REMEDY}") from error
-        if not isinstance(found, np.memmap) or found.shape != shape or found.dtype not in map(np.dtype, dtypes):
-            raise UserError(f"{self._shown} holds something else than {dtypes[0]} {shape}: {_REMEDY}")
-        self.dtype, self._begin, self._row_shape = found.dtype, found.offset, shape[1:]
-        self.row_bytes = math.prod(self._row_shape) * self.dtype.itemsize
+        found = map_file(path, shape, dtypes)
+        self.path, self.dtype, self._begin, self._row_shape = path, found.dtype, found.offset, shape[1:]
+        self._row_bytes = math.prod(shape[1:]) * found.dtype.itemsize
+        self._file = with_retries(lambda: open(path, "r+b" if writable else "rb", buffering=0), path)  # noqa: SIM115
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Column, self._arguments
 
-    def read(self, row: int) -> bytes:
-        """The bytes of a row. Raises UserError: the file has been cut."""
-        offset = self._begin + row * self.row_bytes
+    def read(self, row: int) -> np.ndarray:
+        """A row. Raises UserError: the file has been cut."""
+        offset, shown = self._begin + row * self._row_bytes, f"label archive {printable(self.path)}"
         try:
-            data = with_retries(lambda: read_at(self._file.fileno(), self.row_bytes, offset), self.path)
-        except MachineFault:
-            raise
+            data = with_retries(lambda: read_at(self._file.fileno(), self._row_bytes, offset), self.path)
         except OSError as error:
-            raise UserError(f"{self._shown} can't be read any more ({error.strerror}): {_REMEDY}") from error
-        if len(data) != self.row_bytes:
-            raise UserError(f"{self._shown} has been cut: row {row} is missing; {_REMEDY}")
-        return data
-
-    def array(self, data: bytes) -> np.ndarray:
-        """The bytes of a row as an array of its own."""
-        return np.frombuffer(data, self.dtype).reshape(self._row_shape).copy()
-
-    def mapped(self) -> np.ndarray:
-        """All rows, in a memory map."""
-        return np.load(self.path, mmap_mode="r")
+            raise UserError(f"{shown} can't be read any more ({error.strerror}): {_REMEDY}") from error
+        if len(data) != self._row_bytes:
+            raise UserError(f"{shown} has been cut: row {row} is missing; {_REMEDY}")
+        return np.frombuffer(data, self.dtype).reshape(self._row_shape)
 
     def write(self, row: int, data: bytes) -> None:
         """Write the bytes of a row. Raises OSError."""
-        # Not through a memory map: a full disk would kill the process there, here it is an error.
-        if write_at(self._file.fileno(), data, self._begin + row * self.row_bytes) != len(data):
+        if write_at(self._file.fileno(), data, self._begin + row * self._row_bytes) != len(data):
             raise OSError(28, "No space left on device", self.path)
 
     def sync(self) -> None:
@@ -104,7 +96,7 @@ class Column:
 
 
 class Rows:
-    """The columns of an archive that have a row an image."""
+    """The columns of an archive that have a row an image, and in memory its `done` and `crc32` as they were."""
 
     def __init__(self, root: str | Path, info: LabelInfo, records: int, writable: bool = False) -> None:
         self.columns = {
@@ -115,14 +107,14 @@ class Rows:
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
         """`done` and `crc32` of all rows, in memory."""
-        return np.array(self.columns["done"].mapped()), np.array(self.columns["crc32"].mapped())
+        return np.load(self.columns["done"].path), np.load(self.columns["crc32"].path)
 
-    def read(self, row: int, crc32: int) -> list[np.ndarray] | None:
-        """ids, values and, if there is one, the log-sum-exp of a row; None where `crc32` is not their checksum."""
-        data = [column.read(row) for column in self.contents.values()]
-        if zlib.crc32(b"".join(data)) != crc32:
+    def read(self, row: int, crc32: int, source: str = "label") -> LabelMap | None:
+        """The map in a row; None where `crc32` is not its checksum."""
+        ids, values, *lse = arrays = [column.read(row) for column in self.contents.values()]
+        if zlib.crc32(b"".join(array.tobytes() for array in arrays)) != crc32:
             return None
-        return [column.array(each) for column, each in zip(self.contents.values(), data, strict=True)]
+        return LabelMap(values.copy(), ids.astype(np.int32), source=source, log_sum_exp=lse[0].copy() if lse else None)
 
     def write(self, row: int, arrays: dict[str, np.ndarray], state: int) -> None:
         """Write a row and its checksum, and last that it is done. Raises OSError."""
@@ -180,8 +172,8 @@ def read_meta(root: str | Path) -> Meta:
 
 def read_names(root: str, meta: Meta) -> Names:
     """The names of the rows, in memory that processes share. Raises UserError: damaged."""
-    ends = Column(os.path.join(root, "name_ends.npy"), (meta.records,), ("<i8",)).mapped()
-    block = Column(os.path.join(root, "names.npy"), (int(ends[-1]),), ("|u1",)).mapped()
+    ends = map_file(os.path.join(root, "name_ends.npy"), (meta.records,), ("<i8",))
+    block = map_file(os.path.join(root, "names.npy"), (int(ends[-1]),), ("|u1",))
     if names_crc(block, ends) != meta.names_crc32:
         raise UserError(f"label archive {printable(root)}: names.npy or name_ends.npy is damaged; {_REMEDY}")
     return Names.packed(block.data, ends)
@@ -207,10 +199,13 @@ class ArchiveReader:
 
     def __init__(self, root: str, names: Names) -> None:
         self.root, self._names, self._meta = root, names, read_meta(root)
-        self.info = self._meta.info
-        self.rows = Rows(root, self.info, self._meta.records)
-        self._done, self._crc32 = self.rows.states()
-        self._row_of = _match(names, read_names(root, self._meta), root)  # (images,) -1: none
+        self.info, stored = self._meta.info, read_names(root, self._meta)
+        self._rows = Rows(root, self.info, self._meta.records)
+        self._done, self._crc32 = self._rows.states()
+        self._row_of = stored.rows_of(names)  # (images,) -1: none
+        if len(rest := np.flatnonzero(self._row_of < 0)):
+            files = {name for name in stored if name.endswith(".pt")}
+            self._row_of[rest] = stored.rows_of(find_labels([names[index] for index in rest.tolist()], files, root))
         self._row_of[self._done[self._row_of] == NO_LABEL] = -1
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
@@ -222,28 +217,13 @@ class ArchiveReader:
 
     def read(self, index: int) -> LabelMap:
         row, source = int(self._row_of[index]), self.source(index)
-        found = self.rows.read(row, int(self._crc32[row])) if self._done[row] == LABEL else None
+        found = self._rows.read(row, int(self._crc32[row]), source) if self._done[row] == LABEL else None
         if found is None:
             raise UserError(f"{source}, row {row}, is damaged (crc32 is wrong): {_REMEDY}")
-        ids, values, *lse = found
-        return LabelMap(values, ids.astype(np.int32), source=source, log_sum_exp=lse[0] if lse else None)
+        return found
 
     def extra(self) -> list[str]:
         unused = self._done == LABEL
         unused[self._row_of[self._row_of >= 0]] = False
         stored = read_names(self.root, self._meta)
         return [stored[row] for row in np.flatnonzero(unused).tolist()]
-
-
-def _match(names: Names, stored: Names, root: str) -> np.ndarray:
-    """(images,) the row of each image, -1 where it has none. Raises UserError: a label file fits two images."""
-    rows = rows_of(names, stored)
-    rest = np.flatnonzero(rows < 0)
-    if len(rest):
-        row_of = {name: row for row, name in enumerate(stored) if name.endswith(".pt")}
-        files: dict[str, set[str]] = {}
-        for name in row_of:
-            files.setdefault(os.path.dirname(name), set()).add(os.path.basename(name))
-        labels = find_labels([names[index] for index in rest.tolist()], lambda folder: files.get(folder, set()), root)
-        rows[rest] = [row_of.get(label, -1) for label in labels]
-    return rows

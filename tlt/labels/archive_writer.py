@@ -37,7 +37,6 @@ class ArchiveWriter:
         names: Image path of every row, or its label file (.pt) where the image is not known.
         overwrite: Begin anew: the archive that is there, complete or not, is removed, and nothing else.
         first: False in the other processes of the command that has begun to write it.
-        large_ids: There may be class ids above 65,535.
 
     Attributes:
         complete: The same command has written the archive before; then no row may be written.
@@ -47,21 +46,15 @@ class ArchiveWriter:
     """
 
     def __init__(
-        self,
-        root: str | Path,
-        info: LabelInfo,
-        names: Sequence[str],
-        overwrite: bool = False,
-        first: bool = True,
-        large_ids: bool = False,
+        self, root: str | Path, info: LabelInfo, names: Sequence[str], overwrite: bool = False, first: bool = True
     ) -> None:
         self.root, self.info = Path(root), info
         self.names = names if isinstance(names, Names) else Names(names)
-        self.complete = False
         try:
-            self._folder = self._begin(overwrite, large_ids) if first else None
+            self._folder = self._begin(overwrite) if first else None
         except OSError as error:
             raise self._unwritable(error) from error
+        self.complete = self._folder is not None and self._folder.complete
         self._rows = Rows(root, info, len(names), writable=not self.complete)
 
     def pending(self) -> list[int]:
@@ -90,8 +83,8 @@ class ArchiveWriter:
             )
         if label_map.ids.max() > np.iinfo(self._rows.columns["ids"].dtype).max:
             raise UserError(
-                f"{label_map.source}: class id {label_map.ids.max()}, but the first label is in a number format of few "
-                "classes: store all labels in one format, such as float32"
+                f"{label_map.source}: class id {label_map.ids.max()}, but nothing says that there are more than 65,536 "
+                "classes: write num_classes into labels.json"
             )
         arrays = {"ids": label_map.ids, "values": label_map.values}
         if info.log_sum_exp:
@@ -125,9 +118,9 @@ class ArchiveWriter:
                     f"OUT {printable(str(self.root))}: row {row} reads other than it was written: is the disk damaged?"
                 )
             if done[row] == LABEL:
-                max_id = max(max_id, int(found[0].max()))
+                max_id = max(max_id, int(found.ids.max()))
                 if truth[row] >= 0:
-                    tally.add(int(truth[row]), LabelMap(found[1], found[0].astype(np.int32)))
+                    tally.add(int(truth[row]), found)
         info = replace(self.info, skipped=list(skipped), max_id=max_id)
         # The checksum makes meta.json another one where the labels are others.
         more = {"labels_crc32": zlib.crc32(crc32.tobytes()), "agreement": tally.summary()}
@@ -145,25 +138,25 @@ class ArchiveWriter:
         if self._folder is not None:
             self._folder.close()
 
-    def _begin(self, overwrite: bool, large_ids: bool) -> OutputFolder:
+    def _begin(self, overwrite: bool) -> OutputFolder:
         """Write meta.json first, then create the files that are missing or were cut while they were created."""
         block, ends = np.frombuffer(self.names.block, np.uint8), np.asarray(self.names.ends, np.int64)
         described = {key: value for key, value in asdict(self.info).items() if key not in ("skipped", "max_id")}
         settings = {"format": FORMAT, **described, "records": len(self.names), "names_crc32": names_crc(block, ends)}
         columns = ("values", "ids", "lse", "crc32", "done", "names", "name_ends")
         folder = OutputFolder(self.root, META_NAME, settings, [f"{name}.npy" for name in columns], overwrite)
-        self.complete = folder.complete
         if folder.complete:
             return folder
         for name, array in (("names", block), ("name_ends", ends)):
             np.save(content := io.BytesIO(), array)
             write_whole(self.root / f"{name}.npy", content.getvalue())
         for name, (shape, dtypes) in column_types(self.info, len(self.names)).items():
-            path, dtype = self.root / f"{name}.npy", dtypes[large_ids and name == "ids"]
+            path = self.root / f"{name}.npy"
             try:
-                Column(str(path), shape, [dtype])
+                Column(str(path), shape, dtypes)
             except UserError:
-                np.lib.format.open_memmap(path, "w+", dtype, shape, version=(1, 0))  # of zeros
+                large_ids = name == "ids" and (self.info.num_classes or 0) > 2**16
+                np.lib.format.open_memmap(path, "w+", dtypes[large_ids], shape, version=(1, 0))  # of zeros
         return folder
 
     def _write(self, row: int, arrays: dict[str, np.ndarray], state: int) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tlt.errors import UserError
-from tlt.io.files import write_whole
+from tlt.io.files import read_json, write_whole
 from tlt.io.text import printable
 from tlt.label_map import Area
 
@@ -57,15 +58,7 @@ class LabelInfo:
     @classmethod
     def read(cls, path: str | Path) -> LabelInfo | None:
         """Read the file that `write` made; None if there is no such file. Raises UserError if it is something else."""
-        try:
-            content = json.loads(Path(path).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{printable(str(path))} can't be read as JSON: {error}") from error
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise UserError(f"{printable(str(path))} does not describe a label tree ({FORMAT})")
-        return cls.from_json(content, path)
+        return cls.from_json(read_json(path, FORMAT), path) if os.path.lexists(path) else None
 
     @classmethod
     def from_json(cls, content: dict[str, Any], path: str | Path) -> LabelInfo:

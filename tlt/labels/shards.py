@@ -26,7 +26,6 @@ from tlt.errors import UserError
 from tlt.io.names import Names
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
-from tlt.labels.label_files import rows_of
 from tlt.labels.label_info import LabelInfo
 
 
@@ -73,7 +72,7 @@ class ShardReader:
             raise UserError(f"--token-label-data {printable(root)}: labels of an earlier version; pack the shards anew")
         self._identity = str(about["identity"])
         self.info = LabelInfo.from_json(about["info"], os.path.join(root, f"{LABELS}.json"))
-        self._row_of = rows_of(names, self.table.paths)
+        self._row_of = self.table.paths.rows_of(names)
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
     def identity(self) -> bytes:

@@ -94,19 +94,19 @@ def open_labels(
         reader = ShardReader(shards, packed)
     else:
         reader = TreeReader(os.fspath(path), packed, num_classes, found)
-    warnings, root = [], printable(reader.root)
+    root, warnings = printable(reader.root), list[str]()
     if reader.info is not None:
         _check_classes(reader.info, f"--token-label-data {root}", num_classes, class_names)
         num_classes = num_classes or reader.info.num_classes
         if area not in (None, reader.info.area):
-            warnings = [f"--token-label-area {area} overrides {reader.info.area}, which {root} records"]
+            warnings.append(f"--token-label-area {area} overrides {reader.info.area}, which {root} records")
     warnings += _check_missing(reader, packed, bad_label)
     info = reader.info or _info_of_first_map(reader, len(names), num_classes, bad_label)
-    if label_tail != "zero" and not info.log_sum_exp:
-        raise UserError(f"--label-tail {label_tail}: {root} has no log-sum-exp: make an archive with `volo label`")
-    if label_tail != "zero" and not num_classes:
+    if label_tail != "zero" and not (info.log_sum_exp and num_classes):
+        lacks = "does not say how many classes there are: give --num-classes"
         raise UserError(
-            f"--label-tail {label_tail}: {root} does not say how many classes there are: give --num-classes"
+            f"--label-tail {label_tail}: {root} "
+            + (lacks if info.log_sum_exp else "has no log-sum-exp: make an archive with `volo label`")
         )
     return LabelStore(reader, packed, info, area or info.area, num_classes, bad_label, label_tail != "zero", warnings)
 
@@ -185,22 +185,17 @@ class LabelStore:
             if lse is None or not np.isfinite(lse).all():
                 raise UserError(f"{found.source}: a log-sum-exp is missing or not finite; make this label again")
             values = relative_to_tail(torch.from_numpy(values), torch.from_numpy(lse), self.num_classes).numpy()
-        return LabelMap(values, found.ids, self._area_of(width, height), found.source)
+        area = FULL_AREA if self.area == "full" else self.area
+        if isinstance(area, str):  # the centre
+            if not width or not height:
+                raise ValueError("maps of the centred square can only be placed with the size of the source image")
+            area = centre_square(width, height)
+        return LabelMap(values, found.ids, area, found.source)
 
     def take_faults(self) -> list[tuple[str, str]]:
         """(image, reason) of the maps replaced by `read` since the last call."""
         found, self._faults = self._faults, []
         return found
-
-    def _area_of(self, width: int | None, height: int | None) -> Area:
-        """The share of an image of this size that its map covers."""
-        if not isinstance(self.area, str):
-            return self.area
-        if self.area == "full":
-            return FULL_AREA
-        if not width or not height:
-            raise ValueError("maps of the centred square can only be placed with the size of the source image")
-        return centre_square(width, height)
 
 
 def sampled_agreement(labels: LabelStore, classes: np.ndarray, sample: int) -> Agreement:

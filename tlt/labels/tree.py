@@ -1,7 +1,9 @@
-"""Label maps on disk: the published tree of one file per image, read and written.
+"""Label maps on disk: the published tree of one file per image, found, read and written.
 
 `ROOT/<class>/<name>.pt` holds a tensor [2, k, H, W]: logits, then class ids, half precision. Half precision counts
 exactly to 2,048 only, so a tree for more classes is written in single precision, which the published reader takes too.
+An image has one label of its own; the published reader cuts the path at its first dot, and so hands one label to all
+of `a.b.jpg`, `a.c.jpg` and `a.jpg`.
 
 `ROOT/labels.json` says what the maps are (`tlt.labels.label_info`). Published trees have none.
 """
@@ -11,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Set
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,24 +25,71 @@ from tlt.errors import UserError
 from tlt.io.files import with_retries
 from tlt.io.names import Names
 from tlt.io.progress import SearchProgress
-from tlt.io.text import printable
+from tlt.io.text import natural_sorted, printable
 from tlt.io.weights import load_plain
 from tlt.label_map import LabelMap
-from tlt.labels.label_files import find_labels, label_files_below, usual_label_name
 from tlt.labels.label_info import INFO_NAME, LabelInfo
 
 # Largest class id up to which every id is a number of its own.
 _EXACT_IDS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
+_SAMPLED = 1024  # files of a tree that `identity` reads: if 100 of 10,000 change, some of them are among these
 
 
-def label_dtype(num_classes: int) -> torch.dtype:
-    """The number format of a tree: half precision as published, if it can tell all classes apart, else single."""
-    return torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
+def label_names(names: Sequence[str]) -> list[str]:
+    """Relative label file of every relative image path: `a/x.jpg` -> `a/x.pt`; where `a/x.png` exists as well,
+    `a/x.jpg.pt` and `a/x.png.pt`."""
+    shared = Counter(os.path.splitext(name)[0] for name in names)
+    return [f"{name}.pt" if shared[os.path.splitext(name)[0]] > 1 else usual_label_name(name) for name in names]
+
+
+def usual_label_name(name: str) -> str:
+    """The label file of an image that shares its stem with no other: `a/x.jpg` -> `a/x.pt`."""
+    return os.path.splitext(name)[0] + ".pt"
+
+
+def find_labels(names: Sequence[str], files: Set[str], root: str) -> Names:
+    """The label file of every image, `a/x.jpg.pt` or else `a/x.pt`; "" where neither is among the `files` of `root`.
+
+    Raises:
+        UserError: A label file fits two images.
+    """
+    labels, owner = [], dict[str, str]()
+    for name in names:
+        label = next((each for each in (f"{name}.pt", usual_label_name(name)) if each in files), "")
+        if label and (other := owner.setdefault(label, name)) != name:
+            raise UserError(
+                f"label {printable(os.path.join(root, label))} fits {printable(other)} and {printable(name)}; make the "
+                "labels again with generate_label.py, which tells the two apart"
+            )
+        labels.append(label)
+    return Names(labels)
+
+
+def label_files_below(root: str, found: Callable[[str, int], None] | None = None) -> set[str]:
+    """Label files below a folder, relative to it; reports to `found` how many there are so far.
+
+    Raises:
+        UserError: A folder can't be read.
+    """
+
+    def unreadable(error: OSError) -> None:
+        raise UserError(
+            f"label folder {printable(str(error.filename))} can't be read ({error.strerror}): mend its permissions"
+        ) from error
+
+    paths, report = set[str](), found or SearchProgress()
+    for folder, _, files in os.walk(root, onerror=unreadable, followlinks=True):
+        prefix = "" if folder == root else os.path.relpath(folder, root).replace(os.sep, "/") + "/"
+        # A hidden file was left behind by a killed writer.
+        paths.update(prefix + name for name in files if name.endswith(".pt") and not name.startswith("."))
+        report(f"looking for labels in {printable(root)}", len(paths))
+    return paths
 
 
 def write_map(path: str | Path, label_map: LabelMap, num_classes: int) -> None:
-    """Write one label file in the published form, replacing `path` in one step."""
-    dtype = label_dtype(num_classes)
+    """Write one label file in the published form, in half precision if that can tell all classes apart, else single,
+    replacing `path` in one step."""
+    dtype = torch.float16 if num_classes - 1 <= _EXACT_IDS[torch.float16] else torch.float32
     both = torch.stack([torch.from_numpy(label_map.values).to(dtype), torch.from_numpy(label_map.ids).to(dtype)])
     path = Path(path)
     # No process id in the name: what a killed run leaves behind, the next one overwrites.
@@ -63,9 +113,20 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
     Raises:
         UserError: Missing, damaged, no such tensor, or class ids that its number format can't hold. The message starts
             with the file.
+        MachineFault: It can't be read because of the machine.
     """
     shown = f"label {printable(str(path))}"
-    tensor = read_tensor(path, shown)
+    try:
+        tensor = load_plain(io.BytesIO(with_retries(Path(path).read_bytes, str(path))), shown)
+    except FileNotFoundError as error:
+        raise UserError(f"{shown} does not exist") from error
+    except OSError as error:
+        raise UserError(f"{shown} can't be read: {error.strerror}") from error
+    if not isinstance(tensor, torch.Tensor):
+        raise UserError(f"{shown} holds a {type(tensor).__name__}, not a tensor [2, k, H, W]")
+    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
+    if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(tensor.shape)} has")
     if tensor.ndim == 5 and tensor.shape[0] == 1:
         tensor = tensor[0]
     if tensor.ndim != 4 or tensor.shape[0] != 2 or not tensor.numel():
@@ -80,26 +141,6 @@ def read_map(path: str | Path, num_classes: int | None = None) -> LabelMap:
             f"{num_classes or int(ids.max()) + 1} classes; make the labels again with generate_label.py"
         )
     return LabelMap(tensor[0].half().numpy(), ids.int().numpy(), source=shown)
-
-
-def read_tensor(path: str | Path, shown: str) -> torch.Tensor:
-    """The tensor of a label file, without running code from it. Raises UserError, starting with `shown`, or
-    MachineFault."""
-    try:
-        content = load_plain(io.BytesIO(with_retries(Path(path).read_bytes, str(path))), shown)
-    except FileNotFoundError as error:
-        raise UserError(f"{shown} does not exist") from error
-    except OSError as error:
-        raise UserError(f"{shown} can't be read: {error.strerror}") from error
-    if not isinstance(content, torch.Tensor):
-        raise UserError(f"{shown} holds a {type(content).__name__}, not a tensor [2, k, H, W]")
-    # A small file may say that it is one of gigabytes, every value of which is the same in memory.
-    if content.layout != torch.strided or content.nbytes > content.untyped_storage().nbytes():
-        raise UserError(f"{shown} is refused: it holds fewer values than its shape {tuple(content.shape)} has")
-    return content
-
-
-_SAMPLED = 1024  # files of a tree that `identity` reads: if 100 of 10,000 change, some of them are among these
 
 
 class TreeReader:
@@ -128,12 +169,12 @@ class TreeReader:
         if not os.path.isdir(root):
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
-        self.files = find_labels(names, tree_listing(root, found), root)
+        self.files = find_labels(names, label_files_below(root, found), root)
         self.missing = set(np.flatnonzero(np.diff(self.files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:
         """Label file of image `index`; where there is none, the file that was looked for."""
-        return os.path.join(self.root, self._label(index))
+        return os.path.join(self.root, self.files[index] or usual_label_name(self._names[index]))
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"
@@ -142,43 +183,14 @@ class TreeReader:
         return read_map(self.path(index), self.num_classes)
 
     def identity(self) -> bytes:
-        file = Path(self.root) / INFO_NAME
-        digest = hashlib.sha256()
+        file, digest = Path(self.root) / INFO_NAME, hashlib.sha256()
         count = min(len(self._names), _SAMPLED)
-        for number in range(count):
-            index = number * len(self._names) // count
-            digest.update(os.fsencode(self._label(index)))
+        for index in (number * len(self._names) // count for number in range(count)):
             path = self.path(index)
+            digest.update(os.fsencode(os.path.relpath(path, self.root)))
             with suppress(OSError):  # one that is missing
                 digest.update(with_retries(Path(path).read_bytes, path))
         return (file.read_bytes() if file.is_file() else b"") + digest.digest()
 
     def extra(self) -> list[str]:
-        used = set(self.files)
-        return [label for label in label_files_below(self.root) if label not in used]
-
-    def _label(self, index: int) -> str:
-        return self.files[index] or usual_label_name(self._names[index])
-
-
-def tree_listing(root: str, found: Callable[[str, int], None] | None = None) -> Callable[[str], Set[str]]:
-    """A function that lists the label files in a folder of a tree, and reports to `found` how many there are so far."""
-    report, count = found or SearchProgress(), 0
-
-    def files_in(folder: str) -> frozenset[str]:
-        nonlocal count
-        path = os.path.join(root, folder)
-        try:
-            with os.scandir(path) as entries:
-                names = frozenset(each.name for each in entries if each.name.endswith(".pt") and each.is_file())
-        except (FileNotFoundError, NotADirectoryError):
-            return frozenset()
-        except OSError as error:
-            raise UserError(
-                f"label folder {printable(path)} can't be read ({error.strerror}): mend its permissions"
-            ) from error
-        count += len(names)
-        report(f"looking for labels in {printable(root)}", count)
-        return names
-
-    return files_in
+        return natural_sorted(label_files_below(self.root).difference(self.files))

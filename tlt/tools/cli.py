@@ -15,16 +15,18 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from importlib import import_module
 
 from tlt._version import __version__
 from tlt.errors import UserError
+from tlt.io.processes import available_cpus
 from tlt.upstream.rows import WINDOW_ROWS
 
 _SPLIT = "folder of the images within DATA, if there is one (train)"
 
 
 def parser() -> ArgumentParser:
-    """The parser of all commands."""
+    """The parser of all commands; a flag is named as the argument of the command's function."""
     description = __doc__.split("\n\n", 1)
     top = ArgumentParser("tlt", description="\n\n".join(description), formatter_class=RawDescriptionHelpFormatter)
     top.add_argument("--version", action="version", version=f"volo-tlt {__version__}")
@@ -61,23 +63,16 @@ def _pack_images(command: ArgumentParser) -> None:
     """Pack the images of DATA, byte for byte, into tar shards OUT/SPLIT/00000.tar, ... in WebDataset's layout. Programs
     read OUT instead of DATA: same order, same classes. Every byte is read back. A killed command goes on where it
     was."""
-    command.add_argument("data", metavar="DATA", help="images")
-    command.add_argument("out", metavar="OUT", help="folder of the shards, one folder per split in it")
-    command.add_argument("--split", nargs="+", default=(), metavar="S", help="training set first (train validation)")
-    command.add_argument("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
-    command.add_argument("--labels", metavar="LABELS", help="label tree or archive of the first split: packed too")
-    command.add_argument("--shard-size", type=_positive, default=512, metavar="MB", help="about so large (512)")
-    command.add_argument("--workers", type=_positive, metavar="N", help="processes (one per CPU)")
-    command.add_argument(
-        "--max-side", type=_positive, metavar="N", help="longest side, px: makes larger images smaller"
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace the shards in OUT, and nothing else")
-
-
-def _images_and_labels(command: ArgumentParser) -> None:
-    command.add_argument("data", metavar="DATA", help="image folder")
-    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
-    command.add_argument("--split", default="train", help=_SPLIT)
+    add = command.add_argument
+    add("data", metavar="DATA", help="images")
+    add("out", metavar="OUT", help="folder of the shards, one folder per split in it")
+    add("--split", dest="splits", nargs="+", default=(), metavar="S", help="training set first (train validation)")
+    add("--dataset", default="", metavar="KIND", help="as train.py's (class folders)")
+    add("--labels", metavar="LABELS", help="label tree or archive of the first split: packed too")
+    add("--shard-size", dest="shard_mb", type=_positive, default=512, metavar="MB", help="about so large (512)")
+    add("--workers", type=_positive, default=available_cpus(), metavar="N", help="processes (one per CPU)")
+    add("--max-side", type=_positive, metavar="N", help="longest side, px: makes larger images smaller")
+    add("--overwrite", action="store_true", help="replace the shards in OUT, and nothing else")
 
 
 def _check(command: ArgumentParser) -> None:
@@ -87,12 +82,18 @@ def _check(command: ArgumentParser) -> None:
     command.add_argument("--num-classes", type=int, metavar="N", help="class ids must be below it")
 
 
+def _images_and_labels(command: ArgumentParser) -> None:
+    command.add_argument("data", metavar="DATA", help="image folder")
+    command.add_argument("labels", metavar="LABELS", help="label tree or archive")
+    command.add_argument("--split", default="train", help=_SPLIT)
+
+
 def _show(command: ArgumentParser) -> None:
     """Draw images, their label maps over them, and what the training pipeline makes of both: the augmented images with
     the target of every token. Needs matplotlib."""
     _images_and_labels(command)
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="picture: .png, .pdf or .svg")
-    command.add_argument("-n", "--n", type=_positive, metavar="N", help="images, spread over DATA (8)")
+    command.add_argument("-n", "--n", type=_positive, default=8, metavar="N", help="images, spread over DATA (8)")
     command.add_argument("--images", nargs="+", metavar="NAME", help="these images instead: path within DATA, or name")
     command.add_argument("--area", choices=("full", "center"), help="what the maps cover (as recorded, else full)")
     command.add_argument("--size", type=_positive, nargs=2, default=(224, 224), metavar="N", help="H W, px (224 224)")
@@ -122,48 +123,15 @@ _COMMANDS = {  # arguments, one line of help, and what adds the flags; the descr
 }
 
 
-def _run_pack_images(args: Namespace) -> list[str]:
-    from tlt.io.processes import available_cpus
-    from tlt.tools.pack_images import pack_images
-
-    workers = args.workers or available_cpus()
-    return pack_images(
-        args.data,
-        args.out,
-        args.split,
-        labels=args.labels,
-        shard_mb=args.shard_size,
-        workers=workers,
-        overwrite=args.overwrite,
-        max_side=args.max_side,
-        dataset=args.dataset,
-    )
-
-
 def run(args: Namespace) -> int:
     """Run a parsed command and print what it says. Returns the exit code; raises UserError."""
-    if args.command == "pack":
-        from tlt.tools.pack import pack
-
-        lines = pack(args.tree, args.out, args.images, args.split, args.area, args.transposed, args.overwrite)
-    elif args.command == "unpack":
-        from tlt.tools.pack import unpack
-
-        lines = unpack(args.archive, args.out, args.overwrite)
-    elif args.command == "pack-images":
-        lines = _run_pack_images(args)
-    elif args.command == "check":
-        from tlt.tools.check import check
-
-        usable, lines = check(args.data, args.labels, args.split, args.num_classes)
-        print("\n".join(lines), flush=True)
-        return 0 if usable else UserError.exit_code
-    else:
-        from tlt.tools.show import show
-
-        lines = show(args)
+    name = args.command.replace("-", "_")
+    function = getattr(import_module(f"tlt.tools.{'pack' if name == 'unpack' else name}"), name)
+    given = {key: value for key, value in vars(args).items() if key not in ("command", "debug")}
+    said = function(**given)
+    usable, lines = said if name == "check" else (True, said)
     print("\n".join(lines), flush=True)
-    return 0
+    return 0 if usable else UserError.exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

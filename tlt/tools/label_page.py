@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_IMAGES = 64
 _SOURCE_PIXELS = 480  # longer side of the source images as drawn
 _PANEL = 2.2  # inches
 _IN_LEGEND = 24  # classes
@@ -177,7 +176,7 @@ def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dic
     from matplotlib.patches import Polygon, Rectangle
 
     height, width = example.augmented.shape[:2]
-    cells, box = None, (0.0, 0.0, float(width), float(height))
+    cells, box = example.tokens if panel == "tokens" else None, (0.0, 0.0, float(width), float(height))
     if panel in ("source", "label"):
         show_image(axes, example.source, example.size, muted=panel == "label")
     else:
@@ -189,14 +188,12 @@ def _draw(axes: Axes, example: Example, panel: str, colours: Colours, names: dic
         (left, top), (right, bottom) = corners.min(axis=0), corners.max(axis=0)
         axes.set(xlim=(left, right), ylim=(bottom, top))
     elif panel == "label" and example.area is not None:
-        cells, box = example.label, example.area
-        x0, y0, x1, y1 = box
-        axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, linestyle="--", label="area", zorder=7))
+        x0, y0, x1, y1 = box = example.area
         if x1 <= x0 or y1 <= y0:
             axes.text(0.5, 0.5, "no label", transform=axes.transAxes, ha="center", fontsize=9)
-            return
-    elif panel == "tokens":
-        cells = example.tokens
+        else:
+            cells = example.label
+            axes.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, linestyle="--", label="area", zorder=7))
     if cells is not None:
         limits = axes.get_xlim(), axes.get_ylim()
         draw_cells(axes, cells, box, colours)

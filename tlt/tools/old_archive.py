@@ -11,14 +11,12 @@ import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import load
 
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.archive_writer import ArchiveWriter
@@ -35,14 +33,7 @@ def convert_old_archive(old: str, out: str, overwrite: bool = False) -> list[str
         UserError: The archive is incomplete or damaged, or `out` can't be written.
     """
     try:
-        manifest = json.loads(Path(old, "manifest.json").read_bytes())
-        digest = manifest.pop("sha256")
-        if digest != hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest():
-            raise ValueError("the checksum of manifest.json is wrong")
-        content = Path(old, "names.safetensors").read_bytes()
-        if manifest["header"]["names_sha256"] != hashlib.sha256(content).hexdigest():
-            raise ValueError("the checksum of names.safetensors is wrong")
-        return _convert(old, out, overwrite, manifest, load(content))
+        return _convert(Path(old), out, overwrite)
     except UserError:
         raise
     except Exception as error:  # whatever damaged files lead to
@@ -52,42 +43,37 @@ def convert_old_archive(old: str, out: str, overwrite: bool = False) -> list[str
         ) from error
 
 
-def _convert(old: str, out: str, overwrite: bool, manifest: dict[str, Any], packed: dict[str, np.ndarray]) -> list[str]:
-    header = manifest["header"]
+def _convert(old: Path, out: str, overwrite: bool) -> list[str]:
+    manifest, content = json.loads((old / "manifest.json").read_bytes()), (old / "names.safetensors").read_bytes()
+    header, digest = manifest["header"], manifest.pop("sha256")
+    checksums = [hashlib.sha256(each).hexdigest() for each in (json.dumps(manifest, sort_keys=True).encode(), content)]
+    if checksums != [digest, header["names_sha256"]]:
+        raise ValueError("the checksum of manifest.json or names.safetensors is wrong")
+    packed = load(content)
     images, labels = (Names.packed(packed[f"{kind}s"].data, packed[f"{kind}_ends"]) for kind in ("image", "label"))
     names = [image or label for image, label in zip(images, labels, strict=True)]
-    writer = ArchiveWriter(out, _info_of(header, old), names, overwrite, large_ids=header["ids"] == "I32")
+    turned, text, area = header["transposed"], header["labels_json"], header["area"]
+    grid = tuple(header["grid"][::-1] if turned else header["grid"])
+    info = LabelInfo.from_json(json.loads(text), f"{old}: labels.json") if text else LabelInfo(header["k"], grid)
+    area = area if isinstance(area, str) else tuple(area)
+    info = replace(info, k=header["k"], grid=grid, area=area, log_sum_exp=header["log_sum_exp"], skipped=[])
+    writer, absent = ArchiveWriter(out, info, names, overwrite), []
     if writer.complete:
         raise UserError(f"OUT {printable(out)} is a complete label archive: choose another folder, or --overwrite")
-    absent = []
-    progress = Progress("converting", len(names), "label")
-    for shard, start in enumerate(range(0, len(names), header["shard_records"])):
-        tensors = load(Path(old, f"{shard:05d}.safetensors").read_bytes())
-        for row in range(start, min(start + header["shard_records"], len(names))):
-            arrays = {name: tensors[name][row - start] for name in _CONTENTS if name in tensors}
-            content = os.fsencode(labels[row]) + b"".join(array.tobytes() for array in arrays.values())
-            if zlib.crc32(content) != tensors["crc32"][row - start]:
-                raise ValueError(f"the checksum of {printable(labels[row])} is wrong")
-            if arrays["form"] == _ABSENT:
-                absent.append(names[row])
-                writer.write_absent(row)
-            else:
-                writer.write(row, _map_of(arrays, header["transposed"], f"label {printable(labels[row])}"))
-            progress.step()
-    progress.close()
+    for row, (name, label) in enumerate(zip(names, labels, strict=True)):
+        shard, place = divmod(row, header["shard_records"])
+        if place == 0:
+            tensors = load((old / f"{shard:05d}.safetensors").read_bytes())
+        arrays = {key: tensors[key][place] for key in _CONTENTS if key in tensors}
+        row_bytes = os.fsencode(label) + b"".join(array.tobytes() for array in arrays.values())
+        if zlib.crc32(row_bytes) != tensors["crc32"][place]:
+            raise ValueError(f"the checksum of {printable(label)} is wrong")
+        if arrays["form"] == _ABSENT:
+            absent.append(name)
+            writer.write_absent(row)
+            continue
+        maps = {key: array.swapaxes(-1, -2) if turned else array for key, array in arrays.items() if array.ndim > 1}
+        ids, source = maps["ids"].astype(np.int32), f"label {printable(label)}"
+        writer.write(row, LabelMap(maps["values"], ids, source=source, log_sum_exp=maps.get("log_sum_exp")))
     writer.finish(absent)
-    return [f"{len(names) - len(absent)} labels of {printable(old)} written into {printable(out)}"]
-
-
-def _info_of(header: dict[str, Any], old: str) -> LabelInfo:
-    grid = tuple(header["grid"])[::-1] if header["transposed"] else tuple(header["grid"])
-    text = header["labels_json"]
-    info = LabelInfo.from_json(json.loads(text), f"{old}: labels.json") if text else LabelInfo(header["k"], grid)
-    area = header["area"] if isinstance(header["area"], str) else tuple(header["area"])
-    return replace(info, k=header["k"], grid=grid, area=area, log_sum_exp=header["log_sum_exp"], skipped=[])
-
-
-def _map_of(arrays: dict[str, np.ndarray], transposed: bool, source: str) -> LabelMap:
-    names = [name for name in ("values", "ids", "log_sum_exp") if name in arrays]
-    values, ids, *lse = (arrays[name].swapaxes(-1, -2) if transposed else arrays[name] for name in names)
-    return LabelMap(values, ids.astype(np.int32), source=source, log_sum_exp=lse[0] if lse else None)
+    return [f"{len(names) - len(absent)} labels of {printable(str(old))} written into {printable(out)}"]

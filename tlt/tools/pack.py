@@ -7,21 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import leads_out
 from tlt.io.progress import Progress
-from tlt.io.text import printable
+from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import agreement_text
 from tlt.labels.archive import ArchiveReader, is_old_archive, read_meta, read_names
 from tlt.labels.archive_writer import ArchiveWriter
-from tlt.labels.label_files import find_labels, label_files_below, label_names
 from tlt.labels.label_info import INFO_NAME, LabelInfo
-from tlt.labels.tree import read_map, read_tensor, tree_listing, write_map
+from tlt.labels.tree import find_labels, label_files_below, label_names, read_map, write_map
 from tlt.tools.old_archive import convert_old_archive
 
 
@@ -62,9 +59,7 @@ def pack(
 
     k, h, w = read(0).shape
     info = replace(recorded or LabelInfo(k, (h, w)), k=k, grid=(h, w), log_sum_exp=False, skipped=[], max_id=None)
-    info = replace(info, area=area or info.area)
-    large_ids = num_classes > 2**16 if num_classes else _may_have_large_ids(os.path.join(tree, labels[0]))
-    writer = ArchiveWriter(out, info, names, overwrite, large_ids=large_ids)
+    writer = ArchiveWriter(out, replace(info, area=area or info.area), names, overwrite)
     if writer.complete:
         raise UserError(f"OUT {printable(out)} is a complete label archive: choose another folder, or --overwrite")
     pending = writer.pending()
@@ -88,31 +83,24 @@ def find_rows(tree: str, folder: ImageSource | None) -> tuple[list[str], list[st
     Raises:
         UserError: No labels at all, or one of them fits two images.
     """
-    files, notes = label_files_below(tree), []
+    files = label_files_below(tree)
     if not files:
         raise UserError(f"TREE {printable(tree)} holds no label file (CLASS/IMAGE.pt)")
-    if folder is None:
-        return files, files, np.full(len(files), -1), []
-    found = list(find_labels(folder.paths, tree_listing(tree), tree))
-    images = [row for row, label in enumerate(found) if label]
-    if not images:
+    paths, numbers = ([], np.empty(0, np.int64)) if folder is None else (folder.paths, folder.classes)
+    found = list(find_labels(paths, files, tree))
+    images, without = [row for row, label in enumerate(found) if label], found.count("")
+    if folder is not None and not images:
         raise UserError(
             f"no image in {printable(folder.root)} has a label in {printable(tree)}: is it another data set?"
         )
-    used = set(found)
-    extra = [label for label in files if label not in used]
-    if len(images) < len(found):
-        first = printable(folder.paths[found.index("")])
-        notes.append(f"warning: {len(found) - len(images)} of {len(found)} images have no label, such as {first}")
-    if extra:
+    notes, extra = [], natural_sorted(files.difference(found))
+    if without:
+        first = printable(paths[found.index("")])
+        notes.append(f"warning: {without} of {len(found)} images have no label, such as {first}")
+    if folder is not None and extra:
         notes.append(f"warning: {len(extra)} labels belong to no image, such as {printable(extra[0])}; packed too")
-    labels, names = [found[row] for row in images], [folder.paths[row] for row in images]
-    return labels + extra, names + extra, np.append(folder.classes[images], [-1] * len(extra)), notes
-
-
-def _may_have_large_ids(path: str) -> bool:
-    """Whether the number format of a label file can hold class ids above 65,535."""
-    return read_tensor(path, f"label {printable(path)}").dtype in (torch.float32, torch.float64)
+    labels, names = [found[row] for row in images], [paths[row] for row in images]
+    return labels + extra, names + extra, np.append(numbers[images], [-1] * len(extra)), notes
 
 
 def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
@@ -126,38 +114,30 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     """
     meta, root = read_meta(archive), Path(out)
     names = read_names(archive, meta)
-    reader = ArchiveReader(archive, names)
+    reader, info = ArchiveReader(archive, names), meta.info
     # The label file of the image, or the one that the row is called after.
     labels = [name if name.endswith(".pt") else own for name, own in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
         raise UserError(f"the archive names {printable(outside)}, outside of its tree: it is not unpacked")
     try:
-        if root.exists() and not root.is_dir():
-            raise UserError(f"OUT {printable(out)} is not a folder")
-        if root.is_dir() and any(not path.name.startswith(".") for path in root.iterdir()):
+        root.mkdir(parents=True, exist_ok=True)
+        if any(not path.name.startswith(".") for path in root.iterdir()):
             if not overwrite:
                 raise UserError(f"OUT {printable(out)} is not empty: choose another folder, or --overwrite")
             if LabelInfo.read(root / INFO_NAME) is None:
                 raise UserError(f"OUT {printable(out)} holds other things than a label tree: choose another folder")
-        root.mkdir(parents=True, exist_ok=True)
-        replace(meta.info, log_sum_exp=False).write(root / INFO_NAME)
-        _write_files(reader, labels, root)
+        replace(info, log_sum_exp=False).write(root / INFO_NAME)
+        progress = Progress("unpacking", len(labels), "label")
+        for row, label in enumerate(labels):
+            if row not in reader.missing:
+                label_map = reader.read(row).validate(info.num_classes)
+                (root / label).parent.mkdir(parents=True, exist_ok=True)
+                write_map(root / label, label_map, info.num_classes or (info.max_id or 0) + 1)
+            progress.step()
+        progress.close()
     except OSError as error:
         raise UserError(f"OUT {printable(str(error.filename or out))} can't be written ({error.strerror})") from error
     except RuntimeError as error:  # torch.save hides a full disk in it
         raise UserError(f"OUT {printable(out)} can't be written ({error})") from error
     absent = f", {len(reader.missing)} images without label" if reader.missing else ""
     return [f"{meta.records - len(reader.missing)} label files in {printable(out)}{absent}"]
-
-
-def _write_files(reader: ArchiveReader, labels: list[str], root: Path) -> None:
-    info = reader.info
-    num_classes = info.num_classes or (info.max_id or 0) + 1
-    progress = Progress("unpacking", len(labels), "label")
-    for row, label in enumerate(labels):
-        if row not in reader.missing:
-            label_map = reader.read(row).validate(info.num_classes)
-            (root / label).parent.mkdir(parents=True, exist_ok=True)
-            write_map(root / label, label_map, num_classes)
-        progress.step()
-    progress.close()

@@ -41,10 +41,9 @@ from tlt.data.sources.source import ImageSource
 from tlt.data.sources.tar_shards import LABEL_EXTENSION, LABELS, PACKING, TABLE, scan_packed
 from tlt.errors import UserError
 from tlt.io.files import sync_folder
-from tlt.io.names import leads_out
 from tlt.io.output_folder import OutputFolder
 from tlt.io.processes import in_processes
-from tlt.io.text import printable
+from tlt.io.text import leads_out, printable
 from tlt.labels.shards import described, label_bytes
 from tlt.labels.store import LabelStore, open_labels
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,27 +21,30 @@ from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.files import refuse_existing
 from tlt.io.text import printable
-from tlt.labels.store import LabelStore, open_labels
+from tlt.labels.store import open_labels
 from tlt.targets import make_targets
 from tlt.tools.drawing import check_format, save_figure
-from tlt.tools.label_page import MAX_IMAGES, draw_page, read_examples
+from tlt.tools.label_page import draw_page, read_examples
 from tlt.upstream.behaviour import label_view
 
-_IMAGES = 8  # where nobody says how many
+_MAX_IMAGES = 64  # on a page
 _TOKEN_PIXELS = 16
 
 
-def show(args: Namespace) -> list[str]:
+def show(**flags: Any) -> list[str]:
     """Draw the page that the flags of `tlt show` describe; return lines of text about it.
 
     Raises:
         UserError: No images or labels, an image that isn't there or can't be read, or matplotlib is missing.
     """
+    args = Namespace(**flags)
     check_format(args.output)
     refuse_existing(args.output, "-o")
     folder = open_images(args.data, args.split, allow_root=True)
     store = open_labels(args.labels, folder.paths, area=args.area, bad_label="skip")
     rows = find_images(folder, args.images) if args.images else spread(folder, args.n, args.seed)
+    if len(rows) > _MAX_IMAGES:
+        raise UserError(f"a page holds {_MAX_IMAGES} images: ask for fewer by -n or --images")
     auto_augment = None if args.aa in ("", "none") else args.aa
     config = AugmentConfig(
         tuple(args.size), tuple(args.scale), hflip=args.hflip, auto_augment=auto_augment, reprob=args.reprob
@@ -50,7 +54,10 @@ def show(args: Namespace) -> list[str]:
     assert batch.labels is not None and batch.plan is not None
     # The window of the images, which is another one than that of the labels with rows of `--compat`.
     shown = replace(batch, affine=torch.from_numpy(batch.plan.normalised_affine()))
-    num_classes, names = classes_of(store, folder, int(batch.labels.ids.max()) + 1)
+    num_classes, names = store.info.num_classes, store.info.class_names or []
+    if not num_classes:  # whose labels they are is not recorded
+        num_classes = max(int(batch.labels.ids.max()) + 1, len(folder.class_names))
+        names = folder.class_names if num_classes == len(folder.class_names) else []
     grid = tuple(args.grid) if args.grid else tuple(max(1, side // _TOKEN_PIXELS) for side in args.size)
     # Without smoothing, so that opacity 1 means certain.
     given = batch.labels, batch.affine, batch.visible, batch.classes
@@ -66,18 +73,9 @@ def show(args: Namespace) -> list[str]:
     return [*store.warnings, *notes, f"wrote {printable(args.output)}: {len(examples)} images of {len(folder)}"]
 
 
-def spread(folder: ImageSource, count: int | None, seed: int) -> list[int]:
-    """One image at random out of each of `count` (None: 8, or fewer) equal stretches of the folder.
-
-    Raises:
-        UserError: There are fewer images, or more than fit on a page are asked for.
-    """
-    count = count or min(_IMAGES, len(folder))
-    if count > min(len(folder), MAX_IMAGES):
-        raise UserError(
-            f"--n {count}: there are {len(folder)} images in {printable(folder.root)}, and a page holds {MAX_IMAGES}"
-        )
-    edges = np.linspace(0, len(folder), count + 1).astype(int)
+def spread(folder: ImageSource, count: int, seed: int) -> list[int]:
+    """One image at random out of each of `count` equal stretches of the folder; every image where there are fewer."""
+    edges = np.linspace(0, len(folder), min(count, len(folder)) + 1).astype(int)
     return np.random.default_rng(seed).integers(edges[:-1], edges[1:]).tolist()
 
 
@@ -93,8 +91,6 @@ def find_images(folder: ImageSource, wanted: list[str]) -> list[int]:
                 f"--images {printable(name)} names {len(found)} images in {printable(folder.root)}: give the path of "
                 "one within it"
             )
-    if len(wanted) > MAX_IMAGES:
-        raise UserError(f"--images: a page holds {MAX_IMAGES} images")
     return [min(rows[name]) for name in wanted]
 
 
@@ -104,14 +100,3 @@ def load_batch(dataset: TrainDataset, rows: list[int], epoch: int) -> Batch:
     assert batch.plan is not None
     stage = DeviceStage(dataset.config, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
     return replace(batch, images=stage(batch.images, batch.plan))
-
-
-def classes_of(store: LabelStore, folder: ImageSource, seen: int) -> tuple[int, list[str]]:
-    """How many classes the labels have, at least `seen`, and the names of those that have one.
-
-    Labels of other classes than the folder's (`generate_label.py --transfer`) have the annotator's names, if known.
-    """
-    info = store.info
-    if not info.num_classes:
-        return max(seen, len(folder.class_names)), folder.class_names if seen <= len(folder.class_names) else []
-    return max(seen, info.num_classes), info.class_names or []

@@ -23,23 +23,15 @@ WINDOW_ROWS = ("label-crop", "label-scale", "label-area")
 
 
 def resolve(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Rows in the table's order, and whether `upstream` was among `words`: it is all rows, `no-ROW` drops one.
+    """Rows in the table's order, and whether `upstream` was among `words`: it is all rows.
 
     Raises:
-        UserError: An unknown row (the nearest one is named), or one taken out of nothing.
+        UserError: An unknown row; the nearest one is named.
     """
-    asked = {word for word in words if not word.startswith("no-")}
-    removed = {word.removeprefix("no-") for word in words if word.startswith("no-")}
-    for word, row in [*((word, word) for word in asked), *((f"no-{row}", row) for row in removed)]:
-        if row not in ROWS and word != UPSTREAM:
-            near = difflib.get_close_matches(row, [UPSTREAM, *ROWS], n=2)
+    for word in words:
+        if word not in (UPSTREAM, *ROWS):
+            near = difflib.get_close_matches(word, [UPSTREAM, *ROWS], n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {UPSTREAM}, {', '.join(ROWS)}"
             raise UserError(f"--compat {word}: unknown row, {hint}")
-    everything = UPSTREAM in asked
-    if removed and not everything:
-        raise UserError(f"--compat no-{sorted(removed)[0]} takes a row out of upstream, which is not there")
-    both = removed & asked
-    if both:
-        raise UserError(f"--compat {sorted(both)[0]} and no-{sorted(both)[0]}: keep one of them")
-    chosen = (set(ROWS) if everything else asked) - removed
-    return [row for row in ROWS if row in chosen], everything
+    everything = UPSTREAM in words
+    return [row for row in ROWS if everything or row in words], everything

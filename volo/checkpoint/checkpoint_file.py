@@ -13,7 +13,7 @@ import torch
 
 from tlt.errors import UserError
 from tlt.io.files import sync_folder
-from tlt.io.natural import natural_key
+from tlt.io.text import natural_key
 
 STAGED = ".staged-"
 ENDINGS = (".pth", ".pt", ".tar", ".safetensors")

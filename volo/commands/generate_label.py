@@ -17,25 +17,26 @@ whole, so that the labels are the same as without an interruption.
 
 from __future__ import annotations
 
+import hashlib
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from tlt.data.augment.device_stage import EvalStage
 from tlt.data.backends.choice import create_backend
-from tlt.data.batch import Batch, Skipped
+from tlt.data.batch import Skipped
 from tlt.data.dataset import EvalDataset
 from tlt.data.loader import EvalLoader, SkipCounter
 from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.files import sha256_of
 from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import FULL_AREA, LabelMap
 from tlt.labels.agreement import agreement_text
-from tlt.labels.annotate import Annotation, Annotator, check_dense, labelled_area
+from tlt.labels.annotate import Annotator, check_dense, labelled_area
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
 from volo.checkpoint.model_config import class_names
@@ -79,8 +80,8 @@ def label_folder(args: Namespace, world: World) -> None:
     grid = annotator(torch.zeros(1, *size, device=world.device)).values.shape[2:]
     info = describe(trained, folder, (grid[0], grid[1]))
     with primary_first():
-        first, large_ids = world.is_primary, trained.model.num_classes > 2**16
-        writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first, large_ids)
+        first = world.is_primary
+        writer = ArchiveWriter(args.token_label_root, info, folder.paths, args.overwrite and first, first)
     if from_primary(writer.complete):
         writer.close()
         return say([f"{printable(args.token_label_root)} was complete already"], world.is_primary)
@@ -137,17 +138,11 @@ def describe(trained: TrainedModel, folder: ImageSource, grid: tuple[int, int]) 
     area = labelled_area(trained.model, settings["input_size"][1:])
     weights = "published"
     if args.checkpoint:
-        weights = f"sha256 {sha256_of(args.checkpoint)}" + (", EMA" if args.use_ema else "")
-    annotator = {
-        "model": args.model,
-        "weights": weights,
-        "input_size": list(settings["input_size"]),
-        "resize": "squash",
-        "interpolation": settings["interpolation"],
-        "mean": list(settings["mean"]),
-        "std": list(settings["std"]),
-        "amp_dtype": (args.amp_dtype or "default") if args.amp else None,
-    }
+        digest = hashlib.sha256(Path(args.checkpoint).read_bytes()).hexdigest()
+        weights = f"sha256 {digest}, EMA" if args.use_ema else f"sha256 {digest}"
+    annotator = {"model": args.model, "weights": weights, "input_size": settings["input_size"], "resize": "squash"}
+    annotator |= {key: settings[key] for key in ("interpolation", "mean", "std")}
+    annotator["amp_dtype"] = (args.amp_dtype or "default") if args.amp else None
     return LabelInfo(
         min(args.top_k, count),
         grid,
@@ -168,56 +163,37 @@ def make_labels(
     annotator: Annotator,
     world: World,
 ) -> None:
-    """Label the pending rows, each rank its share, then finish the archive."""
-    batches = whole_batches(pending, len(folder), trained.args.batch_size)[world.rank :: world.size]
-    rows = [row for batch in batches for row in batch]
-    loader = image_loader(trained, folder, rows, world.device)
-    wanted = set(pending)
-    progress = Progress("labelling", len(pending)) if world.is_primary else None
-    for batch in loader:
-        made = write_batch(folder, writer, batch, annotator(batch.images), rows, wanted)
-        if progress is not None:  # the other ranks are about as far
-            progress.step(min(made * world.size, progress.total - progress.done))
-    wait_for_hosts()
-    skips = from_all(loader.skips.reasons)
-    if progress is not None:
-        progress.step(progress.total - progress.done)
-        progress.close()
-        finish(trained.args, folder, writer, wanted, skips)
-
-
-def whole_batches(pending: list[int], images: int, batch_size: int) -> list[range]:
-    """Cut the folder into batches, and return those with a pending row."""
-    starts = sorted({row // batch_size * batch_size for row in pending})
-    return [range(start, min(start + batch_size, images)) for start in starts]
-
-
-def write_batch(
-    folder: ImageSource, writer: ArchiveWriter, batch: Batch, found: Annotation, rows: list[int], wanted: set[int]
-) -> int:
-    """Write the labels of the wanted images in a batch; return how many were written.
-
-    Args:
-        rows: Maps an index of the loader to a row of the folder.
+    """Label the pending rows, each rank its share of the batches that have one, then finish the archive.
 
     Raises:
         UserError: A logit is NaN or infinite, or the disk is full.
     """
-    made = 0
-    values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in found)
-    for position, index in enumerate(batch.indices.tolist()):
-        row = rows[index]
-        if row not in wanted:
-            continue
-        source = printable(folder.path(row))
-        if not np.isfinite(values[position]).all():
-            raise UserError(
-                f"the annotator's logits for {source} are NaN or beyond half precision: check its weights, or leave "
-                "out --amp"
-            )
-        writer.write(row, LabelMap(values[position], ids[position], source=source, log_sum_exp=log_sum_exp[position]))
-        made += 1
-    return made
+    size, wanted = trained.args.batch_size, set(pending)
+    starts = sorted({row // size * size for row in pending})[world.rank :: world.size]
+    rows = [row for start in starts for row in range(start, min(start + size, len(folder)))]
+    loader = image_loader(trained, folder, rows, world.device)
+    progress = Progress("labelling", len(pending)) if world.is_primary else None
+    for batch in loader:
+        values, ids, log_sum_exp = (tensor.cpu().numpy() for tensor in annotator(batch.images))
+        for position, row in enumerate(rows[index] for index in batch.indices.tolist()):
+            if row not in wanted:
+                continue
+            source = printable(folder.path(row))
+            if not np.isfinite(values[position]).all():
+                raise UserError(
+                    f"the annotator's logits for {source} are NaN or beyond half precision: check its weights, or "
+                    "leave out --amp"
+                )
+            found = LabelMap(values[position], ids[position], source=source, log_sum_exp=log_sum_exp[position])
+            writer.write(row, found)
+        if progress is not None:  # the other ranks are about as far
+            progress.step(min(batch.size * world.size, len(pending) - progress.done))
+    wait_for_hosts()
+    skips = from_all(loader.skips.reasons)
+    if progress is not None:
+        progress.step(len(pending) - progress.done)
+        progress.close()
+        finish(trained.args, folder, writer, wanted, skips)
 
 
 def image_loader(trained: TrainedModel, folder: ImageSource, rows: list[int], device: torch.device) -> EvalLoader:
@@ -257,7 +233,7 @@ def finish(
         UserError: More images are unreadable than `--max-bad-images` allows, or all are, or the disk is full.
     """
     counter = SkipCounter(len(folder), args.max_bad_images)
-    counter.record(Skipped(*each) for skipped in skips for each in skipped.items())
+    counter.record(Skipped(*each) for of_rank in skips for each in of_rank.items())
     if counter.total == len(folder):
         raise UserError(f"not one of {len(folder)} images in {printable(folder.root)} can be read: check them")
     say(counter.take_lines())

@@ -69,9 +69,7 @@ def parse_train(argv: Sequence[str] | None = None) -> TrainArgs:
     join_data_dir(args, "DATA_DIR", "data_dir")
     args.notes = check_train(args, parser.flags)
     if given.get("uncovered", args.uncovered) != args.uncovered:
-        raise UserError(
-            f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them (no-uncovered)"
-        )
+        raise UserError(f"--uncovered {given['uncovered']} contradicts --compat uncovered: keep one of them")
     return args
 
 

@@ -143,7 +143,7 @@ TOKEN_LABELS = Group(
         "--compat",
         TEXT,
         None,
-        "repeat the published code's mistakes: rows of docs/parity.md, or upstream for all (no-ROW: but this)",
+        "repeat the published code's mistakes: rows of docs/parity.md, or upstream for all",
         nargs="+",
         metavar="ROW",
     ),

@@ -31,9 +31,8 @@ from tlt.data.sources.open_images import open_images
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
 from tlt.io.names import Names
-from tlt.io.natural import natural_key
 from tlt.io.progress import SearchProgress
-from tlt.io.text import printable
+from tlt.io.text import natural_key, printable
 
 
 def image(path: Path) -> Path:

@@ -9,9 +9,8 @@ import numpy as np
 
 from tlt.data.sources.folder import ImageFolder, split_names
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import Names, leads_out
-from tlt.io.natural import natural_sorted
-from tlt.io.text import printable, some_names
+from tlt.io.names import Names
+from tlt.io.text import leads_out, natural_sorted, printable, some_names
 
 
 def open_csv(name: str, data: str, split: str, _found: object) -> ImageFolder:

@@ -17,9 +17,8 @@ from tlt.data.sources.image_file import DEFAULT_MAX_PIXELS, image_extensions, re
 from tlt.data.sources.source import Found, ImageSource, left_out_lines
 from tlt.errors import MissingSplit, UserError
 from tlt.io.names import Names
-from tlt.io.natural import natural_key, natural_sorted
 from tlt.io.progress import SearchProgress
-from tlt.io.text import printable, some_names
+from tlt.io.text import natural_key, natural_sorted, printable, some_names
 
 TRAIN_SPLITS = ("train", "training")
 VALIDATION_SPLITS = ("val", "valid", "validation", "eval", "evaluation")

@@ -31,8 +31,7 @@ from tlt.data.sources.records import (
 from tlt.data.sources.source import MAX_CLASS, Found
 from tlt.errors import UserError
 from tlt.io.files import read_at
-from tlt.io.names import leads_out
-from tlt.io.text import printable
+from tlt.io.text import leads_out, printable
 
 TABLE = "shards"  # of the tar files of a folder
 PACKING = "packing.json"  # what `tlt pack-images` packed, and whether it came to its end

@@ -35,9 +35,7 @@ from tlt.data.sources.records import (
 )
 from tlt.data.sources.source import MAX_CLASS, Found, check_classes, class_folder, numbered_names
 from tlt.errors import MissingSplit, UserError, require
-from tlt.io.names import leads_out
-from tlt.io.natural import natural_key, natural_sorted
-from tlt.io.text import printable, some_names
+from tlt.io.text import leads_out, natural_key, natural_sorted, printable, some_names
 
 # Names of the features: TensorFlow's image records, then tensorflow_datasets'.
 _IMAGE = ("image/encoded", "image")

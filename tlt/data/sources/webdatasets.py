@@ -21,8 +21,7 @@ from tlt.data.sources.records import RecordImages, open_records
 from tlt.data.sources.source import Found
 from tlt.data.sources.tar_shards import LABEL_KEY, scan_tar, write_tar_table
 from tlt.errors import MissingSplit, UserError
-from tlt.io.names import leads_out
-from tlt.io.text import printable, some_names
+from tlt.io.text import leads_out, printable, some_names
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
