@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def save_image(path: Path, mark: int, side: int = 24) -> None:
 def label_map(mark: int) -> LabelMap:
     generator = np.random.default_rng(mark)
     return LabelMap(generator.normal(size=SHAPE).astype(np.float16), generator.integers(0, 5, SHAPE, np.int32))
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = [sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file()) for root in (one, other)]
+    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, False) for name in names[0])
 
 
 def write_images(root: Path) -> Path:

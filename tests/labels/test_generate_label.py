@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import filecmp
 import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import volo  # noqa: F401  (registers the models)
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT, free_port
+from tests.labels.packed import same_files
 from tlt.data.sources.folder import scan_folder
 from tlt.io.progress import Progress
 from tlt.labels import annotate
@@ -65,22 +66,20 @@ def into(command: list[str], name: str, *more: str) -> list[str]:
     return [command[0], str(Path(command[1]).with_name(name)), *command[2:], *more]
 
 
-def out_of(command: list[str]) -> Path:
-    return Path(command[1])
-
-
-def same_files(one: Path, other: Path) -> bool:
-    names = [sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()) for root in (one, other)]
-    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, False) for name in names[0])
-
-
 def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list[Process]:
     """The command in forked processes, which together are `ranks` ranks; what they say goes to OUT.log.
 
     Args:
-        writes: Each process kills itself half-way through its write of this number.
+        writes: Each process kills itself half-way through its write of this number into an archive's row.
     """
     port, context = free_port(), multiprocessing.get_context("fork")
+    countdown, pwrite = itertools.count(-1 if writes is None else writes, -1), os.pwrite
+
+    def dying_pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if next(countdown):
+            return pwrite(descriptor, data, offset)
+        pwrite(descriptor, data[: len(data) // 2], offset)
+        return os.kill(os.getpid(), signal.SIGKILL) or 0
 
     def rank(number: int) -> None:
         for descriptor in (1, 2):
@@ -90,8 +89,7 @@ def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list
             os.environ |= {key: str(value) for key, value in place.items()}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
-        if writes is not None:
-            die_after(writes)
+        os.pwrite = dying_pwrite  # type: ignore[assignment]
         os._exit(cli.run("label", command))
 
     processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
@@ -100,31 +98,10 @@ def start(command: list[str], ranks: int = 1, writes: int | None = None) -> list
     return list(processes)
 
 
-def die_after(writes: int) -> None:
-    """Let this process kill itself half-way through a write into an archive's row."""
-    countdown, pwrite = itertools.count(writes, -1), os.pwrite
-
-    def dying_pwrite(descriptor: int, data: bytes, offset: int) -> int:
-        if next(countdown):
-            return pwrite(descriptor, data, offset)
-        pwrite(descriptor, data[: len(data) // 2], offset)
-        return os.kill(os.getpid(), signal.SIGKILL) or 0
-
-    os.pwrite = dying_pwrite  # type: ignore[assignment]
-
-
 def end(processes: Sequence[Process]) -> list[int | None]:
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
-
-
-def kill(processes: Sequence[Process]) -> bool:
-    """kill -9; returns whether it ended any of them."""
-    for process in processes:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-    return -signal.SIGKILL in end(processes)
 
 
 def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +115,8 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
     model = timm.create_model("resnet10t", num_classes=4, checkpoint_path=command[5]).eval()
     transform = create_transform((3, SIZE, SIZE), interpolation="bicubic", crop_pct=1.0, crop_mode="squash")
     folder = scan_folder(Path(command[0]) / "train")
-    store = open_labels(out_of(command), folder.paths, num_classes=4, class_names=folder.class_names)
-    assert open_labels(out_of(command).with_name("without"), folder.paths).reader.read(0).log_sum_exp is None
+    store = open_labels(command[1], folder.paths, num_classes=4, class_names=folder.class_names)
+    assert open_labels(Path(command[1]).with_name("without"), folder.paths).reader.read(0).log_sum_exp is None
     for index in range(0, 16, 5):
         image = Image.open(folder.path(index))
         with torch.no_grad():
@@ -159,7 +136,7 @@ def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys
 def test_the_archive_says_what_it_is_and_becomes_a_published_tree(command: list[str], tmp_path: Path) -> None:
     assert cli.run("label", [*command, "--top-k", "3"]) == 0
     folder = scan_folder(Path(command[0]) / "train")
-    info = open_labels(out_of(command), folder.paths).info
+    info = open_labels(command[1], folder.paths).info
     assert (info.k, info.grid, info.num_classes) == (3, (2, 2), 4)
     # resnet10t: the first token's centre is at 14.5 pixels of 64, where that of the image's upper half is at 16.
     assert info.area == (-1.5 / 64, -1.5 / 64, 62.5 / 64, 62.5 / 64)
@@ -167,7 +144,7 @@ def test_the_archive_says_what_it_is_and_becomes_a_published_tree(command: list[
     assert info.annotator["model"] == "resnet10t" and info.annotator["input_size"] == [3, SIZE, SIZE]
     assert tlt(["unpack", command[1], str(tmp_path / "tree")]) == 0
     assert torch.load(tmp_path / "tree" / "blue" / "blue0.pt").shape == (2, 3, 2, 2)
-    archive, tree = (open_labels(root, folder.paths) for root in (out_of(command), tmp_path / "tree"))
+    archive, tree = (open_labels(root, folder.paths) for root in (command[1], tmp_path / "tree"))
     maps = [[store.read(index) for store in (archive, tree)] for index in range(16)]
     assert all((one.values == two.values).all() and (one.ids == two.ids).all() for one, two in maps)
 
@@ -182,7 +159,7 @@ def test_the_average_labels_where_training_selected_by_it(
     for flag, reported in (("--no-use-ema", ""), ("--use-ema", ""), (None, "weights: EMA (training selected by it)")):
         assert cli.run("label", [*command, "--overwrite", *([flag] if flag else [])]) == 0
         assert reported in capsys.readouterr().out
-        store = open_labels(out_of(command), ["red/red3.jpg"])
+        store = open_labels(command[1], ["red/red3.jpg"])
         assert store.info.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
         top[flag] = store.read(0).values.astype(np.float32)
     np.testing.assert_allclose(top["--use-ema"], top["--no-use-ema"] + 0.1, atol=2e-3)
@@ -207,7 +184,9 @@ def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
     for _ in range(3):
         processes = start(arguments, ranks, draw.randrange(20))
         multiprocessing.connection.wait([process.sentinel for process in processes])
-        assert kill(processes)
+        for process in processes:
+            process.kill()
+        assert -signal.SIGKILL in end(processes)
     assert end(start(arguments, ranks)) == [0] * ranks
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
@@ -222,22 +201,18 @@ def test_what_is_in_out_decides(
         return captured.err if code else captured.out
 
     def top() -> np.ndarray:
-        return open_labels(out_of(command), ["red/red3.jpg"]).read(0).values
+        return open_labels(command[1], ["red/red3.jpg"]).read(0).values
 
-    refused = into(command, "out")
+    refused, other = into(command, "out"), into(command, "out")
     refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
-    assert "error: --model mobilenetv3_small_050 can't annotate" in said(2, *refused)
-    assert not out_of(command).exists()
-    assert "16 label maps of 4 classes on 2 x 2 cells" in said(0, *command)
-    before, other = top(), into(command, "out")
-    assert "was complete already" in said(0, *command)
     other[3], other[5] = "resnet18", annotator("resnet18")
+    assert "error: --model mobilenetv3_small_050 can't annotate" in said(2, *refused)
+    assert not Path(command[1]).exists()
+    assert "16 label maps of 4 classes on 2 x 2 cells" in said(0, *command)
+    before = top()
+    assert "was complete already" in said(0, *command)
     assert "choose another" in said(2, *other) and (top() == before).all()
     assert "16 label maps" in said(0, *other, "--overwrite") and (top() != before).any()
-    mine = into(command, "mine")
-    (Path(mine[1]) / "red").mkdir(parents=True)
-    for flags in ([], ["--overwrite"]):
-        assert "holds other things" in said(2, *mine, *flags)
 
 
 def test_broken_images_are_counted_and_the_labels_can_still_be_used(
@@ -250,7 +225,7 @@ def test_broken_images_are_counted_and_the_labels_can_still_be_used(
     assert cli.run("label", command) == 0
     assert "left out" in (said := capsys.readouterr().out) and "red3.jpg" in said
     folder = scan_folder(Path(command[0]) / "train")
-    store = open_labels(out_of(command), folder.paths)
+    store = open_labels(command[1], folder.paths)
     assert store.info.skipped == ["red/red3.jpg"] and store.warnings == [] and store.reader.extra() == []
     assert store.read(folder.paths.index("red/red3.jpg"), 40, 36).area == (0, 0, 0, 0)
     assert cli.run("label", command) == 0  # nothing left but what can't be read
@@ -259,15 +234,13 @@ def test_broken_images_are_counted_and_the_labels_can_still_be_used(
 def test_transfer_labels_another_data_set_and_names_the_classes(
     command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in (Path(command[0]) / "train" / "red").iterdir():
-        path.unlink()
-    (Path(command[0]) / "train" / "red").rmdir()
+    shutil.rmtree(Path(command[0]) / "train" / "red")
     assert cli.run("label", command) == 2
     assert "4 classes" in (error := capsys.readouterr().err) and "3 class folders" in error and "--transfer" in error
     assert cli.run("label", [*command, "--transfer"]) == 0
     assert "%" not in capsys.readouterr().out
     folder = scan_folder(Path(command[0]) / "train")
-    store = open_labels(out_of(command), folder.paths, class_names=folder.class_names)
+    store = open_labels(command[1], folder.paths, class_names=folder.class_names)
     assert store.info.transfer and store.info.class_names is None  # four classes, whose names nobody has said
     imagenet = into(command, "imagenet", "--transfer")
     torch.manual_seed(0)
@@ -299,10 +272,7 @@ def test_a_checkpoint_of_a_run_says_all_that_is_needed(make_dataset: Callable[..
     [
         ([], "beyond half precision: check its weights"),
         (["--crop-pct", "0.9"], "--crop-pct 0.9: the whole image is labelled"),
-        (["--checkpoint", "nothing.pth"], "nothing.pth"),
-        (["--model", "resnet10x"], "timm knows no such model; did you mean"),
         (["--split", "test"], "no 'test' folder"),
-        (["--device", "cuda:99"], "--device cuda:99"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -371,15 +341,10 @@ def test_many_classes_are_exact_in_bounded_memory(monkeypatch: pytest.MonkeyPatc
 def test_progress_has_an_eta_where_nobody_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 5.0, 20.0, 40.0])
+    clock = iter([0.0, 20.0, 40.0])
     monkeypatch.setattr("tlt.io.progress.time.monotonic", lambda: next(clock))
-    progress = Progress("labelling", 100)
-    progress.step(10)
-    progress.step(30)
-    progress.done = 100
+    (progress := Progress("labelling", 100)).step(40)
     progress.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [
-        "labelling: 40/100 images, 2.0 images/s, ETA 00:30",
-        "labelling: 100/100 images, 2.5 images/s, in 00:40",
-    ]
+    assert capsys.readouterr().out == (
+        "labelling: 40/100 images, 2.0 images/s, ETA 00:30\nlabelling: 40/100 images, 1.0 images/s, in 00:40\n"
+    )

