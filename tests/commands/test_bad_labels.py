@@ -1,8 +1,7 @@
 """Token labels that are damaged, foreign or gone, as a user meets them: one line, exit code 2, nothing written lost.
 
-Rows that other files cover in full: a label that is missing in a tree (`test_train.py`, fault 45), every way to damage
-an archive (`tests/labels/test_archive.py`), what makes a label file unusable and whose label it is
-(`tests/labels/test_store.py`).
+Other files cover in full a label that is missing in a tree (`test_train.py`), every way to damage an archive
+(`tests/labels/test_archive.py`) or a label file, and whose label it is (`tests/labels/test_store.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 
-from tests.commands.conftest import QUICK, Ended, metrics
+from tests.commands.conftest import QUICK, Ended
 from tlt.tools.cli import main as tlt_command
-from volo.checkpoint.saver import Saver
 
 Call = Callable[..., Ended]
 Train = Callable[..., Ended]
@@ -73,21 +70,6 @@ def test_archive_of_another_data_set(train: Train, data: Path, archive: Path) ->
         assert "another data set" in ended.err and "blue/other-blue0.jpg" in ended.err
 
 
-def test_archive_of_other_class_folders(train: Train, call: Call, data: Path, tmp_path: Path) -> None:
-    annotator = _annotator(tmp_path)
-    assert call("label", annotator, data, tmp_path / "made").code == 0
-    (data / "train" / "blue").rename(data / "train" / "azure")
-    (data / "validation" / "blue").rename(data / "validation" / "azure")
-    refused(train(data, tmp_path / "made"), "class 0 is blue there, azure here")
-
-
-def _annotator(folder: Path) -> str:
-    """Flags of generate_label.py for a small ConvNet of four classes."""
-    torch.manual_seed(0)
-    torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), folder / "annotator.pth")
-    return f"--model test_resnet --checkpoint {folder / 'annotator.pth'} --num-classes 4 --img-size 64 -b 8 -j 0"
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "archive"])
 def test_fault_47_ids_out_of_range_for_num_classes(
     train: Train, data: Path, tree: Path, tmp_path: Path, packed: bool
@@ -110,43 +92,6 @@ def test_fault_48_nan_in_values(train: Train, data: Path, tree: Path, tmp_path: 
     assert tlt_command(["pack", str(tree), str(tmp_path / "nan.tlt")]) == 2
     assert not json.loads((tmp_path / "nan.tlt" / "meta.json").read_text())["complete"]
     assert train(data, tree, "-j 2 --bad-label skip").code == 0
-
-
-def _after_first_epoch(monkeypatch: pytest.MonkeyPatch, damage: Callable[[], None]) -> None:
-    """Do `damage` once, when the first epoch's checkpoints are written."""
-    save, pending = Saver.after_epoch, [damage]
-
-    def save_then_damage(saver: Saver) -> object:
-        best = save(saver)
-        if pending:
-            saver.finish()
-            pending.pop()()
-        return best
-
-    monkeypatch.setattr(Saver, "after_epoch", save_then_damage)
-
-
-def _keeps_the_first_epoch(call: Call, data: Path, run: Path) -> None:
-    """Checkpoint and records of the first epoch can be used, and the run goes on from there."""
-    assert {path.name for path in run.iterdir()} >= {
-        "args.yaml", "run.json", "log.txt", "metrics.jsonl", "summary.csv", "last.pth.tar", "model_best.pth.tar",
-    }  # fmt: skip
-    assert torch.load(run / "last.pth.tar", weights_only=True)["epoch"] == 0
-    assert [record["update"] for record in metrics(run)][:2] == [1, 2] and len(metrics(run, "epoch")) == 1
-    assert call("validate", "-b 8 -j 0", data, "--checkpoint", run / "last.pth.tar").code == 0
-
-
-def test_label_tree_deleted_in_mid_run(
-    train: Train, call: Call, data: Path, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    away = tmp_path / "away"
-    _after_first_epoch(monkeypatch, lambda: shutil.move(tree, away))
-    ended = train(data, tree, "--epochs 3 -j 2")
-    assert (ended.code, ended.err.count("\n")) == (2, 1) and ".pt does not exist" in ended.err
-    _keeps_the_first_epoch(call, data, tmp_path / "run")
-    shutil.move(away, tree)
-    ended = train(data, tree, "--epochs 3 -j 2 --resume auto")
-    assert ended.code == 0 and "1 epochs, 2 updates done" in ended.out
 
 
 def test_a_run_says_how_often_the_labels_name_the_class(train: Train, data: Path, tree: Path) -> None:

@@ -19,14 +19,6 @@ def build(name: str, **kwargs: Any) -> torch.nn.Module:
     return timm.create_model(name, num_classes=7, **kwargs).eval()
 
 
-def test_places_are_where_the_linear_layer_sees_them() -> None:
-    model, images = build("resnet10t"), torch.randn(2, 3, 96, 64)
-    with torch.no_grad():
-        features = model.forward_features(images)
-        expected = torch.einsum("bchw,kc->bhwk", features, model.fc.weight) + model.fc.bias
-    torch.testing.assert_close(dense_logits(model, images), expected)
-
-
 SWIN = {"img_size": 64, "window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
 AVERAGING: dict[str, dict[str, Any]] = {
     "resnet10t": {},
@@ -121,15 +113,13 @@ def test_models_without_an_opinion_of_each_place_are_refused_with_the_reason(nam
         check_dense(model, torch.randn(2, *model.pretrained_cfg["input_size"]))
 
 
-@pytest.mark.parametrize("name", ["test_convnext", "test_vit2"])
-def test_half_precision_and_channels_last_change_little(name: str) -> None:
-    model, images = shaken(name, **AVERAGING[name]), torch.randn(2, 3, 64, 96)
+def test_half_precision_and_channels_last_change_little() -> None:
+    model, images = shaken("test_convnext"), torch.randn(2, 3, 64, 96)
     full = dense_logits(model, images)
     model = model.to(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16):
         half = dense_logits(model, images.to(memory_format=torch.channels_last))
     torch.testing.assert_close(half.float(), full, rtol=0.05, atol=0.05 * full.std().item())
-    torch.testing.assert_close(dense_logits(model, images), full, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["volo_test", "lvvit_test"])

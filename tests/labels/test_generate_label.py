@@ -166,9 +166,8 @@ def test_the_average_labels_where_training_selected_by_it(
     assert (top[None] == top["--use-ema"]).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     label = Annotator.__call__
 
@@ -178,16 +177,15 @@ def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
         return found._replace(values=found.values + images.mean().half())
 
     monkeypatch.setattr(Annotator, "__call__", shifted)
-    arguments = into(command, "killed")
     assert end(start(into(command, "whole"))) == [0]
-    draw = random.Random(ranks)
-    for _ in range(3):
+    draw, arguments = random.Random(2), into(command, "killed")
+    for ranks in (2, 1, 2):
         processes = start(arguments, ranks, draw.randrange(20))
         multiprocessing.connection.wait([process.sentinel for process in processes])
         for process in processes:
             process.kill()
         assert -signal.SIGKILL in end(processes)
-    assert end(start(arguments, ranks)) == [0] * ranks
+    assert end(start(arguments, 2)) == [0, 0]
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -303,34 +301,27 @@ def test_launched_processes_make_the_same_archive(command: list[str], tmp_path: 
     said = subprocess.run(launched, env=env, capture_output=True, text=True, timeout=LIMIT)
     assert said.returncode == 0, said.stderr
     assert said.stdout.count("labelling: 16/16 images") == said.stdout.count("16 label maps") == 1
-    assert "cells" in said.stdout.splitlines()[-1]
     assert same_files(tmp_path / "one", tmp_path / "two")
 
 
 class ManyClasses(nn.Module):
     """The least that timm's interface asks for: 4 features a position, averaged, and a linear head."""
 
-    global_pool, num_prefix_tokens, output_fmt = "avg", 0, "NCHW"
+    global_pool, num_prefix_tokens, output_fmt, num_classes = "avg", 0, "NCHW", 70_000
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_classes, self.fc = num_classes, nn.Linear(4, num_classes)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward_head(self, x: Tensor) -> Tensor:
-        return self.fc(x.mean((2, 3)))
+        self.fc = nn.Linear(4, self.num_classes)
+        self.forward_features, self.forward_head = nn.Identity(), lambda x: self.fc(x.mean((2, 3)))
 
 
 def test_many_classes_are_exact_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = 70_000
     torch.manual_seed(0)
-    model, images, sizes = ManyClasses(classes).eval(), torch.randn(7, 4, 5, 6), []
+    model, images, sizes = ManyClasses().eval(), torch.randn(7, 4, 5, 6), []
     real = annotate._annotation
     monkeypatch.setattr(annotate, "_annotation", lambda dense, k: (sizes.append(dense.numel()), real(dense, k))[1])
     found = Annotator(model, 5)(images)
-    assert sizes == [5 * 6 * classes] * 7  # one image at a time, although a batch of 7
+    assert sizes == [5 * 6 * 70_000] * 7  # one image at a time, although a batch of 7
     weight, bias = model.fc.weight.detach().double().numpy(), model.fc.bias.detach().double().numpy()
     dense = np.einsum("bchw,kc->bkhw", images.double().numpy(), weight) + bias[:, None, None]
     order = np.argsort(-dense, axis=1)[:, :5]

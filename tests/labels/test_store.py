@@ -57,8 +57,8 @@ def test_a_published_tree_is_read_as_it_was_written_also_in_a_worker(tree: Path)
 
 
 def test_a_tree_is_known_by_what_its_files_hold(tree: Path, tmp_path: Path) -> None:
-    known = open_labels(tree, NAMES).identity()
     elsewhere = shutil.copytree(tree, tmp_path / "elsewhere", copy_function=shutil.copyfile)  # with other times
+    known = open_labels(tree, NAMES).identity()
     assert open_labels(elsewhere, NAMES).identity() == known
     torch.save(published(mark=99), elsewhere / "c1" / "0.pt")
     assert open_labels(elsewhere, NAMES).identity() != known
@@ -76,15 +76,14 @@ def test_fault_51_ids_survive_for_any_number_of_classes(tmp_path: Path, classes:
 
 @pytest.mark.parametrize("dtype,limit", [(torch.float16, 2048), (torch.bfloat16, 256)])
 def test_fault_51_ids_that_the_number_format_lost_are_refused(tmp_path: Path, dtype: torch.dtype, limit: int) -> None:
-    torch.save(published().to(dtype), tmp_path / "a.pt")
-    assert read_map(tmp_path / "a.pt", limit + 1).ids.max() == 1
-    with pytest.raises(UserError, match=rf"a\.pt: class ids in \w+ are exact to {limit} only"):
-        read_map(tmp_path / "a.pt", limit + 2)
-    far = published().float()
+    near, far = published().float(), published().float()
     far[1] = limit + 2
-    torch.save(far.to(dtype), tmp_path / "a.pt")
-    with pytest.raises(UserError, match=f"exact to {limit} only"):
-        read_map(tmp_path / "a.pt")
+    for entry, classes in ((near, limit + 2), (far, None)):
+        torch.save(entry.to(dtype), tmp_path / "a.pt")
+        with pytest.raises(UserError, match=rf"a\.pt: class ids in \w+ are exact to {limit} only"):
+            read_map(tmp_path / "a.pt", classes)
+    torch.save(near.to(dtype), tmp_path / "a.pt")
+    assert read_map(tmp_path / "a.pt", limit + 1).ids.max() == 1
 
 
 def with_value(value: float, plane: int) -> torch.Tensor:
@@ -98,7 +97,6 @@ BAD = {
     "3d": (published()[0], r"shape \(2, 3, 4\) is not \[2, k, H, W\]"),
     "empty": (torch.zeros(2, 0, 3, 4), "shape"),
     "nan": (with_value(float("nan"), 0), "NaN or infinite"),
-    "inf": (with_value(float("inf"), 0), "NaN or infinite"),
     "nan id": (with_value(float("nan"), 1), "not whole numbers"),
     "half id": (with_value(0.5, 1), "not whole numbers"),
     "id 7 of 3": (with_value(7, 1), r"class id 7 is not in 0\.\.2"),
@@ -118,17 +116,17 @@ def test_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
 
 
 class Code:
-    """Unpickles as a call."""
+    """Unpickles as a call that makes a file."""
 
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self.call = function, arguments
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return self.call
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.path,)
 
 
 def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
-    torch.save(Code(Path.touch, tmp_path / "ran"), tmp_path / "x.pt")
+    torch.save(Code(tmp_path / "ran"), tmp_path / "x.pt")
     with pytest.raises(UserError, match=r"x\.pt is refused: it holds [\w.]+, neither .* \(nothing of it was run\)"):
         read_map(tmp_path / "x.pt")
     assert not (tmp_path / "ran").exists()
@@ -136,13 +134,13 @@ def test_fault_49_code_in_a_label_file_is_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("keep", [0, 10, 400])
-def test_fault_45_cut_files_name_the_file(tree: Path, keep: int) -> None:
+def test_fault_45_cut_files_name_the_file(tree: Path) -> None:
     path = tree / "c0" / "0.pt"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"c0/0\.pt is truncated or damaged") as caught:
-        read_map(path)
-    assert "\n" not in str(caught.value)
+    whole = path.read_bytes()
+    for keep in (0, 10, 400):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(UserError, match=r"c0/0\.pt is truncated or damaged"):
+            read_map(path)
 
 
 @pytest.mark.parametrize("policy,area", [("skip", NO_AREA), ("uniform", FULL_AREA)])

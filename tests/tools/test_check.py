@@ -80,19 +80,13 @@ def test_check_measures_agreement(
     assert "labels that can't be used: 1\n  c1/39.png: label of c1/39.png in" in said and "crc32 is wrong" in said
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["pack", "nowhere", "out"], ["unpack", "nowhere", "out"], ["check", "nowhere", "out"]):
-        assert main(command) == 2
-        assert capsys.readouterr().err.startswith("error: ")
-
-
-@pytest.mark.parametrize("command", [[], ["pack"], ["unpack"], ["check"]])
-def test_help_imports_nothing_heavy(command: list[str]) -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
-        f"import sys; sys.argv = [__file__ := '/usr/bin/tlt', *{command!r}, '--help']\n"
+        "import sys\n"
         "from tlt.tools.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
+        "for command in ([], ['pack'], ['unpack'], ['pack-images'], ['check'], ['show']):\n"
+        "  try: main([*command, '--help'])\n"
+        "  except SystemExit: pass\n"
         "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules), 'imported'\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from tlt.errors import UserError
 from tlt.label_map import LabelMap, centre_square
+from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
 from tlt.labels.store import LabelStore, open_labels
 from tlt.labels.tree import write_map
@@ -81,13 +82,11 @@ def check_same(one: LabelStore, other: LabelStore) -> None:
         assert (first.values.dtype, first.ids.dtype, first.area) == (np.float16, np.int32, second.area)
 
 
-@pytest.mark.parametrize("area", ["full", "center"])
-@pytest.mark.parametrize("known", [True, False], ids=["images", "labels"])
+@pytest.mark.parametrize(("known", "area"), [(True, "full"), (False, "center")], ids=["images", "labels"])
 def test_an_archive_has_the_maps_of_its_tree(tree: Path, images: Path, tmp_path: Path, known: bool, area: str) -> None:
     said = pack(str(tree), str(tmp_path / "out.tlt"), str(images) if known else None, area=area)
     assert "7 labels packed" in said[0] and ("% by chance" in said[-1]) == known
-    order = [NAMES[row] for row in (4, 0, 6, 2, 5, 1, 3)]
-    for names in (NAMES, order):
+    for names in (NAMES, [NAMES[row] for row in (4, 0, 6, 2, 5, 1, 3)]):
         check_same(open_labels(tmp_path / "out.tlt", names), open_labels(tree, names, area=area))
     assert open_labels(tmp_path / "out.tlt", NAMES).read(0, 80, 40).area == (
         (0, 0, 1, 1) if area == "full" else centre_square(80, 40)
@@ -120,8 +119,6 @@ def test_unpacking_gives_files_with_the_same_maps(tree: Path, images: Path, tmp_
 
 
 def test_names_that_lead_out_are_not_unpacked(tmp_path: Path) -> None:
-    from tlt.labels.archive_writer import ArchiveWriter
-
     writer = ArchiveWriter(tmp_path / "a.tlt", LabelInfo(K, (H, W), 5), ["../x.jpg"])
     writer.write(0, LabelMap(entry(0)[0].numpy(), entry(0)[1].int().numpy()))
     writer.finish()
@@ -144,7 +141,6 @@ def test_labels_without_image_and_images_without_label(tree: Path, images: Path,
 def test_transposed_trees_are_turned(tree: Path, tmp_path: Path) -> None:
     pack(str(tree), str(tmp_path / "out.tlt"), transposed=True)
     store = open_labels(tmp_path / "out.tlt", NAMES)
-    assert store.shape == (K, W, H)
     np.testing.assert_array_equal(store.read(0).values, entry(0)[0].numpy().transpose(0, 2, 1))
 
 
@@ -204,8 +200,7 @@ def write_old(root: Path, known: bool, transposed: bool = False) -> None:
     (root / "manifest.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("known", [True, False], ids=["images", "labels"])
+@pytest.mark.parametrize(("known", "transposed"), [(True, False), (False, True)], ids=["images", "labels"])
 def test_archives_of_version_1_are_converted(tree: Path, tmp_path: Path, known: bool, transposed: bool) -> None:
     write_old(tmp_path / "old", known, transposed)
     with pytest.raises(UserError, match=rf"{tmp_path}/old is a label archive of an earlier .*`tlt pack \S+old NEW`"):
@@ -215,17 +210,10 @@ def test_archives_of_version_1_are_converted(tree: Path, tmp_path: Path, known: 
     assert store.missing() == [6] and (store.area, store.info.annotator) == ("center", {"m": 1})
     check_same(open_labels(tmp_path / "new", NAMES[:6]), open_labels(tree, NAMES[:6], area="center"))
     assert store.reader.read(4).log_sum_exp[1, 2] == 4
-    with pytest.raises(UserError, match="complete label archive"):
-        pack(str(tmp_path / "old"), str(tmp_path / "new"))
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "names.safetensors", "00001.safetensors"])
-def test_damage_in_an_archive_of_version_1_is_not_converted(tmp_path: Path, name: str) -> None:
-    write_old(tmp_path / "old", True)
-    path = tmp_path / "old" / name
-    whole = path.read_bytes()
-    for spoilt in (whole[:-4], whole[:-30] + bytes([whole[-30] ^ 1]) + whole[-29:], b""):
-        path.write_bytes(spoilt)
-        with pytest.raises(UserError, match="copy the archive again") as caught:
-            pack(str(tmp_path / "old"), str(tmp_path / "new"), overwrite=True)
-        assert "\n" not in str(caught.value)
+    for name in ("manifest.json", "names.safetensors", "00001.safetensors"):
+        whole = (path := tmp_path / "old" / name).read_bytes()
+        for spoilt in (whole[:-4], whole[:-30] + bytes([whole[-30] ^ 1]) + whole[-29:], b""):
+            path.write_bytes(spoilt)
+            with pytest.raises(UserError, match="copy the archive again"):
+                pack(str(tmp_path / "old"), str(tmp_path / "new"), overwrite=True)
+        path.write_bytes(whole)

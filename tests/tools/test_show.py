@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from tlt.tools.label_page import Example, draw_page, read_examples
 from tlt.tools.show import find_images, load_batch, spread
 
 CONFIG = AugmentConfig(size=(64, 96), scale=(0.3, 0.8), reprob=0.0)
-GRID = (4, 6)
+GRID, STD = (4, 6), (0.229, 0.224, 0.225)
 NAMES = ["bäume 美 $x$", "c", "d.lass"]  # a sign that the font lacks, and no formula
 
 
@@ -45,13 +44,14 @@ def data(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "data", tmp_path / "labels"
 
 
-def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor]:
+def _examples(data: tuple[Path, Path]) -> tuple[list[Example], torch.Tensor, torch.Tensor]:
+    """What is drawn of three images; the targets of their tokens (B, N, C); and the images of the batch."""
     folder = scan_folder(data[0])
     dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
     batch = load_batch(dataset, [0, 1, 2], epoch=2)
     targets = make_targets(batch.labels, batch.affine, batch.visible, batch.classes, GRID, 3)
     assert targets.tokens is not None
-    return read_examples(dataset, batch, targets, CONFIG.mean, (0.229, 0.224, 0.225)), targets.tokens.dense(3)
+    return read_examples(dataset, batch, targets, CONFIG.mean, STD), targets.tokens.dense(3), batch.images
 
 
 def _drawn(figure: Figure, panel: str) -> list[Axes]:
@@ -63,29 +63,26 @@ def _one(axes: Axes, label: str) -> Artist:
     return found
 
 
-def test_the_window_is_where_the_plan_takes_the_outputs_corners_from(data: tuple[Path, Path]) -> None:
-    examples, _ = _examples(data)
+def test_augmented_images_are_the_batchs_and_their_window_where_the_plan_takes_them_from(
+    data: tuple[Path, Path],
+) -> None:
+    examples, _, images = _examples(data)
     plan = make_plan(CONFIG, 5, 2, [0, 1, 2], [100, 75, 32], [75, 100, 32])
     corners = geometry.apply(plan.affine, [[0, 0], [96, 0], [96, 64], [0, 64]])
     assert not np.allclose(plan.warp, geometry.identity(3))  # something to see
-    for axes, expected in zip(_drawn(draw_page(examples, NAMES, ""), "source"), corners, strict=True):
+    figure = draw_page(examples, NAMES, "")
+    for axes, image in zip(_drawn(figure, "augmented"), images, strict=True):
+        drawn = np.asarray(axes.get_images()[0].get_array())
+        assert (drawn / 255 - CONFIG.mean) / STD == pytest.approx(image.permute(1, 2, 0).numpy(), abs=0.01)
+    for axes, expected in zip(_drawn(figure, "source"), corners, strict=True):
         assert _one(axes, "window").get_xy()[:4] == pytest.approx(expected, abs=1e-3)
         assert _one(axes, "window").get_transform().contains_branch(axes.transData)
 
 
-def test_the_augmented_image_is_the_batchs(data: tuple[Path, Path]) -> None:
-    examples, _ = _examples(data)
-    folder = scan_folder(data[0])
-    dataset = TrainDataset(folder, CONFIG, 5, open_labels(data[1], folder.paths))
-    images = load_batch(dataset, [0, 1, 2], epoch=2).images
-    std = np.array([0.229, 0.224, 0.225])
-    for axes, image in zip(_drawn(draw_page(examples, NAMES, ""), "augmented"), images, strict=True):
-        drawn = np.asarray(axes.get_images()[0].get_array())
-        assert (drawn / 255 - CONFIG.mean) / std == pytest.approx(image.permute(1, 2, 0).numpy(), abs=0.01)
-
-
 def test_tokens_have_the_colour_of_their_targets_first_class_and_its_probability(data: tuple[Path, Path]) -> None:
-    examples, tokens = _examples(data)
+    examples, tokens, _ = _examples(data)
+    numbers = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
+    assert numbers == {"class 0", "class 1", "class 2"}  # where no names are known
     figure = draw_page(examples, NAMES, "")
     legend = zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)
     shown = {text.get_text(): patch.get_facecolor()[:3] for text, patch in legend}
@@ -106,7 +103,7 @@ def test_tokens_have_the_colour_of_their_targets_first_class_and_its_probability
 
 
 def test_the_label_map_lies_on_its_area_with_the_softmax_over_all_classes(data: tuple[Path, Path]) -> None:
-    examples, _ = _examples(data)
+    examples, _, _ = _examples(data)
     axes = _drawn(draw_page(examples, NAMES, ""), "label")[1]
     drawn = _one(axes, "cells")
     assert drawn.get_extent() == [0, 75, 100, 0]
@@ -134,25 +131,20 @@ def test_images_are_spread_and_found_by_any_unambiguous_name(data: tuple[Path, P
         ("--hflip nan", "--hflip nan: a probability lies in [0, 1]"),
         ("-o page.doc", "end the name in .png"),
         ("-o nowhere/page.png", "can't be written: No such file"),
+        ("-o IMAGE", "exists already: remove it, or choose another name"),
     ],
 )
 def test_mistakes_are_one_line(
     data: tuple[Path, Path], flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = ["-o", str(tmp_path / "p.png")] if "-o" not in flags else []
-    flags = flags.replace("nowhere", str(tmp_path / "nowhere"))
-    assert main(["show", *map(str, data), *output, "--size", "32", "32", *flags.split()]) == 2
+    image = next(path for path in data[0].rglob("*.png"))
+    before, args = image.read_bytes(), [each.replace("nowhere", str(tmp_path / "nowhere")) for each in flags.split()]
+    args = [str(image) if each == "IMAGE" else each for each in args]
+    assert main(["show", *map(str, data), *output, "--size", "32", "32", *args]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
-    assert not (tmp_path / "p.png").exists()
-
-
-def test_no_file_is_replaced(data: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    image = next(path for path in data[0].rglob("*.png"))
-    before = image.read_bytes()
-    assert main(["show", *map(str, data), "-o", str(image), "--size", "32", "32"]) == 2
-    assert f"-o {image} exists already: remove it, or choose another name" in capsys.readouterr().err
-    assert image.read_bytes() == before
+    assert not (tmp_path / "p.png").exists() and image.read_bytes() == before
 
 
 def test_without_matplotlib_the_extra_is_named(
@@ -187,9 +179,3 @@ def test_flags_mean_what_train_py_means() -> None:
     assert (list(shown.scale), shown.hflip, shown.reprob) == (train["scale"], train["hflip"], train["reprob"])
     assert shown.aa == train["aa"]
     assert shown.uncovered == train["uncovered"]
-
-
-def test_labels_of_other_classes_are_numbers(data: tuple[Path, Path], make_labels: Callable[..., Path]) -> None:
-    examples, _ = _examples(data)
-    legend = {text.get_text() for text in draw_page(examples, [], "").legends[0].get_texts()}
-    assert legend == {"class 0", "class 1", "class 2"}
