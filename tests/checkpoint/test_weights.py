@@ -175,7 +175,7 @@ def test_ema_or_plain() -> None:
     for checkpoint in ({"state_dict": plain}, plain, {"state_dict": plain, "state_dict_ema": None}):
         with pytest.raises(UserError, match="file.pth holds no EMA weights"):
             state_dict_of(checkpoint, use_ema=True, path="file.pth")
-    with pytest.raises(UserError, match="EMA weights only"):
+    with pytest.raises(UserError, match="holds no weights under state_dict or model; it holds state_dict_ema"):
         state_dict_of({"state_dict_ema": ema}, use_ema=False)
 
 

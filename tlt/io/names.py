@@ -54,13 +54,9 @@ class Names(Sequence[str]):
         return os.fsdecode(bytes(self.block[start : int(self.ends[row])]))
 
     def __iter__(self) -> Iterator[str]:
-        return map(os.fsdecode, self.encoded())
-
-    def encoded(self) -> Iterator[bytes]:
-        """The names as they are in memory."""
         block, start = bytes(self.block), 0
         for end in self.ends.tolist():
-            yield block[start:end]
+            yield os.fsdecode(block[start:end])
             start = end
 
     def rows_of(self, names: Sequence[str]) -> np.ndarray:

@@ -153,10 +153,8 @@ def weights_entry(checkpoint: dict[str, Any], use_ema: bool | None = None, path:
         return plain[0]
     if checkpoint and all(isinstance(v, Tensor) for v in checkpoint.values()):
         return ""
-    if ema:
-        raise UserError(f"{path} holds EMA weights only: ask for them")
     names = ", ".join(map(str, list(checkpoint)[:8])) or "nothing"
-    raise UserError(f"{path} holds no weights under {', '.join(WEIGHT_KEYS + EMA_KEYS)}; it holds {names}")
+    raise UserError(f"{path} holds no weights under {' or '.join(WEIGHT_KEYS)}; it holds {names}")
 
 
 def state_dict_of(

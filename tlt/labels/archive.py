@@ -17,7 +17,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -136,14 +136,6 @@ def column_types(info: LabelInfo, records: int) -> dict[str, tuple[tuple[int, ..
     }
 
 
-class Meta(NamedTuple):
-    """The content of meta.json in a complete archive."""
-
-    info: LabelInfo
-    records: int
-    names_crc32: int
-
-
 def is_archive(root: str | Path) -> bool:
     """Whether a folder is a label archive, of this version or the one before, complete or not."""
     return is_old_archive(root) or any(os.path.isfile(os.path.join(root, name)) for name in (META_NAME, "values.npy"))
@@ -154,8 +146,12 @@ def is_old_archive(root: str | Path) -> bool:
     return any(os.path.isfile(os.path.join(root, name)) for name in ("manifest.json", "manifest.partial.json"))
 
 
-def read_meta(root: str | Path) -> Meta:
-    """The description of a complete archive. Raises UserError: there is none, it is not complete, damaged, or old."""
+def read_description(root: str | Path) -> tuple[LabelInfo, Names]:
+    """What a complete archive says of its maps, and the names of its rows, in memory that processes share.
+
+    Raises:
+        UserError: There is no archive, it is not complete, damaged, or old.
+    """
     shown, path = printable(os.fspath(root)), os.path.join(root, META_NAME)
     if not os.path.isfile(path):
         if is_old_archive(root):
@@ -164,19 +160,14 @@ def read_meta(root: str | Path) -> Meta:
     content = read_marker(path, FORMAT)
     if content.get("complete") is not True:
         raise UserError(f"label archive {shown} is not complete: run the command that was making it again")
-    records, crc32 = content.get("records"), content.get("names_crc32")
-    if not isinstance(records, int) or not isinstance(crc32, int) or records < 1:
+    records = content.get("records")
+    if not isinstance(records, int) or records < 1:
         raise UserError(f"{printable(path)} has no count of records: was it written by a newer version?")
-    return Meta(LabelInfo.from_json(content, path), records, crc32)
-
-
-def read_names(root: str, meta: Meta) -> Names:
-    """The names of the rows, in memory that processes share. Raises UserError: damaged."""
-    ends = map_file(os.path.join(root, "name_ends.npy"), (meta.records,), ("<i8",))
+    ends = map_file(os.path.join(root, "name_ends.npy"), (records,), ("<i8",))
     block = map_file(os.path.join(root, "names.npy"), (int(ends[-1]),), ("|u1",))
-    if names_crc(block, ends) != meta.names_crc32:
-        raise UserError(f"label archive {printable(root)}: names.npy or name_ends.npy is damaged; {_REMEDY}")
-    return Names.packed(block.data, ends)
+    if names_crc(block, ends) != content.get("names_crc32"):
+        raise UserError(f"label archive {shown}: names.npy or name_ends.npy is damaged; {_REMEDY}")
+    return LabelInfo.from_json(content, path), Names.packed(block.data, ends)
 
 
 def names_crc(block: np.ndarray, ends: np.ndarray) -> int:
@@ -198,9 +189,9 @@ class ArchiveReader:
     """
 
     def __init__(self, root: str, names: Names) -> None:
-        self.root, self._names, self._meta = root, names, read_meta(root)
-        self.info, stored = self._meta.info, read_names(root, self._meta)
-        self._rows = Rows(root, self.info, self._meta.records)
+        self.root, self._names = root, names
+        self.info, stored = read_description(root)
+        self._rows = Rows(root, self.info, len(stored))
         self._done, self._crc32 = self._rows.states()
         self._row_of = stored.rows_of(names)  # (images,) -1: none
         if len(rest := np.flatnonzero(self._row_of < 0)):
@@ -225,5 +216,5 @@ class ArchiveReader:
     def extra(self) -> list[str]:
         unused = self._done == LABEL
         unused[self._row_of[self._row_of >= 0]] = False
-        stored = read_names(self.root, self._meta)
+        _, stored = read_description(self.root)
         return [stored[row] for row in np.flatnonzero(unused).tolist()]

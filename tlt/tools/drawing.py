@@ -142,9 +142,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """Write the page, replacing `path` in one step; its suffix is the format.
 
     Raises:
-        UserError: The file can't be written, or matplotlib knows no such format.
+        UserError: The file can't be written.
     """
-    check_format(path)
     content = io.BytesIO()
     figure.savefig(content, format=Path(path).suffix[1:].lower())
     try:

@@ -15,7 +15,7 @@ from tlt.io.progress import Progress
 from tlt.io.text import leads_out, natural_sorted, printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import agreement_text
-from tlt.labels.archive import ArchiveReader, is_old_archive, read_meta, read_names
+from tlt.labels.archive import ArchiveReader, is_old_archive, read_description
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import INFO_NAME, LabelInfo
 from tlt.labels.tree import find_labels, label_files_below, label_names, read_map, write_map
@@ -112,9 +112,8 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
         UserError: The archive is incomplete or damaged, or `out` can't be written or holds something else than a tree
             that such a command has begun.
     """
-    meta, root = read_meta(archive), Path(out)
-    names = read_names(archive, meta)
-    reader, info = ArchiveReader(archive, names), meta.info
+    root, (info, names) = Path(out), read_description(archive)
+    reader = ArchiveReader(archive, names)
     # The label file of the image, or the one that the row is called after.
     labels = [name if name.endswith(".pt") else own for name, own in zip(names, label_names(names), strict=True)]
     if (outside := next(filter(leads_out, labels), None)) is not None:
@@ -140,4 +139,4 @@ def unpack(archive: str, out: str, overwrite: bool = False) -> list[str]:
     except RuntimeError as error:  # torch.save hides a full disk in it
         raise UserError(f"OUT {printable(out)} can't be written ({error})") from error
     absent = f", {len(reader.missing)} images without label" if reader.missing else ""
-    return [f"{meta.records - len(reader.missing)} label files in {printable(out)}{absent}"]
+    return [f"{len(names) - len(reader.missing)} label files in {printable(out)}{absent}"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from tlt.data.backends.synthetic import ROOT as SYNTHETIC
 from tlt.data.dataset import LabelReader
 from tlt.data.sources.source import ImageSource
 from tlt.errors import UserError
-from tlt.io.names import Names
 from tlt.io.weights import InPartsError, check_finite, peek_checkpoint, read_checkpoint, state_dict_of
 from tlt.labels.store import LabelStore
 from tlt.upstream.rows import ROWS
@@ -154,8 +154,8 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None) -> Fingerprint:
     if folder.root == SYNTHETIC:  # as many images as the flags ask for
         return {"images": SYNTHETIC, "labels": SYNTHETIC if labels else None, "count": 0}
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
-    names = (folder.paths if isinstance(folder.paths, Names) else Names(folder.paths)).encoded()
-    digest.update(b"".join(b"\n%s\0%d" % pair for pair in zip(names, folder.classes, strict=True)))
+    pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
+    digest.update(b"".join(b"\n%s\0%d" % pair for pair in pairs))
     return {"images": digest.hexdigest(), "labels": _labels(labels), "count": len(folder)}
 
 
