@@ -29,7 +29,6 @@ from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT, free_port
 from tests.labels.packed import same_files
 from tlt.data.sources.folder import scan_folder
-from tlt.io.progress import Progress
 from tlt.labels import annotate
 from tlt.labels.annotate import Annotator
 from tlt.labels.store import open_labels
@@ -39,24 +38,17 @@ from volo import cli
 SIZE = 64
 
 
-@pytest.fixture
-def annotator(tmp_path: Path) -> Callable[..., str]:
-    """Return `weights(name, **kwargs)`: a model for four classes, saved as a plain state dict."""
-
-    def weights(name: str, **kwargs: object) -> str:
-        torch.manual_seed(0)
-        path = tmp_path / f"{name}.pth"
-        torch.save(timm.create_model(name, num_classes=4, **kwargs).state_dict(), path)
-        return str(path)
-
-    return weights
+def save_weights(path: Path, name: str, classes: int = 4) -> str:
+    torch.manual_seed(0)
+    torch.save(timm.create_model(name, num_classes=classes).state_dict(), path)
+    return str(path)
 
 
 @pytest.fixture
-def command(make_dataset: Callable[..., Path], annotator: Callable[..., str], tmp_path: Path) -> list[str]:
+def command(make_dataset: Callable[..., Path], tmp_path: Path) -> list[str]:
     """A command that labels 16 images with a small ConvNet."""
-    data, weights = make_dataset(), annotator("resnet10t")
-    return [str(data), str(tmp_path / "out"), "--model", "resnet10t", "--checkpoint", weights] + (
+    weights = save_weights(tmp_path / "w.pth", "resnet10t")
+    return [str(make_dataset()), str(tmp_path / "out"), "--model", "resnet10t", "--checkpoint", weights] + (
         f"--num-classes 4 --img-size {SIZE} -b 5 -j 0 --device cpu".split()
     )
 
@@ -149,23 +141,6 @@ def test_the_archive_says_what_it_is_and_becomes_a_published_tree(command: list[
     assert all((one.values == two.values).all() and (one.ids == two.ids).all() for one, two in maps)
 
 
-def test_the_average_labels_where_training_selected_by_it(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain = torch.load(command[5])
-    average = {name: value + 0.1 if name == "fc.bias" else value for name, value in plain.items()}
-    torch.save({"state_dict": plain, "state_dict_ema": average, "args": {"model_ema": True}}, command[5])
-    top = {}
-    for flag, reported in (("--no-use-ema", ""), ("--use-ema", ""), (None, "weights: EMA (training selected by it)")):
-        assert cli.run("label", [*command, "--overwrite", *([flag] if flag else [])]) == 0
-        assert reported in capsys.readouterr().out
-        store = open_labels(command[1], ["red/red3.jpg"])
-        assert store.info.annotator["weights"].endswith(", EMA") == (flag != "--no-use-ema")
-        top[flag] = store.read(0).values.astype(np.float32)
-    np.testing.assert_allclose(top["--use-ema"], top["--no-use-ema"] + 0.1, atol=2e-3)
-    assert (top[None] == top["--use-ema"]).all()
-
-
 def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +164,7 @@ def test_killed_in_the_middle_of_a_write_it_goes_on_to_the_same_result(
     assert same_files(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_what_is_in_out_decides(
-    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_in_out_decides(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(code: int, *arguments: str) -> str:
         assert cli.run("label", list(arguments)) == code
         captured = capsys.readouterr()
@@ -202,8 +175,8 @@ def test_what_is_in_out_decides(
         return open_labels(command[1], ["red/red3.jpg"]).read(0).values
 
     refused, other = into(command, "out"), into(command, "out")
-    refused[3], refused[5] = "mobilenetv3_small_050", annotator("mobilenetv3_small_050")
-    other[3], other[5] = "resnet18", annotator("resnet18")
+    for each, name in ((refused, "mobilenetv3_small_050"), (other, "resnet18")):
+        each[3], each[5] = name, save_weights(tmp_path / name, name)
     assert "error: --model mobilenetv3_small_050 can't annotate" in said(2, *refused)
     assert not Path(command[1]).exists()
     assert "16 label maps of 4 classes on 2 x 2 cells" in said(0, *command)
@@ -230,7 +203,7 @@ def test_broken_images_are_counted_and_the_labels_can_still_be_used(
 
 
 def test_transfer_labels_another_data_set_and_names_the_classes(
-    command: list[str], annotator: Callable[..., str], capsys: pytest.CaptureFixture[str]
+    command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(Path(command[0]) / "train" / "red")
     assert cli.run("label", command) == 2
@@ -241,8 +214,7 @@ def test_transfer_labels_another_data_set_and_names_the_classes(
     store = open_labels(command[1], folder.paths, class_names=folder.class_names)
     assert store.info.transfer and store.info.class_names is None  # four classes, whose names nobody has said
     imagenet = into(command, "imagenet", "--transfer")
-    torch.manual_seed(0)
-    torch.save(timm.create_model("resnet10t", num_classes=1000).state_dict(), command[5])
+    save_weights(Path(command[5]), "resnet10t", 1000)
     imagenet[imagenet.index("--num-classes") + 1] = "1000"
     assert cli.run("label", imagenet) == 0
     info = open_labels(imagenet[1], folder.paths, class_names=folder.class_names).info
@@ -252,36 +224,18 @@ def test_transfer_labels_another_data_set_and_names_the_classes(
     assert "the labels are of other classes" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_a_run_says_all_that_is_needed(make_dataset: Callable[..., Path], tmp_path: Path) -> None:
-    model = timm.create_model("volo_test", num_classes=4, img_size=48)
-    names = ["blue", "green", "grey", "red"]
-    config = {"name": "volo_test", "kwargs": {}, "num_classes": 4, "img_size": [48, 48], "class_names": names}
-    checkpoint, data = tmp_path / "model_best.pth.tar", str(make_dataset(train=4))
-    torch.save({"state_dict": model.state_dict(), "model_config": config}, checkpoint)
-    arguments = ["--checkpoint", str(checkpoint), "-j", "0", "--device", "cpu"]
-    assert cli.run("label", [data, str(tmp_path / "out"), *arguments]) == 0
-    assert open_labels(tmp_path / "out", ["red/red3.jpg"]).shape == (4, *model.token_grid((48, 48)))
-    torch.save({"state_dict": model.state_dict(), "model_config": config | {"class_names": names[::-1]}}, checkpoint)
-    assert cli.run("label", [data, str(tmp_path / "other"), *arguments]) == 2
-
-
-@pytest.mark.parametrize(
-    "extra,message",
-    [
-        ([], "beyond half precision: check its weights"),
-        (["--crop-pct", "0.9"], "--crop-pct 0.9: the whole image is labelled"),
-        (["--split", "test"], "no 'test' folder"),
-    ],
-)
-def test_mistakes_are_one_line(
-    command: list[str], capsys: pytest.CaptureFixture[str], extra: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     state = torch.load(command[5])
     state["fc.bias"] += 1e6  # finite, but beyond half precision
     torch.save(state, command[5])
-    assert cli.run("label", [*command, *extra]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    for extra, message in (
+        ([], "beyond half precision: check its weights"),
+        (["--crop-pct", "0.9"], "--crop-pct 0.9: the whole image is labelled"),
+        (["--split", "test"], "no 'test' folder"),
+    ):
+        assert cli.run("label", [*command, *extra]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
 
 def test_an_error_on_one_rank_ends_all_and_is_reported_once(command: list[str], tmp_path: Path) -> None:
@@ -327,15 +281,3 @@ def test_many_classes_are_exact_in_bounded_memory(monkeypatch: pytest.MonkeyPatc
     order = np.argsort(-dense, axis=1)[:, :5]
     np.testing.assert_array_equal(found.ids, order)
     np.testing.assert_allclose(found.log_sum_exp, np.log(np.exp(dense).sum(1)), atol=2e-3)
-
-
-def test_progress_has_an_eta_where_nobody_watches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([0.0, 20.0, 40.0])
-    monkeypatch.setattr("tlt.io.progress.time.monotonic", lambda: next(clock))
-    (progress := Progress("labelling", 100)).step(40)
-    progress.close()
-    assert capsys.readouterr().out == (
-        "labelling: 40/100 images, 2.0 images/s, ETA 00:30\nlabelling: 40/100 images, 1.0 images/s, in 00:40\n"
-    )

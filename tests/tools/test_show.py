@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -145,14 +144,6 @@ def test_mistakes_are_one_line(
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "p.png").exists() and image.read_bytes() == before
-
-
-def test_without_matplotlib_the_extra_is_named(
-    data: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["show", *map(str, data), "-o", "p.png"]) == 2
-    assert "volo-tlt[plot]" in capsys.readouterr().err
 
 
 def test_the_command_writes_a_page_and_nothing_else(

@@ -38,7 +38,6 @@ _SUGGESTION = (
 )
 # Of the largest logit. Linear heads agree to about 1e-6 in float32, and to a few 1e-4 in TF32.
 _TOLERANCE = 1e-3
-_OTHER_SOURCES = {"token": "its class token", "map": "attention pooling"}
 
 
 @torch.no_grad()
@@ -178,8 +177,7 @@ def _features(model: nn.Module, images: Tensor) -> tuple[Tensor, bool]:
     features = cast(Callable[[Tensor], Any], model.forward_features)(images)
     as_tokens, pool = isinstance(features, Tensor) and features.ndim == 3, getattr(model, "global_pool", "avg")
     if as_tokens and pool != "avg":
-        source = _OTHER_SOURCES.get(pool, f"global pooling {pool!r}")
-        raise UserError(f"{kind} can't annotate: its logits come from {source}, not from its patches; {_SUGGESTION}")
+        raise UserError(f"{kind} can't annotate: its global pooling is {pool!r} and no average; {_SUGGESTION}")
     try:
         return feature_map(model, features, (images.shape[-2], images.shape[-1])), as_tokens
     except UserError as error:

@@ -151,9 +151,6 @@ class TreeReader:
         num_classes: Class ids must be below it.
         found: As in `tlt.data.sources.folder.FolderListing`.
 
-    Attributes:
-        files: The label file of every image, relative to the tree, "" where there is none.
-
     Raises:
         UserError: No such folder, or two images with one label file.
     """
@@ -169,12 +166,12 @@ class TreeReader:
         if not os.path.isdir(root):
             raise UserError(f"--token-label-data {printable(root)} does not exist or is not a folder")
         self.info = LabelInfo.read(os.path.join(root, INFO_NAME))
-        self.files = find_labels(names, label_files_below(root, found), root)
-        self.missing = set(np.flatnonzero(np.diff(self.files.ends, prepend=0) == 0).tolist())
+        self._files = find_labels(names, label_files_below(root, found), root)
+        self.missing = set(np.flatnonzero(np.diff(self._files.ends, prepend=0) == 0).tolist())
 
     def path(self, index: int) -> str:
         """Label file of image `index`; where there is none, the file that was looked for."""
-        return os.path.join(self.root, self.files[index] or usual_label_name(self._names[index]))
+        return os.path.join(self.root, self._files[index] or usual_label_name(self._names[index]))
 
     def source(self, index: int) -> str:
         return f"label {printable(self.path(index))}"
@@ -193,4 +190,4 @@ class TreeReader:
         return (file.read_bytes() if file.is_file() else b"") + digest.digest()
 
     def extra(self) -> list[str]:
-        return natural_sorted(label_files_below(self.root).difference(self.files))
+        return natural_sorted(label_files_below(self.root).difference(self._files))
