@@ -38,12 +38,12 @@ class LabelMap:
 
     Attributes:
         values: (k, h, w) float16 logits of the classes in `ids`; float32 where they were shifted
-            (`tlt.labels.tail`).
+            (`--label-tail exact`).
         ids: (k, h, w) int32 class ids.
         area: `(x0, y0, x1, y1)`, the part of the source image that the map covers. It may reach outside by less than
             the image's size, where a network has padding. An empty area means that nothing is known about the image.
         source: Where the map was read, such as its file: messages about it start with this.
-        log_sum_exp: (h, w) float32, of all the annotator's logits; None: not known (`tlt.labels.tail`).
+        log_sum_exp: (h, w) float32, of all the annotator's logits; None: not known.
     """
 
     values: np.ndarray

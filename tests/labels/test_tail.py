@@ -13,8 +13,7 @@ from tlt.label_map import LabelBatch, LabelMap
 from tlt.labels.annotate import _annotation
 from tlt.labels.archive_writer import ArchiveWriter
 from tlt.labels.label_info import LabelInfo
-from tlt.labels.store import open_labels
-from tlt.labels.tail import relative_to_tail
+from tlt.labels.store import open_labels, relative_to_tail
 from tlt.targets import make_targets
 
 

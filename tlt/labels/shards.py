@@ -67,16 +67,12 @@ class ShardReader:
                 "`tlt pack-images --labels LABELS`"
             )
         self.table = RecordImages(os.path.join(root, LABELS))
-        about = self.table.about
-        if "info" not in about:
-            raise UserError(f"--token-label-data {printable(root)}: labels of an earlier version; pack the shards anew")
-        self._identity = str(about["identity"])
-        self.info = LabelInfo.from_json(about["info"], os.path.join(root, f"{LABELS}.json"))
+        self.info = LabelInfo.from_json(self.table.about["info"], os.path.join(root, f"{LABELS}.json"))
         self._row_of = self.table.paths.rows_of(names)
         self.missing = set(np.flatnonzero(self._row_of < 0).tolist())
 
     def identity(self) -> bytes:
-        return self._identity.encode(errors="surrogateescape")
+        return str(self.table.about["identity"]).encode(errors="surrogateescape")
 
     def source(self, index: int) -> str:
         return f"label of {printable(self._names[index])} in {printable(self.root)}"

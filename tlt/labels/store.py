@@ -19,7 +19,6 @@ from tlt.labels.agreement import Agreement
 from tlt.labels.archive import ArchiveReader, is_archive
 from tlt.labels.label_info import AREAS, LabelInfo
 from tlt.labels.shards import ShardReader, shard_folder
-from tlt.labels.tail import relative_to_tail
 from tlt.labels.tree import TreeReader
 
 BAD_LABEL_POLICIES = ("stop", "skip", "uniform")
@@ -75,7 +74,7 @@ def open_labels(
             that the image is trained on its class alone. `"uniform"`: every class equally likely everywhere.
         class_names: Compared with the recorded class names, if there are any.
         label_tail: The logit of classes that a cell doesn't list. `"zero"`: 0, as published. `"exact"`: such that they
-            have the share that the annotator gave them (`tlt.labels.tail`).
+            have the share that the annotator gave them (`relative_to_tail`).
         found: As in `tlt.data.sources.folder.FolderListing`.
 
     Raises:
@@ -196,6 +195,35 @@ class LabelStore:
         """(image, reason) of the maps replaced by `read` since the last call."""
         found, self._faults = self._faults, []
         return found
+
+
+def relative_to_tail(values: torch.Tensor, log_sum_exp: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """Listed logits less the mean logit of the classes that their cell does not list (`--label-tail exact`).
+
+    Published targets take the logits of those classes to be 0. With the log-sum-exp (LSE) of all the annotator's logits
+    their true share is known: each gets the same logit, t = log((exp(LSE) - sum of exp(listed)) / (C - k)), so that
+    listed classes have the annotator's own probabilities. A softmax doesn't change if all logits are shifted: with t
+    subtracted from the listed ones, the others have 0, as the code that makes targets expects.
+
+    A tail share too small for float32 (rounding may even make it negative) counts as half the last digit
+    of the log-sum-exp: probabilities are right to about 1e-7 times that, and logits stay finite.
+
+    Args:
+        values: (..., k, h, w), of different classes in a cell.
+        log_sum_exp: (..., h, w) float32.
+        num_classes: C.
+
+    Returns:
+        (..., k, h, w) float32. Where all classes are listed there is no tail, and the values are as they were.
+    """
+    k = values.shape[-3]
+    if k >= num_classes:
+        return values.float()
+    total = log_sum_exp.double()
+    last_digit = 2.0**-24 * total.abs().clamp(min=1)
+    share = torch.maximum(-torch.expm1(values.double().logsumexp(-3) - total), last_digit)
+    tail = total + torch.log(share / (num_classes - k))
+    return (values.double() - tail.unsqueeze(-3)).float()
 
 
 def sampled_agreement(labels: LabelStore, classes: np.ndarray, sample: int) -> Agreement:

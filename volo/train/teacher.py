@@ -19,7 +19,7 @@ from tlt.data.batch import Batch
 from tlt.errors import UserError
 from tlt.label_map import FULL_AREA, Area, LabelBatch
 from tlt.labels.annotate import Annotator, check_dense, labelled_area
-from tlt.labels.tail import relative_to_tail
+from tlt.labels.store import relative_to_tail
 from volo.cluster.distributed import World
 from volo.train.compilation import feature_compiler
 from volo.train.model import TimmModel, place_model
@@ -35,7 +35,7 @@ class Teacher:
         annotator: Is on the training device.
         student, own: (mean, deviation) with which the pixels of the batch are normalised, and of the annotator's input.
         area: The part of an image that the annotator labels (`tlt.labels.annotate.labelled_area`).
-        exact_tail: `--label-tail exact` (`tlt.labels.tail`).
+        exact_tail: `--label-tail exact` (`tlt.labels.store.relative_to_tail`).
     """
 
     def __init__(
