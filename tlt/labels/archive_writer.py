@@ -20,7 +20,6 @@ from tlt.errors import UserError
 from tlt.io.files import write_whole
 from tlt.io.names import Names
 from tlt.io.output_folder import OutputFolder
-from tlt.io.progress import Progress
 from tlt.io.text import printable
 from tlt.label_map import LabelMap
 from tlt.labels.agreement import Agreement
@@ -60,12 +59,9 @@ class ArchiveWriter:
     def pending(self) -> list[int]:
         """The rows that have no label yet. Those that are said to have one are read again."""
         done, crc32 = self._rows.states()
-        if len(written := np.flatnonzero(done == LABEL).tolist()):
-            progress = Progress("checking labels", len(written), "label")
-            for row in written:
-                done[row] = LABEL if self._rows.read(row, int(crc32[row])) is not None else 0
-                progress.step()
-            progress.close()
+        for row in np.flatnonzero(done == LABEL).tolist():
+            if self._rows.read(row, int(crc32[row])) is None:
+                done[row] = 0
         return np.flatnonzero(done != LABEL).tolist()
 
     def write(self, row: int, label_map: LabelMap) -> None:
