@@ -51,10 +51,10 @@ class ArchiveWriter:
         self.names = names if isinstance(names, Names) else Names(names)
         try:
             self._folder = self._begin(overwrite) if first else None
+            self.complete = self._folder is not None and self._folder.complete
+            self._rows = Rows(root, info, len(names), writable=not self.complete)
         except OSError as error:
             raise self._unwritable(error) from error
-        self.complete = self._folder is not None and self._folder.complete
-        self._rows = Rows(root, info, len(names), writable=not self.complete)
 
     def pending(self) -> list[int]:
         """The rows that have no label yet. Those that are said to have one are read again."""
