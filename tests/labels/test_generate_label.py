@@ -97,8 +97,9 @@ def end(processes: Sequence[Process]) -> list[int | None]:
 
 
 def test_labels_are_those_of_the_squashed_whole_image(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for path in Path(command[0]).rglob("*.jpg"):  # much wider than high, darkest at the left edge
-        ramp = np.linspace(0, 255, 150)[None, :, None] * np.ones((50, 1, 3))
+    for path in Path(command[0]).rglob("*.jpg"):  # much wider than high, darkest at the left edge or at the right one
+        turned = int("".join(filter(str.isdigit, path.stem))) // 4 % 2
+        ramp = np.linspace(0, 255, 150)[None, :: 1 - 2 * turned, None] * np.ones((50, 1, 3))
         Image.fromarray(ramp.astype(np.uint8)).save(path)
     assert cli.run("label", command) == 0
     said = capsys.readouterr().out
