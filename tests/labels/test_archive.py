@@ -145,7 +145,9 @@ def test_large_ids_absent_rows_and_maps_that_are_refused(tmp_path: Path) -> None
     writer.write_absent(0)
     writer.finish(NAMES[:1])
     store = open_labels(tmp_path / "out", NAMES[:2])
-    assert store.missing() == [0] and store.warnings == [] and np.load(tmp_path / "out" / "ids.npy").dtype == np.int32
+    assert (
+        store.reader.missing == {0} and store.warnings == [] and np.load(tmp_path / "out" / "ids.npy").dtype == np.int32
+    )
     np.testing.assert_array_equal(store.read(1).ids, ids)
     small = ArchiveWriter(tmp_path / "small", replace(info, num_classes=None), NAMES[:2])
     with pytest.raises(UserError, match="class id 70000, but nothing says that there are more than 65,536 classes"):

@@ -32,7 +32,7 @@ def test_images_without_label(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1 of 9 images have no label .* first is b/1%2E.v2.png"):
         open_labels(tmp_path / "out", folder.paths)
     store = open_labels(tmp_path / "out", folder.paths, bad_label="skip")
-    assert store.missing() == [2] and store.read(2).area == (0, 0, 0, 0)
+    assert store.reader.missing == {2} and store.read(2).area == (0, 0, 0, 0)
     # in another order, and of some of the images
     some = open_labels(tmp_path / "out", [folder.paths[row] for row in (5, 0)])
     np.testing.assert_array_equal(some.read(0).ids, label_map(5).ids)

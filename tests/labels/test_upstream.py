@@ -63,19 +63,7 @@ def test_label_crop_alone_moves_the_window_across_the_diagonal_and_nothing_else(
     expected = geometry.compose(geometry.compose(plan.normalised_affine(), to_window), geometry.crop(y, x, h, w, 1, 1))
     assert np.allclose(affine.numpy(), expected, atol=1e-5)
     assert np.allclose(visible.numpy(), np.stack([y, x, y + h, x + w], 1), atol=1e-6)
-
-
-@pytest.mark.parametrize(("source", "overlap"), [((500, 375), 0.47), ((448, 448), 0.54)])
-def test_the_published_windows_overlap_the_crops_by_half(source: tuple[int, int], overlap: float) -> None:
-    """Intersection over union of what is shown and what the label is of."""
     assert label_view(["uncovered", "target-sum"]) is None  # which have no window
-    plan = planned(replace(CROPS, size=(224, 224)), 4000, source)
-    _, _, wrong = published_window(["label-crop"], plan, some_labels((2, 2), 1, 4000))
-    one, other = plan.visible(), wrong.numpy()
-    sides = (np.minimum(one[:, 2:], other[:, 2:]) - np.maximum(one[:, :2], other[:, :2])).clip(0)
-    shared = sides.prod(1)
-    union = (one[:, 2:] - one[:, :2]).prod(1) + (other[:, 2:] - other[:, :2]).prod(1) - shared
-    assert (shared / union).mean() == pytest.approx(overlap, abs=0.02)
 
 
 def test_target_sum_leaves_the_class_of_an_image_without_a_map() -> None:

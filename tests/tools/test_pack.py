@@ -112,7 +112,7 @@ def test_labels_without_image_and_images_without_label(
     assert f"1 of 9 images have no label, such as {names[4]}" in said[0]
     assert "1 labels belong to no image, such as other.pt" in said[1]
     store = open_labels(tmp_path / "out", names, bad_label="skip")
-    assert store.missing() == [4] and store.reader.extra() == ["other.pt"]
+    assert store.reader.missing == {4} and store.reader.extra() == ["other.pt"]
     np.testing.assert_array_equal(store.read(8).values, label_map(8).values)
 
 
@@ -187,7 +187,7 @@ def test_archives_of_version_1_are_converted(
         open_labels(old, names)
     assert "8 labels of" in pack(old, new)[0]
     store = open_labels(new, names, bad_label="skip", num_classes=5)
-    assert store.missing() == [8] and (store.area, store.info.annotator) == ("center", {"m": 1})
+    assert store.reader.missing == {8} and (store.area, store.info.annotator) == ("center", {"m": 1})
     check_same(open_labels(new, names[:8]), open_labels(tree, names[:8], area="center"))
     assert store.reader.read(4).log_sum_exp[1, 2] == 4
     for name in ("manifest.json", "names.safetensors", "00001.safetensors"):

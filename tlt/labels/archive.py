@@ -96,7 +96,7 @@ class Column:
 
 
 class Rows:
-    """The columns of an archive that have a row an image, and in memory its `done` and `crc32` as they were."""
+    """The columns of an archive that have a row an image."""
 
     def __init__(self, root: str | Path, info: LabelInfo, records: int, writable: bool = False) -> None:
         self.columns = {

@@ -146,10 +146,6 @@ class LabelStore:
         """What a checkpoint compares to recognise these labels, besides shape and area."""
         return self.reader.identity()
 
-    def missing(self) -> list[int]:
-        """Images without a map."""
-        return sorted(self.reader.missing)
-
     def read(self, index: int, width: int | None = None, height: int | None = None) -> LabelMap:
         """The map of image `index`, of shape `self.shape`.
 

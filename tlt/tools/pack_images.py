@@ -120,7 +120,7 @@ class Packing:
                 f"{printable(outside)}, an image of {printable(source.root)}, is named outside of it: rename it"
             )
         self.names = member_names(source.paths)
-        self.labelled = frozenset(range(len(source))).difference(labels.missing()) if labels else frozenset()
+        self.labelled = frozenset(range(len(source))).difference(labels.reader.missing) if labels else frozenset()
 
     def run(self, shard_mb: int, workers: int, overwrite: bool) -> str:
         """Write the shards that are missing, and the tables. Returns a line that says what was done."""
