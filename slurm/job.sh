@@ -27,10 +27,7 @@ REQUEUE_MARKER=$LOGS/$SLURM_JOB_ID-requeue # where containers and all nodes see 
 . "$REPO/slurm/requeue.sh"
 
 # FLAGS...: the model that they name.
-model_of() {
-  [[ " $* " =~ \ --model[=\ ]([^ ]+) ]]
-  echo "${BASH_REMATCH[1]:-volo_d5}"
-}
+model_of() { [[ " $* " =~ \ --model[=\ ]([^ ]+) ]]; echo "${BASH_REMATCH[1]:-volo_d5}"; }
 
 # The address of the first node, where this script runs: the one from which it reaches the second. Its own name is often a
 # loopback address (/etc/hosts).

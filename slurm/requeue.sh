@@ -21,10 +21,7 @@ timer=''   # of what ends it if it has not begun
 warning='' # the newest signal that this script was sent
 warnings=0
 
-fail() { # MESSAGE: the end, by the user's mistake
-  echo "error: $*" >&2
-  exit 2
-}
+fail() { echo "error: $*" >&2; exit 2; } # MESSAGE: the end, by the user's mistake
 
 warned() { # SIGNAL
   warning=$1 warnings=$((warnings + 1))

@@ -7,10 +7,7 @@
 set -uo pipefail
 node=$(hostname)
 
-fail() {
-  echo "error: $node: $*" >&2
-  exit 2
-}
+fail() { echo "error: $node: $*" >&2; exit 2; }
 
 source=$1 target=$2
 if [ -d "$target" ]; then

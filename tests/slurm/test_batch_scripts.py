@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,9 +127,8 @@ def test_d5_is_pretrained_on_five_nodes(slurm: FakeSlurm) -> None:
 
 def test_d5_is_fine_tuned_at_512_px_on_one_node(slurm: FakeSlurm) -> None:
     one = {"SLURM_JOB_NODELIST": "node3", "SLURM_JOB_NUM_NODES": "1", "PREFLIGHT": "0"}
-    ended = slurm.run("finetune.sbatch", FINETUNE=str(slurm.folder / "d5.pth.tar"), **one)
-    (step,) = ended.steps
-    assert (ended.code, ended.err) == (0, "") and "--ntasks=8 --ntasks-per-node=8 " in step
+    (step,) = slurm.run("finetune.sbatch", FINETUNE=str(slurm.folder / "d5.pth.tar"), **one).steps
+    assert "--ntasks=8 --ntasks-per-node=8 " in step
     assert f"slurm/rank.sh -- {slurm.folder}/data -c configs/volo_d5_512.yaml --finetune {slurm.folder}/d5" in step
 
 
@@ -205,29 +203,19 @@ def warn_once(slurm: FakeSlurm, said: str, **env: str) -> Ended:
     return slurm.end(process)
 
 
-def test_a_warning_is_passed_on_and_the_step_is_waited_for(slurm: FakeSlurm) -> None:
-    # What a training does: a while after the first warning it leaves, a second one does nothing.
-    waits = "until [ $n ]; do /bin/sleep 0.05; done; /bin/sleep 0.3"
-    do = f"trap ': $((n++))' USR1; {BEGUN}; echo begun; {waits}; {MARKED} 85"
-    process = slurm.start("pretrain.sbatch", DO=do)
-    assert process.stdout is not None and any("begun" in line for line in process.stdout)
-    for _ in range(2):
-        process.send_signal(signal.SIGUSR1)
-        subprocess.run(["/bin/sleep", "0.1"], check=True)
-    assert slurm.end(process).code == 85
-    assert slurm.lines("asked") == ["requeue 12345"]
-
-
-def test_a_warning_while_data_are_staged_requeues_and_starts_no_training(slurm: FakeSlurm) -> None:
-    ended = warn_once(slurm, "begun", ON="stage.sh", DO="echo begun; exec /bin/sleep 20", STAGE_TO="/raid")
-    assert ended.code == 138 and len(ended.steps) == 1
-    assert slurm.lines("asked") == ["requeue 12345"]
-
-
-def test_a_step_that_hears_no_warning_is_ended_before_it_has_begun(slurm: FakeSlurm) -> None:
-    # An image that is being unpacked; a TERM ends it, which here is sent at once.
-    ended = warn_once(slurm, "unpacking", DO="trap '' USR1; echo unpacking; exec /bin/sleep 600")
-    assert ended.code == 143 and slurm.lines("asked") == ["requeue 12345"]
+@pytest.mark.parametrize(
+    ("step", "do", "code"),
+    [
+        ("stage.sh", "echo begun; exec /bin/sleep 20", 138),  # no training is started after it
+        # An image that is being unpacked hears no warning; a TERM ends it, which here is sent at once.
+        ("rank.sh", "trap '' USR1; echo begun; exec /bin/sleep 600", 143),
+    ],
+)
+def test_a_warning_before_the_training_has_begun_ends_the_step_and_requeues(
+    slurm: FakeSlurm, step: str, do: str, code: int
+) -> None:
+    ended = warn_once(slurm, "begun", ON=step, DO=do, **({"STAGE_TO": "/raid"} if step == "stage.sh" else {}))
+    assert (ended.code, len(ended.steps), slurm.lines("asked")) == (code, 1, ["requeue 12345"])
 
 
 def test_a_time_limit_that_is_shorter_than_the_start_ends_the_job_the_second_time(slurm: FakeSlurm) -> None:
@@ -247,45 +235,32 @@ def test_a_step_that_ends_well_without_having_trained_is_a_failure(slurm: FakeSl
         assert ended.code == 1 and "the training has not said that it is done: see" in ended.err
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Callable[..., Ended]:
-    """`stage(source, target)` on this machine."""
-
-    def stage(*words: str | Path, **env: str) -> Ended:
-        ended = subprocess.run(
-            [ROOT / "slurm" / "stage.sh", *words],
-            env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", **env},
-            capture_output=True,
-            text=True,
-        )
-        return Ended(ended.returncode, ended.stdout, ended.stderr, [])
-
-    (tmp_path / "digits" / "train").mkdir(parents=True)
-    (tmp_path / "digits" / "train" / "one.png").write_text("1")
-    return stage
-
-
-@pytest.mark.parametrize("form", ["folder", "tar of the folder", "tar of what is in it"])
-def test_data_are_staged_whole_or_not_at_all(stage: Callable[..., Ended], tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["folder", "tar of the folder", "tar of what is in it", "cut tar", "no train"])
+def test_data_are_staged_whole_or_not_at_all(tmp_path: Path, form: str) -> None:
     source, target = tmp_path / "digits", tmp_path / "raid" / "digits-1"
-    if form != "folder":
-        where = ["-C", tmp_path, "digits"] if form == "tar of the folder" else ["-C", source, "."]
+    (source / "train").mkdir(parents=True)
+    (source / "train" / "one.png").write_text("1")
+    if "tar" in form:
+        where = ["-C", source, "."] if form == "tar of what is in it" else ["-C", tmp_path, "digits"]
         source = tmp_path / "digits.tar"
         subprocess.run(["tar", "-cf", source, *where], check=True)
+    if form == "cut tar":
+        source.write_bytes(source.read_bytes()[:1700])
     (tmp_path / "raid" / ".staging-7" / "left").mkdir(parents=True)  # by a start that was killed
-    assert stage(source, target).code == 0
-    assert os.listdir(tmp_path / "raid") == ["digits-1"] and os.listdir(target) == ["train"]
-    (target / "train" / "one.png").write_text("kept")
-    assert "data are staged" in stage(source, target).out
-    assert (target / "train" / "one.png").read_text() == "kept"
 
+    def stage() -> subprocess.CompletedProcess[str]:
+        command = [ROOT / "slurm" / "stage.sh", source / "train" if form == "no train" else source, target]
+        return subprocess.run(
+            command, env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}, capture_output=True, text=True
+        )
 
-def test_what_cannot_be_staged_is_one_line_that_names_the_node(stage: Callable[..., Ended], tmp_path: Path) -> None:
-    node, target = os.uname().nodename, tmp_path / "raid" / "digits-1"
-    cut = tmp_path / "cut.tar"
-    subprocess.run(["tar", "-cf", cut, "-C", tmp_path, "digits"], check=True)
-    cut.write_bytes(cut.read_bytes()[:1700])
-    for source, message in ((cut, "could not be brought to"), (tmp_path / "digits" / "train", "has no train/")):
-        ended = stage(source, target)
-        assert ended.code == 2 and ended.err.splitlines()[-1].startswith(f"error: {node}: DATA={source} {message}")
+    ended = stage()
+    if form in ("cut tar", "no train"):
+        told = "could not be brought to" if form == "cut tar" else "has no train/"
+        last = ended.stderr.splitlines()[-1]
+        assert ended.returncode == 2 and last.startswith(f"error: {os.uname().nodename}: DATA=") and told in last
         assert os.listdir(tmp_path / "raid") == []
+        return
+    assert ended.returncode == 0 and os.listdir(tmp_path / "raid") == ["digits-1"] and os.listdir(target) == ["train"]
+    (target / "train" / "one.png").write_text("kept")
+    assert "data are staged" in stage().stdout and (target / "train" / "one.png").read_text() == "kept"
