@@ -13,7 +13,6 @@ class UserError(Exception):
     """
 
     exit_code = 2
-    reported = False  # whether another process of this machine prints it, so that this one need not
 
 
 class MissingSplit(UserError):

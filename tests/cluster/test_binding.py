@@ -47,15 +47,12 @@ def test_tables_of_known_machines(machine: str, tmp_path: Path) -> None:
 
 def test_tables_of_machines_with_nothing_to_bind(tmp_path: Path) -> None:
     no_card = "no InfiniBand or RoCE card near a GPU: left to NCCL"
-    assert table(build(tmp_path / "laptop", LAPTOP)) == [
-        "0000:01:00.0 0 as-they-are off - -",
-        f"left out: one NUMA node: CPUs and memory are left to the kernel; {no_card}",
-    ]
-    assert table(build(tmp_path / "virtual", VIRTUAL)) == [
-        "0000:05:00.0 - as-they-are off - -",
-        "0000:06:00.0 - as-they-are off - -",
-        f"left out: local rank 0-1 not bound: NUMA node unknown; {no_card}",
-    ]
+    for name, machine, gpus, why in (
+        ("laptop", LAPTOP, ["0000:01:00.0 0"], "one NUMA node: CPUs and memory are left to the kernel"),
+        ("virtual", VIRTUAL, ["0000:05:00.0 -", "0000:06:00.0 -"], "local rank 0-1 not bound: NUMA node unknown"),
+    ):
+        rows = [f"{gpu} as-they-are off - -" for gpu in gpus]
+        assert table(build(tmp_path / name, machine)) == [*rows, f"left out: {why}; {no_card}"]
 
 
 def test_all_ranks_name_the_same_cards_whichever_gpus_they_see(tmp_path: Path) -> None:
@@ -200,10 +197,3 @@ def test_what_the_kernel_refuses_is_told() -> None:
     assert apply(Share(cpus=(1000,))) == ["CPUs 1000: Invalid argument"] and os.sched_getaffinity(0) == before
     (failure,) = apply(Share(memory="bind", node=1000))
     assert failure.startswith("memory policy bind 1000: ")
-
-
-def test_a_machine_that_cannot_be_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(binding, "read_machine", lambda: int("odd"))
-    (line,) = bind_process(Namespace(bind="auto", device=None))
-    assert line.startswith("binding: nothing is bound: ValueError: ")

@@ -77,17 +77,16 @@ def cluster(what: str, values: Sequence[str | None]) -> list[Node]:
     return [Node(f"n{i + 1}", [i], equal, 96, 500.0, None, 900.0) for i, equal in enumerate(each)]
 
 
-DIFFERENT: list[tuple[str, list[str | None], str, str]] = [
-    ("torch", ["2.9", "2.8", "2.9"], "n2", "torch: 2.9 on n1, n3; 2.8 on n2: start all nodes from the same"),
-    ("torch", ["2.9", "2.8"], "n1 n2", "torch: 2.9 on n1; 2.8 on n2: start"),  # nobody knows which one is right
-    ("card mlx5_0:1", ["UP", "UP", None], "n3", "card mlx5_0:1: UP on n1, n2; none on n3: look at it"),
-]
-
-
-@pytest.mark.parametrize(("what", "values", "names", "told"), DIFFERENT)
-def test_a_node_that_differs_is_named(what: str, values: list[str | None], names: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "values", "told"),
+    [
+        ("torch", ["2.9", "2.8", "2.9"], "torch: 2.9 on n1, n3; 2.8 on n2: start all nodes from the same"),
+        ("card mlx5_0:1", ["UP", "UP", None], "card mlx5_0:1: UP on n1, n2; none on n3: look at it"),
+    ],
+)
+def test_a_node_that_differs_is_named(what: str, values: list[str | None], told: str) -> None:
     (found,) = find_problems(cluster(what, values), None, None)
-    assert list(found[0]) == names.split() and found[1].startswith(told)
+    assert found.startswith(told)
 
 
 def test_ranks_that_do_not_hear_each_other_are_one_line(
@@ -130,6 +129,6 @@ def test_ranks_of_hosts_that_differ_end_with_one_code(tmp_path: Path) -> None:
     *_, one, two, _, software, data, slow, verdict = first.output.splitlines()
     assert one.split()[:2] == ["n1", "2"] and float(one.split()[-1]) > 0
     assert two.split()[:2] == ["n2", "1"] and two.split()[-1] == "-"  # a rank alone has nothing to reduce
-    assert software.startswith("n1, n2: torch: 2.9.1 on n1; 2.8.0 on n2: start all nodes from the same environment")
+    assert software.startswith("torch: 2.9.1 on n1; 2.8.0 on n2: start all nodes from the same environment")
     assert data.startswith(f"n1, n2: can't read {tmp_path}/none (No such file or directory): mount it there")
     assert slow.startswith("all ranks: the all-reduce reaches ") and verdict == "not fit: 3 problems"

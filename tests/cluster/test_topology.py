@@ -13,12 +13,7 @@ import pytest
 from tests.cluster.machines import DGX_H100, build, device, write
 from tests.commands.conftest import ROOT
 from tests.conftest import LIMIT
-from volo.cluster.topology import Gpu, listed, numbers, read_machine, visible_gpus
-
-
-def test_lists_of_cpus() -> None:
-    for cpus, text in {(): "", (7,): "7", (0, 2, 3, 9, 10): "0,2-3,9-10"}.items():
-        assert numbers(text) == cpus and listed(reversed(cpus)) == text
+from volo.cluster.topology import Gpu, read_machine, visible_gpus
 
 
 def test_visible_devices_as_cuda_reads_them() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,18 +27,23 @@ def ends(runs: list[Running]) -> list[int]:
     return [run.end() for run in runs]
 
 
-def test_two_hosts_end_in_the_weights_of_one(launch: Launch, data: Path, tmp_path: Path) -> None:
+def test_two_hosts_that_have_ipv6_alone_end_in_the_weights_of_one(
+    hosts: list[Host], data: Path, tmp_path: Path
+) -> None:
+    addresses = [f"fd00:78::{10 + number}" for number in range(2)]
+    for host, address in zip(hosts, addresses, strict=True):
+        for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
+            assert ip("-n", host.namespace, *words.split()).returncode == 0
+        host.names.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {host.name}\n")
+    nodes = {"NNODES": "2", "MASTER_ADDR": addresses[0], "LOG_DIR": str(tmp_path / "logs")}
     flags = f"{FLAGS} -b 2 --epochs 2 --output {tmp_path} --experiment"
-    logs = tmp_path / "logs"
-    runs = launch(f"{flags} two", data, processes=2, LOG_DIR=str(logs))
+    runs = [hosts[rank].train(f"{flags} two", data, processes=2, NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
     assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
     assert start(f"{flags} one", data, processes=4).end() == 0
     assert sha256(tmp_path / "two") == sha256(tmp_path / "one")
     # Ranks are numbered as NODE_RANK says: rank 0, which speaks, is on the first host.
     assert "[host0:0] done: 10 updates" in runs[0].output and "done:" not in runs[1].output
-    first = [log.read_text() for log in logs.glob("volo-*/attempt_0/0/stdout.log")]
-    assert ["done: 10 updates" in log for log in first].count(True) == 1
-    assert len([*logs.rglob("std*.log")]) == 8
+    assert len([*(tmp_path / "logs").rglob("std*.log")]) == 8
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -95,41 +97,12 @@ def test_fault_64_a_host_where_the_run_cannot_begin_ends_both(
     other = runs[1 - wrong].output
     assert told in runs[wrong].output and "Traceback" not in other
     # The store ends with host 0's launcher, before rank 1 has reached it or after.
-    missed = ("rank 0 does not answer at", "rank 0 did not come", "another rank has ended", "node 0 did not")
-    assert any(f"error: {each}" in other for each in (missed if wrong == 0 else ["rank 1 did not come within 60 s"]))
+    missed = ("rank 0 did not", "another rank has ended", "node 0 did not")
+    assert any(f"error: {each}" in other for each in (missed if wrong == 0 else ["rank 1 did not come in time"]))
 
 
 def test_a_node_that_never_comes_is_named(hosts: list[Host], data: Path) -> None:
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": hosts[0].address, "JOIN_TIMEOUT": "4"}
     run = hosts[1].train(FLAGS, data, **nodes)
     assert run.end() == 5
-    assert run.output.startswith(f"error: node 0 did not answer at {hosts[0].address}:29500 within 4 s: ")
-
-
-def test_hosts_that_have_ipv6_alone_train_together(hosts: list[Host], data: Path, tmp_path: Path) -> None:
-    addresses = [f"fd00:78::{10 + number}" for number in range(2)]
-    for host, address in zip(hosts, addresses, strict=True):
-        for words in ("addr flush dev eth0 scope global", f"addr add {address}/64 dev eth0 nodad"):
-            assert ip("-n", host.namespace, *words.split()).returncode == 0
-        host.names.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {host.name}\n")
-    nodes = {"NNODES": "2", "MASTER_ADDR": addresses[0]}
-    flags = f"{FLAGS} --epochs 1 --output {tmp_path} --experiment"
-    runs = [hosts[rank].train(f"{flags} six", data, NODE_RANK=str(rank), **nodes) for rank in (0, 1)]
-    assert ends(runs) == [0, 0], "\n".join(run.output for run in runs)
-
-
-def test_the_preflight_tells_a_slow_cable(hosts: list[Host]) -> None:
-    """With the variables that torchrun sets for one rank each."""
-    if shutil.which("tc") is None:
-        pytest.skip("needs tc: apt-get install iproute2")
-    brake = f"tc -n {hosts[1].namespace} qdisc add dev eth0 root tbf rate 80mbit burst 64kb latency 400ms"
-    subprocess.run(brake.split(), check=True)
-    nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts[0].address}
-    # 80 Mbit/s are 0.01 GB/s, whatever else the machine does.
-    flags = ["--device", "cpu", "--shm-gb", "0.001", "--min-bandwidth", "0.04"]
-    command = [sys.executable, "-m", "volo", "preflight", *flags]
-    runs = [host.start(*command, **nodes, RANK=str(rank)) for rank, host in enumerate(hosts)]
-    assert ends(runs) == [6, 6], runs[0].output
-    *_, first, second, _, slow, _ = runs[0].output.splitlines()
-    assert [line.split()[:2] for line in (first, second)] == [["host0", "1"], ["host1", "1"]]
-    assert slow.startswith("all ranks: the all-reduce reaches 0.0")
+    assert run.output.startswith(f"error: node 0 did not answer at {hosts[0].address}:29500 in time: ")

@@ -23,8 +23,8 @@ from tests.conftest import imagined_gpu
 from tlt.errors import UserError
 from tlt.models.drop_path import WHOLE, draw_masks
 from tlt.models.layers import ResidualBlock
-from volo.cluster.ddp import distribute
 from volo.cluster.distributed import World
+from volo.cluster.shard import distribute
 from volo.config.args import parse_train
 from volo.train.compilation import compile_errors_told, compile_model, feature_compiler
 from volo.train.model import wrap_model

@@ -22,7 +22,7 @@ from tlt.io.weights import EMA_KEYS, check_finite, clean_state_dict, first_non_f
 from tlt.models.fit_weights import fit_state_dict
 from tlt.models.wrap import DENSE_ENTRIES, joined_state_dict, split_state_dict
 from volo.checkpoint.finetune import explain_misfit, needed
-from volo.cluster.whole_state import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
+from volo.cluster.tensor_parallel import own_model_state, own_optimizer_state, whole_model_state, whole_optimizer_state
 from volo.record.run_directory import plain
 
 SCALER_KEY = "amp_scaler"
@@ -54,7 +54,7 @@ class TrainState:
         """Return the payload of a checkpoint. Every rank calls this; only rank 0's is complete.
 
         Everything but tensors is of plain types. The tensors are shared with the model, unless it is divided among
-        ranks (`volo.cluster.whole_state`).
+        ranks (`volo.cluster.tensor_parallel`).
         """
         payload = {
             **plain(self.metadata),

@@ -58,17 +58,14 @@ class BindingPlan:
 
 
 def bind_process(args: Namespace) -> list[str]:
-    """Bind this process as `--bind` says; return the lines that rank 0 logs.
+    """Bind this process as `--bind` says; return the lines that rank 0 logs, which say what can't be bound, too.
 
-    On other machines the first rank prints them to stderr. Never raises: the lines say what can't be bound.
+    On other machines the first rank prints them to stderr.
     """
     if args.bind == "none":
         return []
     rank, local_rank, _, ranks = ranks_from_environment(os.environ, getattr(args, "local_rank", 0))
-    try:
-        plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
-    except (OSError, ValueError, LookupError) as error:  # this kernel's files have an unknown format
-        return [f"binding: nothing is bound: {type(error).__name__}: {error}"] if rank == 0 else []
+    plan = make_plan(read_machine(), args.bind, args.device, max(ranks, local_rank + 1), os.environ)
     share = plan.shares[local_rank]
     if share.gpu is not None:  # CUDA would put the fastest GPU first
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -154,7 +151,7 @@ def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port]
     equally near), and of one network: InfiniBand and Ethernet can't be mixed. The other ports are for storage, or for
     the machine's own traffic. Empty if no port is near any GPU, or none of these is the fastest.
     """
-    steps = [[max(distance(gpu, port)[0], _BRIDGE) for port in ports] for gpu in gpus]
+    steps = [[max(distance(gpu, port), _BRIDGE) for port in ports] for gpu in gpus]
     near = [port for i, port in enumerate(ports) if any(far[i] == min(far) < _FAR for far in steps)]
     fastest = [port for port in near if all(port.rate >= each.rate for each in ports)]
     layers = Counter(port.layer for port in fastest)
@@ -166,15 +163,14 @@ def choose_ports(gpus: Sequence[Gpu], ports: Sequence[Port]) -> tuple[list[Port]
     return usable, nearest
 
 
-def distance(a: Device, b: Device) -> tuple[int, int]:
-    """Return the distance of two devices, smaller is nearer: index into LEVELS, and PCIe hops below a host bridge."""
+def distance(a: Device, b: Device) -> int:
+    """Return the distance of two devices, an index into LEVELS."""
     common = len(os.path.commonprefix([a.path, b.path]))
-    below = len(a.path) - common, len(b.path) - common
     if common > 1:
-        return (0 if max(below) <= 2 else 1), sum(below)
+        return 0 if max(len(a.path), len(b.path)) - common <= 2 else 1
     if common == 1:
-        return _BRIDGE, 0
-    return (3 if a.node is not None and a.node == b.node else _FAR), 0
+        return _BRIDGE
+    return 3 if a.node is not None and a.node == b.node else _FAR
 
 
 def variables(
@@ -238,13 +234,11 @@ def describe(plan: BindingPlan, title: str, rank: int, added: Mapping[str, str],
     env = [f"set on every rank here: {' '.join(shared)}"] if shared else []
     if not any(share.gpu or share.cpus for share in plan.shares):
         return [f"binding: nothing is bound: {reasons}", *env]
-    rows = table([_COLUMNS, *(_row(rank + i, share) for i, share in enumerate(plan.shares))])
-    return [f"binding on {title}:", *rows, *env, *([f"left out: {reasons}"] if reasons else [])]
-
-
-def _row(rank: int, share: Share) -> list[str]:
-    gpu, port = share.gpu, share.port
-    node = gpu.node if gpu else share.node
-    card = (port.name, LEVELS[distance(gpu, port)[0]]) if gpu and port else (None, None)
-    cells = (rank, gpu and gpu.name, node, listed(share.cpus) or "as they are", share.memory, *card)
-    return ["-" if cell is None else str(cell) for cell in cells]
+    rows = [list(_COLUMNS)]
+    for i, share in enumerate(plan.shares):
+        gpu, port = share.gpu, share.port
+        card = (port.name, LEVELS[distance(gpu, port)]) if gpu and port else (None, None)
+        node, cpus = gpu.node if gpu else share.node, listed(share.cpus) or "as they are"
+        cells = (rank + i, gpu and gpu.name, node, cpus, share.memory, *card)
+        rows.append(["-" if cell is None else str(cell) for cell in cells])
+    return [f"binding on {title}:", *table(rows), *env, *([f"left out: {reasons}"] if reasons else [])]

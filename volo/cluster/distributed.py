@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,23 +23,20 @@ import torch
 import torch.distributed as dist
 
 from tlt.errors import UserError
-from volo.cluster.ranks import cpus_of_rank, launch_id, ranks_from_environment, restarts
-from volo.cluster.store import connect, meet, serve
+from volo.cluster.ranks import launch_id, ranks_from_environment, restarts
+from volo.cluster.stopping import START_TIMEOUT_S, Watchdog
 from volo.cluster.topology import interface_to
 
 T = TypeVar("T")
+_POLL_S = 0.1
+_ANSWER = timedelta(seconds=60)  # of torch's key-value store
+_BACKLOG = 4096  # connections that wait: all ranks of a large run come at once
 _MEETING_S = 60.0  # for ranks that a launcher has started together on all nodes
 _GONE = re.compile(r"Connection (closed|reset) by|Broken pipe|Socket closed|Connection refused", re.IGNORECASE)
 
 
-class AlreadyReported(UserError):
-    """A mistake that another rank of this machine meets, too, and prints; this rank prints nothing."""
-
-    reported = True
-
-
 class RankLost(UserError):
-    """Another rank has ended, did not come or is a stranger, so that this one can't go on."""
+    """Another rank, or node, has ended or did not come, so that this one can't go on."""
 
     exit_code = 5
 
@@ -115,14 +112,11 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
         timeout_s: Seconds for which a collective, or a rank that another launcher than ours starts, is waited for.
 
     Raises:
-        UserError: MASTER_ADDR is not set on several nodes; or `local_rank` is given without a launcher; or the existing
-            process group is for GPUs alone.
+        UserError: MASTER_ADDR is not set on several nodes; or `local_rank` is given without a launcher.
         RankLost: Ranks have not come in time.
     """
     if dist.is_initialized():
-        world = _existing_world(device)
-        limit_threads(world)
-        return world
+        return _existing_world(device)
     rank, own, size, here = ranks_from_environment(os.environ, local_rank)
     if local_rank and size == 1:
         raise UserError(
@@ -139,17 +133,13 @@ def init_world(device: str | None = None, local_rank: int = 0, timeout_s: float 
 
 
 def _existing_world(device: str | None) -> World:
+    """Return the world of the group that exists; ranks agree on the CPU, for which it needs gloo, too."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count() > 0:  # this process sees its own GPU alone
         local_rank = torch.cuda.current_device()
-    try:
-        dist.all_reduce(torch.zeros(()))
-    except RuntimeError as error:
-        raise UserError(
-            f"the process group that exists already is for GPUs alone ({str(error).splitlines()[0]}): make it with the "
-            "backend cpu:gloo,cuda:nccl"
-        ) from error
-    return World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
+    world = World(dist.get_rank(), local_rank, dist.get_world_size(), choose_device(device, local_rank))
+    limit_threads(world)
+    return world
 
 
 def _set_addresses(here: bool) -> None:
@@ -185,50 +175,103 @@ def _join(world: World, here: bool, timeout_s: float) -> None:
     # A rank may end before all are connected; our launcher has started them together on all nodes.
     seconds = min(timeout_s, _MEETING_S) if "LAUNCH_PID" in os.environ else timeout_s
     until = time.monotonic() + seconds
-    # An earlier start may have used the store of torchrun.
-    store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", _store(world, here, until))
-    if missing := meet(store, world.rank, world.size, until):
-        ranks = ", ".join(map(str, missing))
-        raise RankLost(f"rank {ranks} did not come within {seconds:.0f} s: see what it printed")
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store: dist.Store = serve(address, port, others=not here)
+    else:
+        store = connect(address, port, until, "rank")
+    store = dist.PrefixStore(f"{launch_id() or ''}/{restarts()}", store)  # an earlier start may have used torchrun's
+    meet(store, "rank", world.rank, world.size, until)
     _own_group = True
     # Hosts agree (whether to stop, for example) by gloo, so that they wait for no GPU.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds)
-    )
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=limit)
     wait_for_hosts()
     # The second name is the older one's.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=timeout_s))
 
 
-def _store(world: World, here: bool, until: float) -> dist.TCPStore:
-    """Return the store at MASTER_ADDR, which the launcher serves, or else rank 0: at that address alone, or at all
-    where it is a loopback address, as Debian maps a machine's own name to, and other machines have to reach it."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+def serve(address: str, port: int, others: bool = False) -> dist.TCPStore:
+    """Return torch's key-value store, in which ranks meet. It listens at this address alone (torch's own listens at
+    all), on a free port for 0.
+
+    Args:
+        others: Whether other machines have to reach it: at all addresses then where the address is a loopback one, as
+            Debian maps a machine's own name to.
+
+    Raises:
+        UserError: The port is in use, or this machine has no such address.
+    """
+    try:
+        own = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        if others and ipaddress.ip_address(own).is_loopback:
+            own = "::" if ":" in own else "0.0.0.0"
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        listener = socket.create_server((own, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        remedy = "give the IP address of the first node as MASTER_ADDR; where the port is in use, another MASTER_PORT"
+        raise UserError(f"can't listen at {address}, port {port} ({error.strerror}): {remedy}") from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(own, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect(address: str, port: int, until: float, what: str) -> dist.TCPStore:
+    """Return the store that listens there. `what` meets is named; it is waited for up to then, by the monotonic clock.
+
+    Raises:
+        RankLost: Nobody answers.
+    """
+    while time.monotonic() < until:
         try:
-            own = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-            if ipaddress.ip_address(own).is_loopback and not here:
-                own = "::" if ":" in own else "0.0.0.0"
-            return serve(own, port)
-        except OSError as error:
-            remedy = "give the IP address of the first node, or another port"
-            raise UserError(f"MASTER_ADDR={address}, MASTER_PORT={port}: {error.strerror}: {remedy}") from error
-    store = connect(address, port, until)
-    if store is None:
-        raise RankLost(f"rank 0 does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT)")
-    return store
+            # The store's own client would wait and let no signal through.
+            socket.create_connection((address, port), timeout=2).close()
+            return dist.TCPStore(address, port, None, False, _ANSWER, wait_for_workers=False)
+        except (OSError, dist.DistError):
+            time.sleep(_POLL_S)
+    raise RankLost(
+        f"{what} 0 did not answer at {address}:{port} in time: is it started there, with the same MASTER_ADDR and "
+        "MASTER_PORT, and does a firewall keep the port shut?"
+    )
+
+
+def meet(store: dist.Store, what: str, number: int, size: int, until: float, name: str = "here") -> None:
+    """Come as the `number`th of `size`, and wait for the others; the store ends with number 0.
+
+    Raises:
+        RankLost: Some have not come by then; the message names them.
+        UserError: Another one with another name has come as this number.
+    """
+    try:
+        if store.compare_set(f"{what}/{number}", "", name).decode() != name:
+            raise UserError(f"another machine has joined as {what} {number}, too: each needs its own number")
+        store.add(what, 1)
+        while (come := store.add(what, 0)) < size and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        missing = [each for each in range(size) if come < size and not store.check([f"{what}/{each}"])]
+    except dist.DistError:
+        missing = [0]
+    if missing:
+        raise RankLost(f"{what} {', '.join(map(str, missing))} did not come in time: see what was printed there")
 
 
 def limit_threads(world: World) -> None:
     """Give a rank its share of the CPUs, on the CPU one left free for data loading; OMP_NUM_THREADS wins.
 
-    Oversubscribed cores are many times slower than idle ones.
+    Oversubscribed cores are many times slower than idle ones. The ranks of a machine share the CPUs of the process that
+    started them. A rank that its launcher has confined to its own (srun --cpu-bind, mpirun --bind-to) shares them with
+    nobody.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        local_size = ranks_from_environment(os.environ).local_size
-        torch.set_num_threads(cpus_of_rank(local_size, free=int(world.device.type == "cpu")))
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    own = together = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        own = together = len(os.sched_getaffinity(0))
+        with suppress(OSError):
+            together = len(os.sched_getaffinity(os.getppid()))
+    free = int(world.device.type == "cpu")
+    torch.set_num_threads(max(1, min(own - free, (together - free) // ranks_from_environment(os.environ).local_size)))
 
 
 @contextmanager
@@ -253,6 +296,18 @@ def shut_down() -> None:
 def in_own_group() -> bool:
     """Return whether this process is in a process group that `init_world` made."""
     return _own_group and dist.is_initialized()
+
+
+def leave_together(watchdog: Watchdog) -> None:
+    """Leave the process group when no rank needs it any more: torchrun ends the others as soon as one has left."""
+    wait_for_hosts()  # watched: rank 0 may still be writing
+    watchdog.end()
+    shut_down()
+
+
+def collective_timeout(dist_timeout: float, loader_timeout: float) -> float:
+    """Seconds after which a collective fails by itself: late enough for the watchdog to tell why before."""
+    return max(dist_timeout, START_TIMEOUT_S, loader_timeout or 7 * 24 * 3600) + 120
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -316,6 +371,6 @@ def primary_first() -> Iterator[None]:
             failure = str(error)
     failure = from_primary(failure)
     if failure is not None:
-        raise AlreadyReported(failure) if int(os.environ.get("LOCAL_RANK", "0")) else UserError(failure)
+        raise UserError(failure)
     if not primary:
         yield

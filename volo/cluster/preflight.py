@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,6 @@ _REMEDIES = {  # by the first word of what differs
 }
 _SOFTWARE = "start all nodes from the same environment or image"
 _MOUNT = "mount it there, and check its name and permissions"
-
-Finding: TypeAlias = tuple[Sequence[str], str]  # nodes, or none for all together; the problem with its remedy
 
 
 class Unfit(UserError):
@@ -88,8 +86,8 @@ def run(args: Namespace) -> int:
 
 
 def examine(args: Namespace, world: World) -> tuple[list[Node], float | None]:
-    """Look at all nodes and measure; every rank gets the same nodes, in the order of their first ranks, and the
-    bandwidth of the all-reduce over all ranks in GB/s per process (None with one rank)."""
+    """Return what all nodes have, in the order of their first ranks, and the bandwidth of the all-reduce over all ranks
+    in GB/s per process (None with one rank)."""
     places = from_all(socket.gethostname())
     own = [rank for rank, place in enumerate(places) if place == places[world.rank]]
     found = from_all(asdict(look(args, places[world.rank], own)) if world.rank == own[0] else None)
@@ -121,8 +119,7 @@ def look(args: Namespace, name: str, ranks: list[int], root: Path = Path("/")) -
     except OSError as error:
         problems.append(f"can't write to --output ({error.strerror}): {_MOUNT}")
     if free is not None and free < args.free_gb:
-        remedy = f"--free-gb {args.free_gb:g}: make room, or lower the limit"
-        problems.append(f"{free:.3g} GB free for checkpoints, {remedy}")
+        problems.append(f"{free:.3g} GB free for checkpoints, --free-gb {args.free_gb:g}: make room, or lower that")
     shm = shutil.disk_usage(root / "dev/shm").free / GB if (root / "dev/shm").exists() else 0.0
     if shm < (wanted := args.shm_gb * len(ranks)):
         remedy = "enlarge it (docker run --ipc=host, mount -o remount,size=...), or use fewer data workers and --shm-gb"
@@ -182,17 +179,9 @@ def all_reduce_bandwidth(device: torch.device, group: dist.ProcessGroup | None =
     return values.nbytes / min(times[1:]) * 2 * (size - 1) / size / GB
 
 
-def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[Finding]:
-    """Yield how nodes differ, what is wrong on them, and whether the all-reduce is slower than `--min-bandwidth`."""
-    yield from _differences(nodes)
-    for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
-        yield [node.name for node in nodes if problem in node.problems], problem
-    if overall is not None and least is not None and overall < least:
-        remedy = "see which network it takes (NCCL_DEBUG=INFO), measure that with nccl-tests"
-        yield [], f"the all-reduce reaches {overall:.3g} GB/s, less than --min-bandwidth {least:g}: {remedy}"
-
-
-def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
+def find_problems(nodes: Sequence[Node], overall: float | None, least: float | None) -> Iterator[str]:
+    """Yield a line with its remedy for each problem: how nodes differ, what is wrong on them, and whether the
+    all-reduce is slower than `--min-bandwidth`."""
     for what in dict.fromkeys(key for node in nodes for key in node.equal):
         kind, names = what.split()[0], dict[str, list[str]]()
         for node in nodes:
@@ -200,23 +189,25 @@ def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
                 names.setdefault(node.equal.get(what, "none"), []).append(node.name)
         if len(names) > 1:
             told = "; ".join(f"{value} on {some_names(same)}" for value, same in names.items())
-            most = max(map(len, names.values()))
-            fewer = [name for same in names.values() if len(same) < most for name in same]
-            yield fewer or [node.name for node in nodes], f"{what}: {told}: {_REMEDIES.get(kind, _SOFTWARE)}"
+            yield f"{what}: {told}: {_REMEDIES.get(kind, _SOFTWARE)}"
+    for problem in dict.fromkeys(problem for node in nodes for problem in node.problems):
+        yield f"{', '.join(node.name for node in nodes if problem in node.problems)}: {problem}"
+    if overall is not None and least is not None and overall < least:
+        remedy = "see which network it takes (NCCL_DEBUG=INFO), measure that with nccl-tests"
+        yield f"all ranks: the all-reduce reaches {overall:.3g} GB/s, less than --min-bandwidth {least:g}: {remedy}"
 
 
-def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[Finding]) -> Iterator[str]:
+def report(nodes: Sequence[Node], overall: float | None, findings: Sequence[str]) -> Iterator[str]:
     """Yield the lines that rank 0 prints."""
     common = [what for what in nodes[0].equal if len({node.equal.get(what) for node in nodes}) == 1]
     yield f"the same on all nodes: {', '.join(f'{what} {nodes[0].equal[what]}' for what in common)}"
-    yield from table([("node", "ranks", "GPUs", "CPUs", "shm GB", "memlock GB", "free GB", "GB/s"), *map(_row, nodes)])
+    rows = [["node", "ranks", "GPUs", "CPUs", "shm GB", "memlock GB", "free GB", "GB/s"]]
+    for node in nodes:
+        sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)
+        shown = ["-" if value is None else f"{value:.3g}" for value in sizes]
+        rows.append([node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *shown])
+    yield from table(rows)
     if overall is not None:
         yield f"all-reduce over all ranks: {overall:.3g} GB/s (bus bandwidth per process; in the table: within a node)"
-    yield from (f"{', '.join(nodes) or 'all ranks'}: {text}" for nodes, text in findings)
+    yield from findings
     yield f"not fit: {len(findings)} problem{'s' * (len(findings) > 1)}" if findings else "fit"
-
-
-def _row(node: Node) -> list[str]:
-    sizes = (node.shm_gb, node.memlock_gb, node.free_gb, node.bandwidth)
-    shown = ["-" if value is None else f"{value:.3g}" for value in sizes]
-    return [node.name, str(len(node.ranks)), node.equal["GPUs"], str(node.cpus), *shown]

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
 from typing import NamedTuple
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -58,21 +57,6 @@ def ranks_from_environment(env: Mapping[str, str], local_rank_flag: int = 0) -> 
     size = int(env.get("WORLD_SIZE", "1"))
     local_size = int(env.get("LOCAL_WORLD_SIZE", size))
     return Ranks(int(env["RANK"]) if size > 1 else 0, int(env.get("LOCAL_RANK", local_rank_flag)), size, local_size)
-
-
-def cpus_of_rank(local_size: int, free: int = 0) -> int:
-    """Return how many CPUs this rank has, at least 1; all ranks of this machine leave `free` to others.
-
-    They share those of the process that started them. A rank that its launcher has confined to its own CPUs (srun
-    --cpu-bind, mpirun --bind-to) has fewer, and shares them with nobody.
-    """
-    if not hasattr(os, "sched_getaffinity"):
-        own = together = os.cpu_count() or 1
-    else:
-        own = together = len(os.sched_getaffinity(0))
-        with suppress(OSError):
-            together = len(os.sched_getaffinity(os.getppid()))
-    return max(1, min(own - free, (together - free) // local_size))
 
 
 def restarts(env: Mapping[str, str] = os.environ) -> int:

@@ -1,13 +1,14 @@
-"""`--shard N`: weights, gradients, optimizer state and moving average are divided among N ranks (ZeRO stage 3).
+"""Ranks with other images: each has a whole model (DistributedDataParallel), or `--shard N` divides it among N ranks.
 
-torch's FSDP2 does the work: a rank gathers the weights of one block for as long as the block computes, and keeps its
-own part of everything else. N neighbouring ranks hold one copy of the model between them; with more ranks than N there
-are several copies, whose gradients are averaged (hybrid sharding). Here is what surrounds it, such as which modules are
-gathered as one. Checkpoints hold whole tensors (`volo.cluster.whole_state`).
+With `--shard` weights, gradients, optimizer state and moving average are divided (ZeRO stage 3). torch's FSDP2 does the
+work: a rank gathers the weights of one block for as long as the block computes, and keeps its own part of everything
+else. N neighbouring ranks hold one copy of the model between them; with more ranks than N there are several copies,
+whose gradients are averaged (hybrid sharding). Here is what surrounds it, such as which modules are gathered as one.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -15,13 +16,60 @@ from typing import Any, NamedTuple
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tlt.errors import UserError
 from tlt.models.token_labeling import TokenLabelModel
 from volo.cluster.distributed import World
+
+
+def distribute(
+    model: nn.Module, device: torch.device, compression: str = "none", find_unused: bool = False
+) -> DistributedDataParallel:
+    """Return `model` with its gradients averaged over all ranks, by DistributedDataParallel.
+
+    torch's defaults are kept where others don't measurably matter (docs/performance.md). `static_graph` is off: with
+    gradient accumulation (`no_sync`) torch then fails in the first backward pass, or no longer sums gradients.
+
+    Args:
+        compression: `"bf16"` sends and sums gradients in bfloat16, which halves the bytes.
+        find_unused: Whether some parameters get no gradient.
+    """
+    # Running statistics are shared once an epoch (--dist-bn), not at every step. Newer torch renamed the switch.
+    known = inspect.signature(DistributedDataParallel).parameters
+    sync: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=True,  # saves a copy in time and memory
+        **sync,
+    )
+    if compression == "bf16":
+        # DDP accepts the hook under its own name only for NCCL; gloo sums bfloat16, too.
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+    _fill_buckets(wrapped)
+    return wrapped
+
+
+def _fill_buckets(wrapped: DistributedDataParallel) -> None:
+    """Do a backward pass of zeros, from the last parameter to the first.
+
+    torch rebuilds its buckets after the first backward pass, and the place of a gradient in them decides in which order
+    more than two ranks sum it. Without this, the first step after a resume would differ in its last bits.
+    """
+    module = wrapped.module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    module.forward = lambda zero: sum(p.float().sum() for p in trained) * zero
+    try:
+        wrapped(torch.zeros((), device=trained[0].device)).backward()
+    finally:
+        del module.forward
+    module.zero_grad(set_to_none=True)
 
 
 class Meshes(NamedTuple):
@@ -114,7 +162,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
         part.unshard()
     try:
         yield
-    finally:
+    finally:  # a run that is told to stop saves after this
         for part in parts:
             part.set_reshard_after_forward(part is not parts[0], recurse=False)
             part.reshard()

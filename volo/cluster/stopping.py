@@ -1,15 +1,20 @@
-"""Ends a run by a signal: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP or SIGINT (Ctrl-C).
+"""Ends a run by a signal: SIGTERM, SIGUSR1 (Slurm's warning before the time limit), SIGHUP or SIGINT (Ctrl-C); and a
+rank that hangs, with exit code 5.
 
 The first signal is noted. Before each update, and once more after an epoch's last, the ranks agree whether one of them
 has to stop, by an all-reduce of one int on the hosts: it waits for no GPU, and finds every rank with the same weights.
 Then they save and exit. While a run is built, and while a batch does not come, a signal takes effect at once. A second
 signal ends the process at once, unless it is inside of C++ code: there the watchdog ends it, or whoever started it.
 
+Each rank watches itself alone. Where one hangs the others wait for it, so that they all end at about the same time, and
+their stacks tell which it was: the one that doesn't wait in a collective. The launcher, or Slurm, ends who is left.
+
 Imports no torch: signals are handled before that is loaded.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -20,24 +25,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from tlt.errors import UserError
-
-if TYPE_CHECKING:
-    from volo.cluster.watchdog import Watchdog
 
 T = TypeVar("T")
 MicroBatch = tuple[bool, int, T]  # is the last of its update, images in the update, batch
 
 PREEMPTED = 85  # "start me again": a code that no shell, Python or torchrun uses
 INTERRUPTED = 130
+HUNG = 5
+START_TIMEOUT_S = 600.0
 _SIGNALS = [  # Windows has but the first two
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGALRM") if hasattr(signal, name)
 ]
-_ALARM = getattr(signal, "SIGALRM", None)  # for `patient` alone
+_ALARM = getattr(signal, "SIGALRM", None)
 # Slurm, torchrun and process groups may deliver one warning several times.
 _SAME_WARNING_S = 1.0
+_OTHERS_S = 2.0  # in which the others print their stacks, before they lose a rank that hangs
 
 
 class Stopped(BaseException):
@@ -58,7 +63,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None
         self._since = 0.0
-        self._raises = self._patient = False
+        self._raises = False
 
     @property
     def exit_code(self) -> int:
@@ -85,15 +90,11 @@ class StopSignal:
             self.number = None  # of this run
 
     @contextmanager
-    def raising(self, patient: bool = False) -> Iterator[None]:
-        """Inside the block a signal, also one that has come before, raises Stopped at any place; use it only where
-        nothing can be left half done.
-
-        Args:
-            patient: Whether the block first gets a second to end by itself: both ends of an interrupted transfer of a
-                batch between processes would report errors.
-        """
-        self._raises, self._patient = True, patient
+    def raising(self) -> Iterator[None]:
+        """Inside the block a signal, also one that has come before, raises Stopped at any place, once the block has had
+        a second to end by itself: both ends of an interrupted transfer of a batch would report errors. Use it only
+        where nothing can be left half done."""
+        self._raises = True
         try:
             self.check()
             yield
@@ -111,7 +112,7 @@ class StopSignal:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number == _ALARM:
-            self._patient = False
+            pass
         elif self.number is None:
             self.number, self._since = number, time.monotonic()
             with suppress(OSError):  # the terminal may be gone; and print() may be what the signal has interrupted
@@ -119,13 +120,71 @@ class StopSignal:
                 os.write(2, f"{signal.Signals(number).name}: {told}\n".encode())
         elif time.monotonic() - self._since > _SAME_WARNING_S:
             os._exit(128 + number)
-        if self._raises and self._patient and _ALARM is not None:
+        if self._raises and number != _ALARM and _ALARM is not None:
             signal.alarm(1)
         elif self._raises:
             self.check()
 
 
 STOP = StopSignal()
+
+
+class Watchdog:
+    """Watches this process: prints the stacks of all its threads, and ends it, where nothing goes on.
+
+    Args:
+        timeout: Seconds without progress (`--dist-timeout`). At least `START_TIMEOUT_S` up to the end of the first
+            step, and from a validation or a save, for which other ranks may still be waiting, to the end of the next.
+        loader_timeout: Seconds for which a rank may wait for data; 0: for ever.
+        note: Called with the fields of an event before the end.
+    """
+
+    def __init__(self, rank: int, timeout: float, loader_timeout: float, note: Callable[..., None]) -> None:
+        self.rank, self.timeout, self.loader_timeout, self.note = rank, timeout, loader_timeout, note
+        self._phase, self._since, self._patient = "start", time.monotonic(), True
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+        self._thread.start()
+
+    def at(self, phase: str) -> None:
+        """Something was done, and `phase` begins: start, data, others (waiting for the data of all ranks), step,
+        validation or saving."""
+        if phase in ("validation", "saving"):
+            self._patient = True
+        elif self._phase == "step":
+            self._patient = False
+        self._phase, self._since = phase, time.monotonic()
+
+    def end(self) -> None:
+        """Watch no more: the run is over."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def allowed(self) -> float:
+        """Return the seconds that this rank may spend in the present phase without doing anything."""
+        waits = max(self.timeout, START_TIMEOUT_S) if self._patient else self.timeout
+        if self._phase in ("data", "others"):  # the others wait for the rank whose data are late
+            return max(waits, self.loader_timeout + 30) if self.loader_timeout else float("inf")
+        return waits
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self.timeout / 10)):
+            phase, idle = self._phase, time.monotonic() - self._since
+            if idle > self.allowed() and not self._ended.is_set():
+                # The process may be full of locks: nothing here waits for another thread but the event's file.
+                reason = f"no progress for {idle:.0f} s (--dist-timeout {self.timeout:g}), in phase {phase}"
+                os.write(2, f"[rank {self.rank}] hung: {reason}\n".encode())
+                faulthandler.dump_traceback(file=2, all_threads=True)
+                with suppress(Exception):
+                    self.note(fault="hung", reason=reason, phase=phase)
+                time.sleep(_OTHERS_S)
+                os._exit(HUNG)
 
 
 class StopGuard:
@@ -178,7 +237,7 @@ class StopGuard:
         self.watchdog.at("data")
         began = time.perf_counter()
         try:
-            with self.stop.raising(patient=True) if between else nullcontext():
+            with self.stop.raising() if between else nullcontext():
                 return next(iterator, None), None
         except (UserError, Stopped) as error:
             if not between:

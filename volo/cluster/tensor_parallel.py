@@ -7,7 +7,7 @@ arXiv 1909.08053, section 3). Everything else is whole on every rank. Checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.optim import Optimizer
 
 from tlt.errors import UserError
+from tlt.io.weights import clean_names, clean_state_dict
 from tlt.models.layers import Mlp, SelfAttention
 from volo.cluster.distributed import World
-from volo.cluster.shard import total_norm
+from volo.cluster.shard import is_sharded, total_norm
 from volo.models.blocks import ClassAttention, OutlookAttention
 
 # The first layers of each module, with the number of tensors that one layer computes (q, k and v lie one after the
@@ -119,21 +121,6 @@ class LastLinear(DividedLinear):
         return product if self.bias is None else product + self.bias
 
 
-class DividedDropout(nn.Dropout):
-    """Dropout of this rank's part of the last axis: that part of the mask that one rank would draw for all of it."""
-
-    def __init__(self, p: float, mesh: DeviceMesh) -> None:
-        super().__init__(p)
-        self.mesh = mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not self.p:
-            return x
-        parts = self.mesh.size()
-        mask = F.dropout(x.new_ones(*x.shape[:-1], parts * x.shape[-1]), self.p)
-        return x * mask.chunk(parts, -1)[self.mesh.get_local_rank()]
-
-
 def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the attentions and MLPs of `model` among the ranks of `mesh`, in place. All have the same whole weights.
 
@@ -159,9 +146,10 @@ def _problem(module: Any, parts: int) -> str:
     heads = getattr(module, "num_heads", None)
     if (heads or module.fc1.out_features) % parts:
         return f"it has {heads} heads" if heads else f"it has {module.fc1.out_features} hidden channels"
-    dropout = getattr(module, "attn_drop", 0.0)
-    if getattr(dropout, "p", dropout) > 0:
-        return "its kernel drops attention weights of all heads at once; leave attn_drop_rate out"
+    for name in ("attn_drop", "drop1"):
+        dropout = getattr(module, name, 0.0)
+        if getattr(dropout, "p", dropout) > 0:
+            return f"{name} drops values of all heads or channels at once; leave the dropout out"
     first, last = _LAYERS[type(module)]
     others = [name for name in (*first, last) if type(getattr(module, name)) is not nn.Linear]
     others += [name for name in _BETWEEN if not isinstance(getattr(module, name, None), nn.Identity | None)]
@@ -173,9 +161,7 @@ def _divide(module: Any, mesh: DeviceMesh) -> None:
     for name, pieces in first.items():
         setattr(module, name, FirstLinear(getattr(module, name), pieces, mesh))
     setattr(module, last, LastLinear(getattr(module, last), mesh))
-    if "fc1" in first:
-        module.drop1 = DividedDropout(module.drop1.p, mesh)
-    else:
+    if "fc1" not in first:
         module.num_heads //= mesh.size()
     if isinstance(module, Attention):
         module.attn_dim //= mesh.size()
@@ -211,3 +197,83 @@ class TensorParallelParams:
         squared = total_norm(parts[True]) ** 2
         dist.all_reduce(squared, group=next(iter(self.specs.values())).mesh.get_group())
         return (total_norm(parts[False]) ** 2 + squared).sqrt()
+
+
+# Checkpoints hold whole tensors. torch's `get_state_dict` keeps them on rank 0 alone, where `--tensor-parallel`'s parts
+# could not be put together any more. So they are gathered here, one after the other: a device holds one at a time.
+
+
+def whole_model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of the unwrapped model. Every rank calls this.
+
+    The tensors of a model that is not divided are shared with it. Of a divided one rank 0 has whole copies on the CPU,
+    other ranks have None.
+    """
+    state = clean_state_dict(model)
+    if not is_sharded(model):
+        return state
+    specs = _specs_by_name(model)
+    return {name: _whole(value, specs.get(name)) for name, value in state.items()}
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state dict of an optimizer over the parameters of `model`; otherwise as `whole_model_state`."""
+    saved = optimizer.state_dict()
+    if is_sharded(model):
+        specs = _specs_by_number(model, optimizer)
+        saved["state"] = _each_tensor(saved["state"], lambda value, number: _whole(value, specs[number]))
+    return saved
+
+
+def own_model_state(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's parts of the whole tensors of a state dict; nothing is sent."""
+    if not is_sharded(model):
+        return whole
+    like, specs = clean_state_dict(model), _specs_by_name(model)
+    return {name: _own(value, like.get(name), specs.get(name)) for name, value in whole.items()}
+
+
+def own_optimizer_state(model: nn.Module, optimizer: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's parts in the state of as many parameters as the optimizer has; nothing is sent."""
+    if not is_sharded(model):
+        return whole
+    specs, parameters = _specs_by_number(model, optimizer), _parameters(optimizer)  # torch numbers them in order
+    own = _each_tensor(whole["state"], lambda value, number: _own(value, parameters[number], specs[number]))
+    return {**whole, "state": own}
+
+
+def _each_tensor(state: dict[int, dict[str, Any]], function: Callable[[Tensor, int], Any]) -> dict[int, dict[str, Any]]:
+    """Return the state of all parameters, with the function of each tensor in it and of the parameter's number."""
+    return {
+        number: {key: function(value, number) if isinstance(value, Tensor) else value for key, value in each.items()}
+        for number, each in state.items()
+    }
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _specs_by_name(model: nn.Module) -> dict[str, ShardSpec]:
+    specs = TensorParallelParams(model).specs
+    return dict(zip(clean_names(list(specs)), specs.values(), strict=True))
+
+
+def _specs_by_number(model: nn.Module, optimizer: Optimizer) -> list[ShardSpec | None]:
+    divided = TensorParallelParams(model)
+    return [divided.spec_of(parameter) for parameter in _parameters(optimizer)]
+
+
+@torch.no_grad()
+def _whole(value: Tensor, spec: ShardSpec | None) -> Tensor | None:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if spec is not None:
+        whole = spec.whole(whole)
+    return whole.to("cpu", copy=True) if dist.get_rank() == 0 else None
+
+
+def _own(whole: Tensor, like: Tensor | None, spec: ShardSpec | None) -> Tensor:
+    own = whole if spec is None else spec.own(whole)
+    if not isinstance(like, DTensor) or own.shape != like.shape:
+        return own
+    return distribute_tensor(own.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -66,15 +66,8 @@ def read_machine(root: str | Path = "/") -> Machine:
     own = _fields(root / "proc/self/status")
     parent = _fields(root / "proc" / own.get("PPid", "0") / "status")
     allowed = own.get("Cpus_allowed_list", listed(cpu for node in cores.values() for core in node for cpu in core))
-    ports, idle = _ports(root, [*cores])
-    return Machine(
-        cores=cores,
-        allowed=frozenset(numbers(allowed)),
-        parent_allowed=frozenset(numbers(parent.get("Cpus_allowed_list", allowed))),
-        gpus=_gpus(root, [*cores]),
-        ports=ports,
-        idle_ports=idle,
-    )
+    parent_allowed = frozenset(numbers(parent.get("Cpus_allowed_list", allowed)))
+    return Machine(cores, frozenset(numbers(allowed)), parent_allowed, _gpus(root, [*cores]), *_ports(root, [*cores]))
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -112,9 +112,8 @@ def _run(parse: Callable[[Sequence[str] | None], Namespace], module: str, argv: 
     except UserError as error:
         if debug:
             raise
-        if not error.reported:
-            # What a message quotes (a flag, a file's name) may break lines.
-            _tell(f"error: {printable(str(error))}")
+        # What a message quotes (a flag, a file's name) may break lines.
+        _tell(f"error: {printable(str(error))}")
         return error.exit_code
     except Stopped as stop:
         _tell(f"{'error: ' if stop.__cause__ else ''}{stop}")

@@ -1,25 +1,28 @@
-"""Starts N processes of a program on this node; see volo/commands/launch.sh for the environment.
+"""`python volo/commands/launch.py N PROGRAM [flags]` starts N processes on this node; the environment: launch.sh.
 
-    python volo/commands/launch.py N PROGRAM [flags]
-
-Run as a file, it imports no model. Exit code: that of the process that failed first, of those that can tell why; 2: a
-mistake; 5: nodes do not come together.
+Run as a file, it imports no model, and torch after mistakes are told. Exit code: that of the process that failed first,
+of those that can tell why; 2: a mistake; 5: nodes do not come together.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
+import socket
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # run as a file: the rest is found from the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tlt.errors import UserError  # noqa: E402
-from volo.cluster.launch import described  # noqa: E402
+
+_LEAST = {"MAX_RESTARTS": 0, "SHUTDOWN_TIMEOUT": 0, "NNODES": 1, "NODE_RANK": 0, "MASTER_PORT": 1, "JOIN_TIMEOUT": 1}
 
 
 def run(args: Namespace) -> int:
@@ -33,17 +36,62 @@ def run(args: Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """Start the processes, or print what would; `argv` is their number, the program's file and its flags."""
     try:
-        launch = described(int(argv[0]), argv[1:], os.environ)
+        launch = described(os.environ)
         if os.environ.get("DRY_RUN"):
-            print(f"{launch.processes} processes: {shlex.join((sys.executable, *launch.program))}")
+            print(f"{argv[0]} processes: {shlex.join((sys.executable, *argv[1:]))}")
             return 0
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # also into a pipe
-        from volo.cluster.elastic import Launcher  # imports torch
+        from volo.cluster.elastic import Launcher
 
-        return Launcher(launch).run()
+        return Launcher(int(argv[0]), argv[1:], **launch).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def described(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of `volo.cluster.elastic.Launcher` that the environment sets.
+
+    Raises:
+        UserError: A variable is missing or out of range, or names something that other nodes cannot use.
+    """
+    found: dict[str, Any] = {}
+    for name, least in _LEAST.items():
+        if text := env.get(name):
+            if not text.isdecimal() or int(text) < least:
+                raise UserError(f"{name}={text}: a whole number from {least} on is needed")
+            found[name.lower()] = int(text)
+    nodes, rank = found.get("nnodes", 1), found.get("node_rank")
+    if (rank or 0) >= nodes or (nodes > 1 and rank is None):
+        numbers = f"from 0 to {nodes - 1}, 0 on the node that has MASTER_ADDR"
+        raise UserError(f"NODE_RANK={'' if rank is None else rank}: NNODES={nodes} needs a number {numbers}")
+    if nodes > 1 and "max_restarts" in found:
+        raise UserError(
+            "MAX_RESTARTS: started by hand, several nodes do not start again together; Slurm's requeue (slurm/) and "
+            "torchrun --max-restarts do that"
+        )
+    if nodes > 1:
+        found = {"master_port": 29500, **found, "master_addr": _address(env.get("MASTER_ADDR", ""))}
+    else:
+        found["master_port"] = 0  # any that is free
+    if log_dir := env.get("LOG_DIR"):
+        try:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"LOG_DIR={log_dir}: {error.strerror}") from None
+        found["log_dir"] = log_dir
+    return found
+
+
+def _address(name: str) -> str:
+    """Return the IP address that this value of MASTER_ADDR stands for."""
+    address = ""
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    if not address or ipaddress.ip_address(address).is_loopback:  # as Debian maps a machine's own name to
+        found = f"is {address or 'no address'} on {socket.gethostname()}"
+        raise UserError(f"MASTER_ADDR={name} {found}: give the IP address of node 0 that the other nodes reach it by")
+    return address
 
 
 if __name__ == "__main__":

@@ -26,11 +26,18 @@ from volo.checkpoint.checkpoint_file import the_checkpoint
 from volo.checkpoint.finetune import load_finetune, load_weights
 from volo.checkpoint.resume import DATA_KEY, fingerprint
 from volo.checkpoint.state import TrainState
-from volo.cluster.distributed import World, init_world, lost_rank_explained, max_over_ranks, primary_first
+from volo.cluster.distributed import (
+    World,
+    collective_timeout,
+    init_world,
+    leave_together,
+    lost_rank_explained,
+    max_over_ranks,
+    primary_first,
+)
 from volo.cluster.shard import ShardedEma
-from volo.cluster.stopping import STOP, StopGuard, Stopped, ask_for_requeue, tell_batch_script
+from volo.cluster.stopping import STOP, StopGuard, Stopped, Watchdog, ask_for_requeue, tell_batch_script
 from volo.cluster.tensor_parallel import TensorParallelParams, in_groups
-from volo.cluster.watchdog import Watchdog, collective_timeout, leave_together
 from volo.commands.run_start import arithmetic, chosen_directory, describe, go_on_from, note_start, open_run
 from volo.config.args import TrainArgs
 from volo.config.flag_rules import divides_weights

@@ -267,7 +267,7 @@ DISTRIBUTED = Group(
         "--dist-timeout",
         POSITIVE,
         120,
-        "seconds without progress after which a hung run ends (600 before the first step and while saving)",
+        "seconds without progress after which a hung run ends (600 while starting, validating and saving)",
         metavar="S",
     ),
     BIND,

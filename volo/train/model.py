@@ -18,7 +18,7 @@ from tlt.io.processes import physical_memory
 from tlt.models.token_labeling import TokenLabelModel
 from tlt.models.wrap import TOKEN_LABEL_MODELS, WithDenseHead, with_dense_head
 from volo.cluster.distributed import World
-from volo.cluster.shard import Meshes, shard, shard_meshes, units_of
+from volo.cluster.shard import Meshes, distribute, shard, shard_meshes, units_of
 from volo.cluster.tensor_parallel import divide_layers
 from volo.config.flag_rules import divides_weights
 from volo.models import VOLO
@@ -285,8 +285,6 @@ def wrap_model(model: TimmModel, args: Namespace, world: World, meshes: Meshes |
         shard(model, meshes.data, torch.bfloat16 if args.model_dtype == "bfloat16" else None, args.grad_compression)
         return model
     if world.size > 1:
-        from volo.cluster.ddp import distribute
-
         # Without a class loss the class head and the class attention get no gradients.
         unused = args.token_label and args.cls_weight == 0
         model = distribute(model, world.device, args.grad_compression, unused)

@@ -15,16 +15,10 @@ from tlt.errors import UserError
 from volo import cli
 from volo.train import loop as program
 
-
-def _nan(batch: Batch) -> None:
-    batch.images.fill_(float("nan"))
-
-
-def _hang(batch: Batch) -> None:
-    time.sleep(9999)
-
-
-FAULTS: dict[str, Callable[[Batch], None]] = {"nan": _nan, "hang": _hang}  # from the second update of the epoch on
+FAULTS: dict[str, Callable[[Batch], object]] = {  # from the second update of the epoch on
+    "nan": lambda batch: batch.images.fill_(float("nan")),
+    "hang": lambda batch: time.sleep(9999),
+}
 
 
 def inject(fault: str) -> None:

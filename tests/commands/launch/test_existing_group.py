@@ -5,14 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
-import pytest
-import torch
-import torch.distributed as dist
-
-from tests.commands.conftest import QUICK, ROOT, Ended, metrics
+from tests.commands.conftest import QUICK, ROOT, metrics
 from tests.conftest import LIMIT
 
 # Trains in the group, in a thread as Ray does, then fails: the group and the process are the caller's.
@@ -52,21 +47,3 @@ def test_a_group_of_two_trains_as_one_run_and_stays(make_dataset: Callable[..., 
     assert all("codes [0, 2]" in output for output in outputs), outputs
     assert outputs[0].count("global batch 16 = 8 per device x 2 x 1") == 1
     assert len(metrics(tmp_path / "one")) == 2  # updates of 16 of the 32 images
-
-
-def test_a_group_for_gpus_alone_is_told(
-    call: Callable[..., Ended], make_dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT))
-    try:
-
-        def without_cpu(tensor: torch.Tensor) -> None:
-            raise RuntimeError("No backend type associated with device type cpu")
-
-        flags = f"{make_dataset()} {QUICK} --epochs 1 --output {tmp_path} --experiment run"
-        assert call("train", flags).code == 0 and dist.is_initialized()
-        monkeypatch.setattr(dist, "all_reduce", without_cpu)
-        ended = call("train", f"{flags} --resume auto")
-        assert ended.code == 2 and "cpu:gloo,cuda:nccl" in ended.err, ended.err
-    finally:
-        dist.destroy_process_group()

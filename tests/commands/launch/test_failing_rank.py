@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +15,6 @@ import torch
 from tests.commands.conftest import QUICK, ROOT, UPDATES, Running
 from tests.commands.launch import failing_rank
 from tlt.errors import UserError
-from volo import cli
 from volo.cluster import distributed
 from volo.commands.console import run_program
 
@@ -58,24 +54,8 @@ def test_fault_21_where_a_rank_hangs_all_print_their_stacks_and_end(
     assert run.end() == 5, run.output
     for rank in (0, 1):
         assert f"[rank {rank}] hung: no progress for " in run.output
-    assert "in _hang" in run.output and run.output.count("in train_epoch") >= 2  # the stacks
+    assert "in <lambda>" in run.output and run.output.count("in train_epoch") >= 2  # the stacks
     assert '"kind": "fault"' in (tmp_path / "run" / "events.jsonl").read_text()
-
-
-def test_a_rank_that_is_ended_while_it_tells_its_mistake_tells_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Mistake(UserError):
-        def __str__(self) -> str:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
-            return "no such model"
-
-    def refuse(argv: object) -> NoReturn:
-        raise Mistake
-
-    monkeypatch.setitem(cli.COMMANDS, "train", cli.COMMANDS["train"]._replace(parse=refuse))
-    assert (cli.run("train", []), capsys.readouterr().err) == (2, "error: no such model\n")
 
 
 @pytest.mark.parametrize(

@@ -48,19 +48,16 @@ def last_update(run: Path) -> int:
     return update
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGUSR1, 85), *(pytest.param(*each, marks=slow) for each in ((signal.SIGTERM, 85), (signal.SIGHUP, 85)))],
-)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=slow)])
 def test_fault_07_08_a_signal_saves_the_present_step_and_ends_all_processes(
-    data: Path, tmp_path: Path, number: int, code: int
+    data: Path, tmp_path: Path, number: int
 ) -> None:
     run = start(f"{FLAGS} {tmp_path} -b 4", data, processes=2, REQUEUE_MARKER=str(tmp_path / "marker"))
     run.read_until("[3/5]")
     processes = [pid for rank in run.ranks().values() for pid in (rank, *children(rank))]
     # As a terminal or Slurm does it: to the ranks and the data workers, too.
     os.killpg(run.process.pid, number)
-    assert run.end() == code, run.output
+    assert run.end() == 85, run.output
     assert "Traceback" not in run.output
     told = {"reason": f"stopped by {signal.Signals(number).name}", "update": last_update(tmp_path / "run")}
     assert told["update"] >= 3
@@ -154,17 +151,6 @@ def test_fault_20_a_killed_rank_is_restarted_and_the_run_ends_in_the_same_bits(d
     (directory,) = tmp_path.glob("*-volo_test-32")
     assert start(f"{flags} --experiment whole", data, processes=2).end() == 0
     assert sha256(directory) == sha256(tmp_path / "whole")
-
-
-@slow
-def test_fault_21_where_a_rank_is_frozen_the_other_prints_its_stacks_and_all_end(data: Path, tmp_path: Path) -> None:
-    slowly = storage(tmp_path, "time.sleep(0.3)")  # so that it happens within an epoch
-    run = start(f"{FLAGS} {tmp_path} -b 4 --dist-timeout 6 --loader-timeout 5", data, processes=2, **slowly)
-    run.read_until("epoch 2 [1/5]")
-    os.kill(run.ranks()[1], signal.SIGSTOP)
-    run.read_until("[rank 0] hung")
-    run.read_until("in train_epoch")  # the stacks
-    assert run.end() == 5, run.output
 
 
 @slow

@@ -15,54 +15,32 @@ from tests.commands.conftest import QUICK, ROOT, Ended, metrics, storage
 from tests.conftest import LIMIT, free_port
 from volo.checkpoint.resume import restarted_run
 
-Call = Callable[..., Ended]
-
-
-@pytest.fixture
-def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return `restarted(n, id)`: from now on programs have been restarted so often, by torchrun with that run id."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-
-    def restarted(times: int, run_id: str = "none") -> None:  # torchrun's id where none is given
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(times))
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-
-    return restarted
-
 
 @pytest.mark.parametrize(("run_id", "named"), [("none", ""), ("mine", "--experiment sweep/a")])
-def test_a_restart_goes_on_with_the_run_of_its_launch(
-    call: Call,
+def test_a_restart_goes_on_with_the_run_of_its_launch_alone(
+    call: Callable[..., Ended],
     make_dataset: Callable[..., Path],
     tmp_path: Path,
-    restarted: Callable[..., None],
-    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    run_id: str,  # torchrun's is "none" where none is given
     named: str,
 ) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": run_id}.items():
+        monkeypatch.setenv(name, value)
     flags = f"{make_dataset()} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} {named}"
-    restarted(0, run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert call("train", f"{flags} --epochs 1").code == 0
-    restarted(1, run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = call("train", f"{flags} --epochs 2")
     assert again.code == 0 and "1 epochs, 2 updates done" in again.out, again.err
     (record,) = (tmp_path / "out").rglob("run.json")
     assert not named or record.parent == tmp_path / "out" / named.split()[1]
-
-
-def test_a_restart_leaves_the_runs_of_other_launches_alone(
-    call: Call, make_dataset: Callable[..., Path], tmp_path: Path, restarted: Callable[..., None]
-) -> None:
-    flags = f"{make_dataset()} {QUICK} --lr 1e-3 --output {tmp_path / 'out'} --epochs 1"
-    restarted(0)
-    assert call("train", flags).code == 0
-    (record,) = (tmp_path / "out").rglob("run.json")
-    starts = json.loads(record.read_text())
-    restarted(1)
-    assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
-    for launch in ("another", "none", None):
-        record.write_text(json.dumps([starts[0] | {"launch": launch}]))
-        assert restarted_run(tmp_path / "out", "", "") is None
+    if not named:
+        starts = json.loads(record.read_text())
+        assert restarted_run(tmp_path / "out", "", "") == (record.parent, "auto")
+        for launch in ("another", "none", None):
+            record.write_text(json.dumps([starts[0] | {"launch": launch}]))
+            assert restarted_run(tmp_path / "out", "", "") is None
 
 
 def test_torchrun_restarts_a_killed_rank(make_dataset: Callable[..., Path], tmp_path: Path) -> None:

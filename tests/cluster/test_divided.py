@@ -1,0 +1,234 @@
+"""`--shard` and `--tensor-parallel`: four ranks that divide a model train as one rank that does the work of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.utils import distribute_bn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import volo  # noqa: F401  (registers the models)
+from tests.cluster.test_ddp import join, start_ranks
+from tests.train.small_run import tensors
+from tlt.errors import UserError
+from volo.checkpoint.state import TrainState
+from volo.cluster.distributed import World
+from volo.cluster.shard import ShardedEma, is_sharded, shard, shard_meshes, synchronised, units_of, whole_weights
+from volo.cluster.tensor_parallel import TensorParallelParams, divide_layers, in_groups
+from volo.config.args import parse_train
+from volo.train.model import heads_of
+from volo.train.optim import create_optimizer
+from volo.train.precision import Clipping, Precision
+
+RANKS, STEPS, MICRO_BATCHES = 4, 2, 2
+CPU = torch.device("cpu")
+
+
+def subset(model: Any) -> None:
+    model.set_drop_path_mode("subset")
+
+
+class Case(NamedTuple):
+    """A model, how many ranks divide its layers and hold a copy of it, the optimizer, and changes to the model."""
+
+    model: str
+    parts: int = 1
+    shards: int = 2
+    opt: str = "adamw --opt-eps 1e-3"  # its usual steps are of the rate's size, from gradients that are rounding alone
+    clip: tuple[float, str] = (0.1, "norm")
+    prepare: Callable[[Any], object] = bool
+
+
+CASES = {
+    "two copies": Case("volo_test", prepare=subset),
+    "units clipped": Case("volo_test", shards=4, clip=(0.01, "agc"), prepare=lambda m: m.set_grad_checkpointing(True)),
+    "another model": Case("test_vit", opt="sgd"),
+    "heads of VOLO": Case("volo_test", parts=2, prepare=subset),
+    "heads of LV-ViT": Case("lvvit_test", parts=2, shards=1, prepare=subset),
+    "heads of timm's ViT": Case("test_vit", parts=2, shards=1),
+}
+
+
+def build(case: Case) -> Any:
+    torch.manual_seed(5)
+    more = {"drop_rate": 0.1} if case.model == "volo_test" else {}  # of the position embedding, as published
+    model: Any = timm.create_model(case.model, num_classes=10, drop_path_rate=0.3, img_size=32, **more)
+    case.prepare(model)
+    return model.double().train()
+
+
+def loss_of(model: Any, case: Case, data_rank: int, step: int, micro_batch: int) -> Tensor:
+    """The loss of the images of a data rank, with its random numbers."""
+    torch.manual_seed(1000 * step + 10 * micro_batch + data_rank)
+    images, classes = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.randint(10, (4,))
+    outputs = model(images, **({} if case.model == "test_vit" else {"dense": True, "mix_box": (0, 1, 2, 3)}))
+    return F.cross_entropy(outputs if isinstance(outputs, Tensor) else outputs[0] + outputs[1].mean(1), classes)
+
+
+def train(case: Case, world: World | None) -> tuple[TrainState, list[Tensor]]:
+    """Return the state after some steps, and of each the losses of its data ranks and the gradients' norm.
+
+    Args:
+        world: This rank among all; None: one rank does the work of all.
+    """
+    model = build(case)
+    average, heads, data_ranks = ShardedEma(model, 0.9), heads_of(model), list(range(RANKS // case.parts))
+    if world is not None:
+        data_ranks, meshes = [world.data_rank], shard_meshes(case.shards, world)
+        for each in (model, average.module):
+            if meshes.tensor is not None:
+                divide_layers(each, meshes.tensor)
+            shard(each, meshes.data)
+    clipping = Clipping(*case.clip, heads=heads)
+    precision = Precision(CPU, None, clipping, norm_of=TensorParallelParams(model).total_norm)
+    optimizer = create_optimizer(parse_train(["/data", *f"--lr 1e-3 --opt {case.opt}".split()]), model)
+    state, seen = TrainState(model, optimizer, None, average, updates_per_epoch=STEPS), []
+    for step in range(STEPS):
+        losses = []
+        for micro_batch in range(MICRO_BATCHES):
+            with synchronised(model, micro_batch == MICRO_BATCHES - 1):
+                found = [loss_of(model, case, rank, step, micro_batch) for rank in data_ranks]
+                precision.backward(sum(found, torch.zeros(())) / len(found) / MICRO_BATCHES)
+            losses += [loss.detach() for loss in found]
+        norm = precision.step(optimizer, list(model.parameters()))
+        average.update(model)
+        seen.append(torch.stack([*losses, norm.detach()]))
+    return state, seen
+
+
+def kept(state: TrainState) -> int:
+    """How many values a rank keeps between two steps."""
+    optimizer = [value for each in state.optimizer.state.values() for value in each.values()]
+    found = [*state.model.parameters(), *(state.ema or state).module.parameters()]  # type: ignore[union-attr]
+    found += [value for value in optimizer if isinstance(value, Tensor)]
+    return sum(t.to_local().numel() if isinstance(t, DTensor) else t.numel() for t in found)
+
+
+def one_rank(rank: int, directory: str) -> None:
+    join(rank, RANKS, directory)
+    for name, case in CASES.items():
+        state, seen = train(case, in_groups(World(rank, rank, RANKS, CPU), case.parts))
+        torch.save({"seen": seen, "kept": kept(state), "payload": state.state_dict()}, f"{directory}/{name}-{rank}.pt")
+        if name == "two copies":
+            _more(rank, directory, state)
+    dist.destroy_process_group()
+
+
+def _more(rank: int, directory: str, state: TrainState) -> None:
+    """Whole weights in a block where ranks call the model as often as they like; a state that comes back."""
+    distribute_bn(state.model, RANKS)
+    state.model.eval()
+    with whole_weights(state.model), torch.inference_mode():
+        outputs = [state.model(torch.ones(1, 3, 32, 32, dtype=torch.float64)) for _ in range(1 + rank)]
+    payload = state.state_dict()
+    if rank == 0:
+        torch.save(payload, f"{directory}/saved.pt")
+    dist.barrier()
+    # Another division than the one that was saved.
+    again, _ = train(CASES["two copies"]._replace(shards=RANKS), World(rank, rank, RANKS, CPU))
+    again.load(torch.load(f"{directory}/saved.pt", weights_only=True), "saved.pt")
+    torch.save({"outputs": outputs, "again": again.state_dict()}, f"{directory}/more-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("divided")
+    start_ranks(one_rank, folder, RANKS)
+    return folder
+
+
+def load(file: Path) -> Any:
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_weights_are_those_of_one_rank(directory: Path, name: str) -> None:
+    case = CASES[name]
+    state, expected = train(case, None)
+    whole, data_ranks = kept(state), RANKS // case.parts
+    ranks = [load(directory / f"{name}-{rank}.pt") for rank in range(RANKS)]
+    for rank, found in enumerate(ranks):
+        for got, (*losses, norm) in zip(found["seen"], expected, strict=True):
+            wanted = torch.stack([*losses[rank // case.parts :: data_ranks], norm])
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        if case.parts == 1:
+            assert found["kept"] == pytest.approx(whole / case.shards, rel=0.1)
+    payloads = [ranks[0]["payload"], state.state_dict()]
+    assert payloads[0].keys() == payloads[1].keys()
+    for saved in payloads:
+        for entry in ("state_dict", "state_dict_ema"):  # ranks have other images for their running statistics
+            saved[entry] = {name: value for name, value in saved[entry].items() if "running" not in name}
+    assert payloads[0]["state_dict"].keys() == payloads[1]["state_dict"].keys()
+    for entry in ("state_dict", "state_dict_ema", "optimizer"):
+        pairs = [pair for pair in zip(*(tensors(saved[entry]) for saved in payloads), strict=True) if pair[0].ndim]
+        assert len(pairs) > 20
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_what_was_saved_comes_back_in_parts_of_another_size(directory: Path) -> None:
+    saved, again = load(directory / "saved.pt"), load(directory / "more-0.pt")["again"]
+    for entry in ("state_dict", "state_dict_ema", "optimizer"):
+        pairs = list(zip(tensors(saved[entry]), tensors(again[entry]), strict=True))
+        assert len(pairs) > 20 and all(torch.equal(a, b) for a, b in pairs), entry
+
+
+def test_ranks_call_the_whole_model_as_often_as_they_like(directory: Path) -> None:
+    model = build(CASES["two copies"]).eval()
+    model.load_state_dict(load(directory / "saved.pt")["state_dict"])
+    with torch.inference_mode():
+        expected = model(torch.ones(1, 3, 32, 32, dtype=torch.float64))
+    for rank in range(RANKS):
+        outputs = load(directory / f"more-{rank}.pt")["outputs"]
+        torch.testing.assert_close(outputs, [expected] * (1 + rank))
+
+
+def test_units_are_the_blocks() -> None:
+    names = {"volo_test": 6, "test_vit": 6, "resnet18": 8, "convnext_atto": 12, "vgg11": 0}
+    assert {name: len(units_of(timm.create_model(name))) for name in names} == names
+    assert not is_sharded(timm.create_model("volo_test"))
+
+
+class Mesh:
+    """Three ranks, of which nothing is sent."""
+
+    def size(self) -> int:
+        return 3
+
+    def get_local_rank(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("volo_test", {}, "can't divide network.0.0.attn: it has 2 heads"),
+        ("volo_d1", {"attn_drop_rate": 0.1}, "attn_drop drops values of all heads or channels at once"),
+        ("lvvit_s", {"drop_rate": 0.1}, "drop1 drops values of all heads or channels at once"),
+        ("vit_tiny_patch16_224", {"qk_norm": True}, "blocks.0.attn: q_norm is no plain linear layer, or needs all"),
+        ("resnet18", {}, "the model has no attention or MLP of VOLO, LV-ViT or timm's ViT; use --shard"),
+    ],
+)
+def test_what_cannot_be_divided_is_told(model: str, options: dict[str, Any], says: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match=f"--tensor-parallel 3.*{says}"):
+        divide_layers(timm.create_model(model, **options), Mesh())  # type: ignore[arg-type]
+
+
+def test_ranks_and_optimizers_that_cannot_be_divided() -> None:
+    with pytest.raises(UserError, match="--tensor-parallel 3 does not divide the number of processes, 4"):
+        in_groups(World(0, 0, 4, CPU), 3)
+    for size, parts, shared in ((4, 1, "4"), (8, 2, "8 / --tensor-parallel 2")):
+        with pytest.raises(UserError, match=f"--shard 3 does not divide the number of processes, {shared}"):
+            shard_meshes(3, World(0, 0, size, CPU, tensor_parallel=parts))
+    for opt, says in {"lamb": "needs the norm of each whole weight", "muon": "can't be divided among ranks"}.items():
+        with pytest.raises(UserError, match=f"--opt {opt} {says}"):
+            args = parse_train(["/data", "--lr", "1e-3", "--tensor-parallel", "2", "--opt", opt])
+            create_optimizer(args, timm.create_model("volo_test"))
