@@ -131,10 +131,7 @@ def test_other_sizes_run_load_and_set_alike(name, make_images):
 
 
 def test_token_grids_that_are_not_square():
-    model, wide = build("lvvit_test", img_size=(96, 48)), build("lvvit_test", img_size=(64, 32))
-    state, resized = adapt_state_dict(wide, model.state_dict())  # 6x3 -> 4x2: not square, but of the same aspect
-    assert resized == ["pos_embed"] and state["pos_embed"].shape == wide.pos_embed.shape
-    square = build("lvvit_test", img_size=96)
+    model, square = build("lvvit_test", img_size=(96, 48)), build("lvvit_test", img_size=96)
     with pytest.raises(UserError, match="pos_embed.*18 tokens"):
         adapt_state_dict(square, model.state_dict())
     state, _ = adapt_state_dict(square, model.state_dict(), source_grid=(6, 3))

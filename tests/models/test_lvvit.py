@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import timm
 import torch
 from timm.layers import DropPath
 from timm.models.vision_transformer import Block
 
-import tlt.models
 from tlt.models.layers import TransformerBlock
 from tlt.models.lvvit import WEIGHTS
 
@@ -77,8 +74,3 @@ def test_block_equals_timms_and_residual_scale_divides_both_branches():
         theirs.mlp.fc2.weight /= 4
         theirs.mlp.fc2.bias /= 4
     torch.testing.assert_close(scaled(x), theirs(x))
-
-
-def test_published_names_leave_the_module_in_place():
-    assert isinstance(tlt.models.lvvit, types.ModuleType)
-    assert isinstance(tlt.models.lvvit_s(img_size=32, num_classes=2), tlt.models.LVViT)

@@ -82,11 +82,6 @@ class Save:
     seconds: float = 0.0
     error: BaseException | None = None
 
-    @property
-    def update(self) -> int:
-        """Optimizer steps done."""
-        return int(self.payload["update"])
-
 
 class CheckpointDir:
     """Writes the checkpoints of one run. Construct it on rank 0 only.

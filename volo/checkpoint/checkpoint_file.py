@@ -90,7 +90,6 @@ def explained(path: Path, size: Callable[[], int]) -> Iterator[None]:
         needed = free = 0
         with suppress(OSError):
             needed = size()
-        with suppress(OSError):
             free = shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free
         raise NotWrittenError(
             f"cannot write {path}: {cause.strerror or cause}; it needs {needed / 2**20:.1f} MiB, "

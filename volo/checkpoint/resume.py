@@ -93,8 +93,7 @@ def _newest_first(directory: Path, messages: list[str]) -> list[Path]:
 
 def check_behaviour(checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UserError if the run that wrote the checkpoint went by published behaviour that can't be set back now."""
-    args = checkpoint.get("args")
-    args = args if isinstance(args, dict) else {}
+    args = found if isinstance(found := checkpoint.get("args"), dict) else {}
     gone = [f"--compat {row}" for row in args.get("compat") or () if row not in ROWS]
     gone += [f"--{dest.replace('_', '-')} {args[dest]}" for dest, none in GONE.items() if args.get(dest, none) != none]
     if gone:
@@ -156,15 +155,10 @@ def fingerprint(folder: ImageSource, labels: LabelReader | None) -> Fingerprint:
     digest = hashlib.sha256("\0".join(folder.class_names).encode(errors="surrogateescape"))
     pairs = zip(map(os.fsencode, folder.paths), folder.classes, strict=True)
     digest.update(b"".join(b"\n%s\0%d" % pair for pair in pairs))
-    return {"images": digest.hexdigest(), "labels": _labels(labels), "count": len(folder)}
-
-
-def _labels(labels: LabelReader | None) -> str | None:
-    if not isinstance(labels, LabelStore):
-        return None
-    digest = hashlib.sha256(repr((labels.shape, labels.area)).encode())
-    digest.update(labels.identity())
-    return digest.hexdigest()
+    made = None
+    if isinstance(labels, LabelStore):
+        made = hashlib.sha256(repr((labels.shape, labels.area)).encode() + labels.identity()).hexdigest()
+    return {"images": digest.hexdigest(), "labels": made, "count": len(folder)}
 
 
 def check_same_data(checkpoint: dict[str, Any], now: dict[str, Any], path: str | Path, allow: bool) -> list[str]:

@@ -245,7 +245,7 @@ class Saver:
         save, self._thread = self._pending, None
         if save.error is None:
             self._pending, self._failures = None, 0
-            self._saved_at = save.payload["epoch"] + 1, save.update
+            self._saved_at = save.payload["epoch"] + 1, save.payload["update"]
             self._report(save)
         elif isinstance(save.error, NotWrittenError):
             self._retry_later(save, save.error)
@@ -254,14 +254,14 @@ class Saver:
             raise save.error
 
     def _report(self, save: Save) -> None:
-        size = tensor_bytes(save.payload)
+        size, update = tensor_bytes(save.payload), save.payload["update"]
         if not save.ranked or save.attempts > 1:
             self.logger.line(
-                f"saved {LAST} of update {save.update} ({save.reason}): {size / 2**20:.1f} MiB "
+                f"saved {LAST} of update {update} ({save.reason}): {size / 2**20:.1f} MiB "
                 f"in {save.seconds:.2f} s, training waited {save.blocked:.2f} s"
             )
         seconds = {"seconds": round(save.seconds, 3), "blocked_seconds": round(save.blocked, 3)}
-        about = {"reason": save.reason, "update": save.update, "bytes": size, **seconds, "attempts": save.attempts}
+        about = {"reason": save.reason, "update": update, "bytes": size, **seconds, "attempts": save.attempts}
         self.logger.event("checkpoint", file=LAST, **about)
 
     def _retry_later(self, save: Save, error: NotWrittenError) -> None:
@@ -271,7 +271,7 @@ class Saver:
         self.logger.line(
             f"warning: {error}; training goes on, the next attempt is in {delay:.0f} s or at the next save"
         )
-        about = {"reason": str(error), "update": save.update, "attempt": save.attempts}
+        about = {"reason": str(error), "update": save.payload["update"], "attempt": save.attempts}
         self.logger.event("checkpoint-failed", file=LAST, **about)
         if self._failures > self.policy.max_failed:
             raise NotWrittenError(

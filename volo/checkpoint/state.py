@@ -118,10 +118,8 @@ class TrainState:
         elif load_optimizer:
             messages.append("it holds weights only: optimizer, schedule and epoch count start anew")
         if checkpoint.get("updates_per_epoch", self.updates_per_epoch) != self.updates_per_epoch:
-            messages.append(
-                f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch} (another global "
-                f"batch or data set): epoch {epoch} begins with its first update"
-            )
+            before = f"an epoch had {checkpoint['updates_per_epoch']} updates, now {self.updates_per_epoch}"
+            messages.append(f"{before} (another global batch or data set): epoch {epoch} begins with its first update")
         self.epoch, self.update, self.scores, self.progress = epoch, update, scores, progress
         if self._within_epoch and not set_statistics(self._models(), statistics):
             messages.append("another number of ranks: all take the running statistics of BatchNorm from rank 0")
@@ -213,15 +211,14 @@ def gather_statistics(model: nn.Module) -> Tensor:
 
 
 def set_statistics(models: dict[str, nn.Module], gathered: dict[str, Tensor]) -> bool:
-    """Set those of this rank; return False, and change nothing, if they are of other models or another number of
-    ranks."""
+    """Set those of this rank; return False if they are of another number of ranks, or of other models."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    found = {name: _statistics(models[name]) for name in gathered if name in models}
-    counts = {name: [buffer.numel() for buffer in buffers] for name, buffers in found.items()}
-    if any(gathered[name].shape != (size, sum(each)) for name, each in counts.items()):
-        return False
-    for name, buffers in found.items():
-        for buffer, part in zip(buffers, gathered[name][rank].split(counts[name]), strict=True):
+    for name in [name for name in models if name in gathered]:
+        buffers, rows = _statistics(models[name]), gathered[name]
+        counts = [buffer.numel() for buffer in buffers]
+        if rows.shape != (size, sum(counts)):
+            return False
+        for buffer, part in zip(buffers, rows[rank].split(counts), strict=True):
             buffer.copy_(part.view_as(buffer))
     return True
 
