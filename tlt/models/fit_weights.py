@@ -42,27 +42,22 @@ def fit_state_dict(model: nn.Module, state: dict[str, Tensor], source_size: tupl
             square need it.
     """
     own, left = clean_state_dict(model), dict(state)
-    notes: dict[str, str] = {}
-    dropped = _drop_heads(model, own, left, notes)
-    heads = tuple(f"{layer}." for layer in head_names(model)) if dropped else ()
-    resized, unfit = _adapt_input(model, own, left, notes)
-    dropped += unfit
+    notes: dict[str, str] = {}  # of every name that is not taken as it is
+    heads = _drop_heads(model, own, left, notes)
+    _adapt_input(model, own, left, notes)
     if isinstance(target := unwrap(model), TokenLabelModel):
         before = left
         left, names = adapt_state_dict(target, left, source_grid(target, left, source_size))
-        resized += names
-        notes.update({n: f"{_shape(before[n])} -> {_shape(left[n])}" for n in names})
+        notes |= {n: f"{_shape(before[n])} -> {_shape(left[n])}" for n in names}
     for name in [n for n, value in left.items() if n not in own or own[n].shape != value.shape]:
-        notes[name] = (
-            f"the model's is {_shape(own[name])}, not {_shape(left[name])}" if name in own else "not in the model"
-        )
-        dropped.append(name)
+        shapes = f"the model's is {_shape(own[name])}, not {_shape(left[name])}" if name in own else "not in the model"
+        notes[name] = shapes
         del left[name]
-    resized = [n for n in resized if n in left]
-    kept = [n for n in left if n not in resized]
+    kept, resized = [n for n in left if n not in notes], [n for n in notes if n in left]
+    dropped, missing = [n for n in notes if n not in left], [n for n in own if n not in left]
     ends = tuple(f"{layer}." for layer in head_names(model) + input_names(model))
     changeable, replaced = ({n for n in [*own, *state] if n.startswith(starts)} for starts in (ends, heads))
-    return Fit(left, kept, resized, dropped, [n for n in own if n not in left], notes, changeable, replaced)
+    return Fit(left, kept, resized, dropped, missing, notes, changeable, replaced)
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -83,44 +78,35 @@ def input_names(model: nn.Module) -> tuple[str, ...]:
     return (first,) if isinstance(first, str) else tuple(first)
 
 
-def _drop_heads(model: nn.Module, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]) -> list[str]:
-    """Take the heads out of `left` if one of them has another class count than the model's; return the names."""
-    heads = head_names(model)
-    weights = [n for h in heads if (n := f"{h}.weight") in left]
-    counts = [(left[n].shape[:1].numel(), own[n].shape[:1].numel() if n in own else 0) for n in weights]
-    differing = [pair for pair in counts if pair[0] != pair[1]]
-    if not differing:
-        return []
-    theirs, ours = differing[0]
-    names = [n for n in left if n.startswith(tuple(f"{h}." for h in heads))]
-    for name in names:
-        notes[name] = f"{theirs} classes, the model has {ours}"
-        del left[name]
-    return names
-
-
-def _adapt_input(
+def _drop_heads(
     model: nn.Module, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]
-) -> tuple[list[str], list[str]]:
-    """Adapt the input convolution in `left` to the model's channel count; return the names (adapted, dropped)."""
-    adapted: list[str] = []
-    dropped: list[str] = []
-    for layer in input_names(model):
-        name = f"{layer}.weight"
+) -> tuple[str, ...]:
+    """Take the heads out of `left` if one of them has another class count than the model's; return how they begin."""
+    heads = tuple(f"{head}." for head in head_names(model))
+    weights = [n for head in heads if (n := f"{head}weight") in left]
+    counts = [(left[n].shape[:1].numel(), own[n].shape[:1].numel() if n in own else 0) for n in weights]
+    if not (differing := [pair for pair in counts if pair[0] != pair[1]]):
+        return ()
+    for name in [n for n in left if n.startswith(heads)]:
+        notes[name] = f"{differing[0][0]} classes, the model has {differing[0][1]}"
+        del left[name]
+    return heads
+
+
+def _adapt_input(model: nn.Module, own: dict[str, Tensor], left: dict[str, Tensor], notes: dict[str, str]) -> None:
+    """Adapt the input convolution in `left` to the model's channel count, or take it out where there is no rule."""
+    for name in [f"{layer}.weight" for layer in input_names(model)]:
         if name not in left or name not in own or left[name].ndim != own[name].ndim:
             continue
-        if left[name].shape[1] == own[name].shape[1]:
-            continue
         theirs, ours = left[name].shape[1], own[name].shape[1]
+        if theirs == ours:
+            continue
         try:
             left[name] = adapt_input_conv(ours, left[name])
-            adapted.append(name)
             notes[name] = f"{theirs} -> {ours} input channels"
         except (NotImplementedError, ValueError, AssertionError):  # channel counts it knows no rule for
             del left[name]
-            dropped.append(name)
             notes[name] = f"{theirs} input channels, the model has {ours}"
-    return adapted, dropped
 
 
 def _shape(tensor: Tensor) -> str:
