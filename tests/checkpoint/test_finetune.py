@@ -10,7 +10,6 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.models.volo import VOLO as TimmVOLO
 from torch import Tensor, nn
 
 import volo  # noqa: F401  (registers the models)
@@ -69,22 +68,6 @@ def test_nan_weights_are_refused_and_nothing_is_loaded(tmp_path: Path, load: Any
     with pytest.raises(UserError, match=r"network.2.0.mlp.fc1.bias holds 1 NaN"):
         load(model, tmp_path / "x")
     assert unchanged(before, model)
-
-
-# timm's weights ----------------------------------------------------------------------------------------------------
-
-
-def test_timm_weights_give_timms_outputs_at_another_size(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    shared = {"embed_dims": (32, 64, 64, 64), "num_heads": (2, 4, 4, 4), "mlp_ratio": 2, "stem_hidden_dim": 16}
-    theirs = TimmVOLO((1, 1, 1, 1), img_size=64, num_classes=10, **shared).eval()
-    torch.save(theirs.state_dict(), tmp_path / "timm.pth")
-    ours = build(img_size=(96, 64)).eval()
-    assert load_finetune(ours, tmp_path / "timm.pth").resized == ["pos_embed"]
-    ours.set_input_size(64)
-    load_weights(ours, tmp_path / "timm.pth")
-    images = torch.randn(2, 3, 64, 64)
-    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
 
 
 # Another size, other classes, other channels -------------------------------------------------------------------------

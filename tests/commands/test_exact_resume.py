@@ -36,56 +36,24 @@ def assert_same(whole: Path, cut: Path) -> None:
         assert without_times(cut / name) == without_times(whole / name), name
 
 
-@pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
-    for name in ("__enter__", "after_update"):
-        monkeypatch.setattr(Saver, name, getattr(Saver, name))
-    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
-    return interrupted_train.stop_at
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        "-j 0 --amp --checkpoint-sync --drop-path-mode subset",
-        pytest.param("-j 2 --model-dtype bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_fault_11_interrupted_at_several_updates(
+def test_fault_11_interrupted_at_several_updates_and_gone_on_with_other_workers_and_from_shards(
     call: Callable[..., Ended],
     make_dataset: Callable[..., Path],
     make_labels: Callable[..., Path],
     tmp_path: Path,
-    stop_at: Callable[[set[int]], None],
-    more: str,
-) -> None:
-    data = make_dataset(train=21)
-    flags = f"{data} {FLAGS} -b 3 --grad-accum-steps 2 --token-label-data {make_labels(data)} --output {tmp_path}"
-    flags += f" {more} --resume auto --experiment"
-    assert call("train", flags, "whole").code == 0
-    stop_at(updates := {1, 4, 6})  # 4: after the first epoch's last update, before it is validated
-    while updates:
-        ended = call("train", flags, "cut")
-        assert ended.code == 130, ended.err
-    ended = call("train", flags, "cut")
-    assert ended.code == 0 and "1 epochs, 6 updates done" in ended.out, ended.err
-    assert_same(tmp_path / "whole", tmp_path / "cut")
-
-
-def test_a_run_goes_on_with_other_workers_and_from_shards(
-    call: Callable[..., Ended],
-    make_dataset: Callable[..., Path],
-    make_labels: Callable[..., Path],
-    tmp_path: Path,
-    stop_at: Callable[[set[int]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data, packed = make_dataset(train=21), tmp_path / "packed"
     labels = make_labels(data)
     assert tlt_cli.main(["pack-images", str(data), str(packed), "--labels", str(labels), "--workers", "1"]) == 0
-    flags = f"{FLAGS} -b 3 --grad-accum-steps 2 --output {tmp_path} --resume auto --experiment"
+    flags = f"{FLAGS} -b 3 --grad-accum-steps 2 --amp --checkpoint-sync --drop-path-mode subset --output {tmp_path}"
+    flags += " --resume auto --experiment"
     folder, shards = f"{data} --token-label-data {labels}", f"{packed} --token-label-data {packed}"
     assert call("train", f"{flags} whole {folder}").code == 0
-    stop_at({1, 3, 6})
+    for name in ("__enter__", "after_update"):
+        monkeypatch.setattr(Saver, name, getattr(Saver, name))
+    monkeypatch.setattr(program, "validate_epoch", program.validate_epoch)
+    interrupted_train.stop_at({1, 4, 6})  # 4: after the first epoch's last update, before it is validated
     lives = [f"{folder} -j 2", f"{shards} -j 2", f"{folder} -j 1", f"{shards} -j 0"]
     ends = [call("train", f"{flags} cut {life}") for life in lives]
     assert [end.code for end in ends] == [130, 130, 130, 0], ends

@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tlt.errors import UserError
 from tlt.labels.annotate import check_dense, dense_logits
-from tlt.models.mix_point import layer_output
 from tlt.models.wrap import WithDenseHead, is_dense_head, with_dense_head
 
 SWIN = {"window_size": 2, "embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
@@ -151,37 +150,6 @@ def test_as_many_channels_as_rows_are_not_taken_for_rows(layout: str) -> None:
     with torch.no_grad():
         shape = (model.stem if layout == "NCHW" else model.patch_embed)(images(1, size)).shape
     assert len(set(shape[1:])) == 1 and model.mix_point.layout == layout
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("test_resnet", 80),
-        ("regnety_002", 118),
-        ("tf_efficientnet_b0", 72),
-        ("test_efficientnet", 96),
-        ("pvt_v2_b0", 100),
-    ],
-)
-def test_a_box_mixes_the_cells_that_lie_where_its_tokens_do(name: str, size: int) -> None:
-    """The pixels of a cell are those that its gradient is not 0 at."""
-    model = with_dense_head(timm.create_model(name, num_classes=CLASSES).eval(), (size, size))
-    point, (rows, _), positions = model.mix_point, model.token_grid(size), model.token_positions(size)
-    pixels = images(1, (size, size)).requires_grad_()
-    _, output = layer_output(getattr(model, point.layer), model.forward_features, pixels)
-    cells = output[0].movedim(0, -1) if point.layout == "NCHW" else output[0]  # (H, W, C)
-    direction = torch.randn(cells.shape[2])
-    for row, token in enumerate(model._tokens(size).of_cells(0, cells.shape[0], pixels.device).tolist()):
-        (seen,) = torch.autograd.grad(cells[row, cells.shape[1] // 2] @ direction, pixels, retain_graph=True)
-        lines = seen[0].abs().amax((0, 2)).nonzero()
-        if lines.min() > 0 and lines.max() < size - 1 and 0 < token < rows - 1:
-            middle = (lines.min() + lines.max() + 1) / 2
-            assert abs(middle - positions.first[0] - token * positions.pitch[0]) <= positions.pitch[0] / 2 + 1, (
-                row,
-                token,
-            )
-    # Those on padding, and those that no token is made of, go with the nearest.
-    assert {0, rows - 1} <= set(model._tokens(size).of_cells(0, cells.shape[0], pixels.device).tolist())
 
 
 def test_an_image_that_gets_past_the_embedding_is_found_out() -> None:
