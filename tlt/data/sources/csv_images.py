@@ -53,7 +53,7 @@ def _rows(file: str) -> list[dict[str, str]]:
                 raise UserError(f"{shown} is no table, with commas, of columns 'path' and 'class' in its first line")
             for row in reader:
                 where = f"{shown}, line {reader.line_num}"
-                if None in row or None in row.values() or "" in (row["path"], row["class"]):
+                if any(row.get(None, ())) or None in row.values() or "" in (row["path"], row["class"]):
                     raise UserError(
                         f"{where}: a row needs a path and a class, and a field for each column and no more; write "
                         '"a, b" for a name with a comma'
